@@ -1,0 +1,427 @@
+// scruple.h implemented over the rooms below: checks, then one call. The only place that catches.
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "engine/engine.h"
+#include "engine/failure.h"
+#include "grad/clip.h"
+#include "grad/scaler.h"
+
+namespace {
+
+using namespace scruple;
+
+thread_local std::string last_error;
+
+// Runs body; turns whatever it throws into a status and a message.
+template <class Body>
+scruple_status guarded(const Body& body) noexcept {
+  try {
+    body();
+    return SCRUPLE_OK;
+  } catch (const Failure& failure) {
+    last_error = failure.what();
+    return failure.status;
+  } catch (const std::bad_alloc&) {
+    last_error = "out of memory";
+    return SCRUPLE_OUT_OF_MEMORY;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return SCRUPLE_INTERNAL;
+  }
+}
+
+template <class T>
+T& required(T* pointer, const char* what) {
+  if (pointer == nullptr) fail(SCRUPLE_INVALID, what, " is null");
+  return *pointer;
+}
+
+template <class List>
+const auto& entry(const List& list, int index, const char* what) {
+  if (index < 0 || static_cast<std::size_t>(index) >= std::size(list))
+    fail(SCRUPLE_INVALID, what, " ", index, " does not exist; there are ", std::size(list));
+  return list[static_cast<std::size_t>(index)];
+}
+
+scruple_bound public_bound(const Bound& b) { return {b.relative, b.group, b.absolute}; }
+
+const char* or_null(const char* name) { return *name == 0 ? nullptr : name; }
+
+void check_array_index(const scruple_tensor& t, int array) {
+  check_tensor(t, 0);
+  const bool slot_exists = array >= SCRUPLE_SLOT && array < SCRUPLE_GRADIENT &&
+                           static_cast<std::size_t>(array - SCRUPLE_SLOT) < t.optimizer->rule().slots.size();
+  if (array != SCRUPLE_WEIGHT && array != SCRUPLE_GRADIENT && !slot_exists)
+    fail(SCRUPLE_INVALID, t.optimizer->rule().name, " has no array ", array, "; it has weight (0), ",
+         t.optimizer->rule().slots.size(), " slots (from 1) and gradient (", +SCRUPLE_GRADIENT, ")");
+}
+
+void use_format(scruple_array& array, const char* format, Rounding rounding) {
+  array.format = &find_format(format);
+  array.rounding = rounding;
+}
+
+void reset_slots(scruple_engine& engine, const scruple_tensor& t, uint32_t mask) {
+  for (int s = 0; s < SCRUPLE_MAX_SLOTS; ++s)
+    if ((mask >> (SCRUPLE_SLOT + s) & 1u) != 0 && is_used(t, SCRUPLE_SLOT + s))
+      engine.fill(t, SCRUPLE_SLOT + s, static_cast<float>(t.optimizer->initial(s)));
+}
+
+void release(scruple_engine& engine, scruple_tensor& t) {
+  for (scruple_array& array : t.arrays) {
+    if ((array.owned & 1) != 0) engine.free(array.codes), array.codes = nullptr;
+    if ((array.owned & 2) != 0) engine.free(array.aux), array.aux = nullptr;
+    array.owned = 0;
+  }
+}
+
+void allocate(scruple_engine& engine, scruple_tensor& t, uint32_t mask) {
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    if ((mask >> a & 1u) == 0 || !is_used(t, a)) continue;
+    scruple_array& array = t.arrays[a];
+    const Bytes bytes = bytes_of(*array.format, t.size);
+    if (array.codes == nullptr) array.codes = engine.alloc(bytes.codes), array.owned |= 1;
+    if (array.aux == nullptr && bytes.aux > 0) array.aux = engine.alloc(bytes.aux), array.owned |= 2;
+  }
+  reset_slots(engine, t, mask);
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* scruple_version(void) { return SCRUPLE_VERSION; }
+int scruple_abi_version(void) { return SCRUPLE_ABI_VERSION; }
+const char* scruple_last_error(void) { return last_error.c_str(); }
+
+// ---- Registry ---------------------------------------------------------------------------------------------------
+
+int scruple_format_count(void) { return static_cast<int>(formats().size()); }
+
+const scruple_format* scruple_format_at(int index) {
+  const scruple_format* found = nullptr;
+  guarded([&] { found = &entry(formats(), index, "format"); });
+  return found;
+}
+
+const scruple_format* scruple_format_find(const char* name) {
+  const scruple_format* found = nullptr;
+  guarded([&] { found = &find_format(name); });
+  return found;
+}
+
+scruple_status scruple_get_format_info(const scruple_format* format, scruple_format_info* out) {
+  return guarded([&] {
+    const scruple_format& f = required(format, "format");
+    const unsigned roundings = f.roundings[0] | f.roundings[1];
+    const double bits = f.layout.code_bits + static_cast<double>(f.layout.aux_bits) / f.layout.group;
+    required(out, "out") = {f.name,
+                            f.doc,
+                            f.roles,
+                            roundings,
+                            f.layout.group,
+                            f.layout.code_bits,
+                            f.layout.aux_bits,
+                            f.aux_is_scale,
+                            bits,
+                            public_bound(f.bound[0]),
+                            public_bound(f.bound[1])};
+  });
+}
+
+scruple_status scruple_format_bytes(const scruple_format* format, int64_t size, int64_t* codes, int64_t* aux) {
+  return guarded([&] {
+    if (size < 0 || size > int64_t{1} << 50) fail(SCRUPLE_INVALID, "size is ", size, "; it must be 0 to 2^50");
+    const Bytes bytes = bytes_of(required(format, "format"), size);
+    required(codes, "codes") = bytes.codes;
+    required(aux, "aux") = bytes.aux;
+  });
+}
+
+int scruple_recipe_count(void) { return static_cast<int>(recipes().size()); }
+
+scruple_status scruple_recipe_at(int index, scruple_recipe_info* out) {
+  return guarded([&] {
+    const Recipe& r = entry(recipes(), index, "recipe");
+    required(out, "out") = {r.name,
+                            r.doc,
+                            r.weight,
+                            r.moment,
+                            or_null(r.nonneg),
+                            r.gradient,
+                            static_cast<scruple_rounding>(r.weight_rounding),
+                            static_cast<scruple_rounding>(r.moment_rounding),
+                            static_cast<scruple_rounding>(r.gradient_rounding),
+                            r.small};
+  });
+}
+
+int scruple_rule_count(void) { return static_cast<int>(rules().size()); }
+
+scruple_status scruple_rule_at(int rule, scruple_rule_info* out) {
+  return guarded([&] {
+    const RuleInfo& r = entry(rules(), rule, "optimizer");
+    required(out, "out") = {r.name, r.doc, static_cast<int32_t>(r.slots.size()), static_cast<int32_t>(r.hypers.size())};
+  });
+}
+
+scruple_status scruple_rule_slot(int rule, int slot, scruple_slot_info* out) {
+  return guarded([&] {
+    const Slot& s = entry(entry(rules(), rule, "optimizer").slots, slot, "slot");
+    required(out, "out") = {s.name, s.sign == Sign::nonneg ? SCRUPLE_ROLE_NONNEG : SCRUPLE_ROLE_SIGNED, s.optional};
+  });
+}
+
+scruple_status scruple_rule_hyper(int rule, int hyper, scruple_hyper_info* out) {
+  return guarded([&] {
+    const HyperField& h = entry(entry(rules(), rule, "optimizer").hypers, hyper, "hyperparameter");
+    required(out, "out") = {h.name, h.doc, h.value, h.range == Range::flag};
+  });
+}
+
+int scruple_engine_count(void) { return static_cast<int>(engines().size()); }
+
+scruple_status scruple_engine_at(int index, scruple_engine_info* out) {
+  return guarded([&] {
+    const EngineInfo& e = entry(engines(), index, "engine");
+    required(out, "out") = {e.name.c_str(), e.doc.c_str(), e.reason.empty(), e.reason.c_str()};
+  });
+}
+
+// ---- Engines and optimizers --------------------------------------------------------------------------------------
+
+scruple_status scruple_engine_create(const char* name, int threads, scruple_engine** out) {
+  return guarded([&] { required(out, "out") = make_engine(name, threads).release(); });
+}
+void scruple_engine_destroy(scruple_engine* engine) { delete engine; }
+const char* scruple_engine_name(const scruple_engine* engine) { return engine == nullptr ? "" : engine->name(); }
+int scruple_engine_threads(const scruple_engine* engine) { return engine == nullptr ? 0 : engine->threads(); }
+
+scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, int64_t bytes) {
+  return guarded([&] {
+    if (bytes < 0) fail(SCRUPLE_INVALID, "bytes is ", bytes, "; it must be at least 0");
+    if (bytes > 0 && (to == nullptr || from == nullptr)) fail(SCRUPLE_INVALID, "cannot copy to or from null");
+    required(engine, "engine").copy(to, from, bytes);
+  });
+}
+
+scruple_status scruple_optimizer_create(const char* rule, scruple_optimizer** out) {
+  return guarded([&] { required(out, "out") = make_optimizer(rule).release(); });
+}
+void scruple_optimizer_destroy(scruple_optimizer* optimizer) { delete optimizer; }
+int scruple_optimizer_rule(const scruple_optimizer* optimizer) {
+  return optimizer == nullptr ? -1 : optimizer->rule().index;
+}
+scruple_status scruple_optimizer_set(scruple_optimizer* optimizer, const char* name, double value) {
+  return guarded([&] { required(optimizer, "optimizer").set(name, value); });
+}
+scruple_status scruple_optimizer_get(const scruple_optimizer* optimizer, const char* name, double* out) {
+  return guarded([&] { required(out, "out") = required(optimizer, "optimizer").get(name); });
+}
+scruple_status scruple_optimizer_set_seed(scruple_optimizer* optimizer, uint64_t seed) {
+  return guarded([&] { required(optimizer, "optimizer").seed = seed; });
+}
+uint64_t scruple_optimizer_seed(const scruple_optimizer* optimizer) {
+  return optimizer == nullptr ? 0 : optimizer->seed;
+}
+
+// ---- Tensors ----------------------------------------------------------------------------------------------------
+
+scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe) {
+  return guarded([&] {
+    scruple_tensor t = required(tensor, "tensor");
+    check_tensor(t, 0);
+    const Recipe& wanted = find_recipe(recipe);
+    const Recipe& r = t.size <= wanted.small ? find_recipe("fp32") : wanted;
+    use_format(t.arrays[SCRUPLE_WEIGHT], r.weight, r.weight_rounding);
+    use_format(t.arrays[SCRUPLE_GRADIENT], r.gradient, r.gradient_rounding);
+    const RuleInfo& rule = t.optimizer->rule();
+    for (std::size_t s = 0; s < rule.slots.size(); ++s) {
+      const bool nonneg = rule.slots[s].sign == Sign::nonneg;
+      const char* format = nonneg ? wanted.nonneg : wanted.moment;
+      if (*format == 0) {
+        std::string suited;
+        for (const RuleInfo& other : rules()) {
+          bool fits = true;
+          for (const Slot& slot : other.slots) fits = fits && slot.sign != Sign::nonneg;
+          if (fits) suited += (suited.empty() ? "" : ", ") + std::string(other.name);
+        }
+        fail(SCRUPLE_UNSUPPORTED, "recipe ", wanted.name, " has no format for ", rule.slots[s].name, " of ", rule.name,
+             ", ", role_name(SCRUPLE_ROLE_NONNEG), "; it serves: ", suited,
+             "; or choose another recipe, or each format yourself");
+      }
+      use_format(t.arrays[SCRUPLE_SLOT + s], nonneg ? r.nonneg : r.moment, r.moment_rounding);
+    }
+    *tensor = t;
+  });
+}
+
+scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name, int* role, int* used) {
+  return guarded([&] {
+    const scruple_tensor& t = required(tensor, "tensor");
+    check_array_index(t, array);
+    if (name != nullptr) *name = array_name(t, array);
+    if (role != nullptr) *role = static_cast<int>(role_of(t, array));
+    if (used != nullptr) *used = is_used(t, array);
+  });
+}
+
+scruple_status scruple_tensor_alloc(scruple_engine* engine, scruple_tensor* tensor, uint32_t mask) {
+  return guarded([&] {
+    scruple_engine& e = required(engine, "engine");
+    scruple_tensor t = required(tensor, "tensor");
+    check_tensor(t, 0);
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
+      if ((mask >> a & 1u) != 0 && is_used(t, a)) check_array(t, 0, a, false);
+    scruple_tensor fresh = t;  // owns only what this call allocates, so that a failure gives back just that
+    for (scruple_array& array : fresh.arrays) array.owned = 0;
+    try {
+      allocate(e, fresh, mask);
+    } catch (...) {
+      release(e, fresh);
+      throw;
+    }
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a) fresh.arrays[a].owned |= t.arrays[a].owned;
+    *tensor = fresh;
+  });
+}
+
+void scruple_tensor_free(scruple_engine* engine, scruple_tensor* tensor) {
+  if (engine != nullptr && tensor != nullptr) release(*engine, *tensor);
+}
+
+scruple_status scruple_tensor_reset(scruple_engine* engine, const scruple_tensor* tensor) {
+  return guarded([&] {
+    const scruple_tensor& t = required(tensor, "tensor");
+    scruple_engine& e = required(engine, "engine");
+    check_tensor(t, 0);
+    for (int s = SCRUPLE_SLOT; s < SCRUPLE_SLOT + SCRUPLE_MAX_SLOTS; ++s)
+      if (is_used(t, s)) check_array(t, 0, s, true);
+    reset_slots(e, t, ~0u);
+  });
+}
+
+scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, int64_t size, scruple_tensor* out) {
+  return guarded([&] {
+    const scruple_tensor& t = required(tensor, "tensor");
+    check_tensor(t, 0);
+    if (first < 0 || first % 128 != 0 || size < 0 || first > t.size || size > t.size - first)
+      fail(SCRUPLE_INVALID, "a view of ", size, " elements from ", first, " of a tensor of ", t.size,
+           ": it must lie inside and begin at a multiple of 128");
+    scruple_tensor view = t;
+    view.size = size;
+    view.offset += first;
+    for (scruple_array& array : view.arrays) {
+      array.owned = 0;
+      if (array.format == nullptr) continue;
+      const Bytes skip = bytes_of(*array.format, first);
+      if (array.codes != nullptr) array.codes = static_cast<char*>(array.codes) + skip.codes;
+      if (array.aux != nullptr) array.aux = static_cast<char*>(array.aux) + skip.aux;
+    }
+    required(out, "out") = view;
+  });
+}
+
+scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tensor, int array, const float* values) {
+  return guarded([&] {
+    const scruple_tensor& t = required(tensor, "tensor");
+    check_array_index(t, array);
+    check_array(t, 0, array, true);
+    if (t.size > 0) required(values, "values");
+    required(engine, "engine").encode(t, array, values);
+  });
+}
+
+scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array, float* values) {
+  return guarded([&] {
+    const scruple_tensor& t = required(tensor, "tensor");
+    check_array_index(t, array);
+    check_array(t, 0, array, true);
+    if (t.size > 0) required(values, "values");
+    required(engine, "engine").decode(t, array, values);
+  });
+}
+
+// ---- The step and its gradients ------------------------------------------------------------------------------------
+
+scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
+                            const scruple_step_options* options) {
+  return guarded([&] {
+    scruple_engine& e = required(engine, "engine");
+    scruple_step_options all = SCRUPLE_STEP_OPTIONS_INIT;
+    if (options != nullptr) {
+      if (options->struct_size == 0 || options->struct_size > sizeof all)
+        fail(SCRUPLE_INVALID, "step options of ", options->struct_size, " bytes, this library knows ", sizeof all,
+             "; start from SCRUPLE_STEP_OPTIONS_INIT");
+      std::memcpy(&all, options, options->struct_size);
+    }
+    if (!std::isfinite(all.multiplier) || all.multiplier == 0)
+      fail(SCRUPLE_INVALID, "multiplier is ", all.multiplier,
+           "; it must be finite and not 0 (start from SCRUPLE_STEP_OPTIONS_INIT)");
+    check_step(tensors, count);
+    if (all.found_inf == nullptr || *all.found_inf == 0) e.step(tensors, count, all);
+  });
+}
+
+scruple_status scruple_norm(scruple_engine* engine, const scruple_tensor* tensors, int64_t count, double* norm,
+                            float* found_inf) {
+  return guarded([&] {
+    scruple_engine& e = required(engine, "engine");
+    check_gradients(tensors, count);
+    const double sum = e.sum_squares(tensors, count);
+    if (norm != nullptr) *norm = std::sqrt(sum);
+    if (found_inf != nullptr) *found_inf = std::isfinite(sum) ? 0.0f : 1.0f;
+  });
+}
+
+float scruple_clip_factor(double norm, double max_norm) { return clip_factor(norm, max_norm); }
+
+scruple_status scruple_fold(scruple_engine* engine, const scruple_tensor* tensors, const scruple_array* incoming,
+                            int64_t count, float multiplier) {
+  return guarded([&] {
+    scruple_engine& e = required(engine, "engine");
+    check_fold(tensors, incoming, count, multiplier);
+    e.fold(tensors, incoming, count, multiplier);
+  });
+}
+
+scruple_status scruple_clear(scruple_engine* engine, const scruple_tensor* tensors, int64_t count) {
+  return guarded([&] {
+    scruple_engine& e = required(engine, "engine");
+    check_gradients(tensors, count);
+    for (int64_t i = 0; i < count; ++i) {
+      const scruple_array& array = tensors[i].arrays[SCRUPLE_GRADIENT];
+      const Bytes bytes = bytes_of(*array.format, tensors[i].size);
+      e.zero(array.codes, bytes.codes);
+      e.zero(array.aux, bytes.aux);
+    }
+  });
+}
+
+// ---- Loss scaling --------------------------------------------------------------------------------------------------
+
+scruple_scaler scruple_scaler_dynamic(void) { return kDynamicScaler; }
+
+scruple_status scruple_scaler_static(float scale, scruple_scaler* out) {
+  return guarded([&] {
+    if (!(scale > 0) || !std::isfinite(scale))
+      fail(SCRUPLE_INVALID, "a loss scale of ", scale, "; it must be finite and above 0");
+    required(out, "out") = {scale, 1.0f, 1.0f, kDynamicScaler.interval, 0};
+  });
+}
+
+scruple_status scruple_scaler_update(scruple_scaler* scaler, float found_inf) {
+  return guarded([&] {
+    scruple_scaler& s = required(scaler, "scaler");
+    if (!(s.scale > 0) || !std::isfinite(s.scale) || !(s.growth >= 1) || !std::isfinite(s.growth) ||
+        !(s.backoff > 0 && s.backoff <= 1) || s.interval < 1 || s.clean < 0)
+      fail(SCRUPLE_INVALID, "scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff, ", interval ",
+           s.interval, ", clean ", s.clean, "}: needs scale > 0, growth >= 1, backoff in (0, 1], interval >= 1");
+    s = updated(s, found_inf != 0);
+  });
+}
+
+}  // extern "C"

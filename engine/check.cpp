@@ -1,0 +1,161 @@
+// The checks that stand before every engine.
+#include <algorithm>
+#include <cmath>
+
+#include "engine/engine.h"
+#include "engine/failure.h"
+
+namespace scruple {
+namespace {
+
+constexpr i64 kMaxElements = i64{1} << 50;
+
+struct Interval {
+  const unsigned char *begin, *end;
+  bool written;
+  i64 tensor;
+  int array;
+};
+
+void add_planes(std::vector<Interval>& intervals, const scruple_array& array, i64 size, bool written, i64 tensor,
+                int which) {
+  const Bytes bytes = bytes_of(*array.format, size);
+  const auto add = [&](const void* plane, i64 count) {
+    const auto* begin = static_cast<const unsigned char*>(plane);
+    if (count > 0) intervals.push_back({begin, begin + count, written, tensor, which});
+  };
+  add(array.codes, bytes.codes);
+  add(array.aux, bytes.aux);
+}
+
+// A plane that is written may not share a byte with any other plane; planes that are only read may.
+void check_overlap(std::vector<Interval>& intervals, const scruple_tensor* tensors) {
+  std::sort(intervals.begin(), intervals.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  const Interval *read = nullptr, *written = nullptr;  // of those seen, the ones that reach furthest
+  for (const Interval& now : intervals) {
+    const Interval* other = nullptr;
+    if (written != nullptr && now.begin < written->end) other = written;
+    if (now.written && read != nullptr && now.begin < read->end) other = read;
+    if (other != nullptr)
+      fail(SCRUPLE_INVALID, "tensor ", other->tensor, " (", array_name(tensors[other->tensor], other->array),
+           ") and tensor ", now.tensor, " (", array_name(tensors[now.tensor], now.array),
+           ") overlap in memory; give each plane its own, and list a tied weight once");
+    const Interval*& furthest = now.written ? written : read;
+    if (furthest == nullptr || now.end > furthest->end) furthest = &now;
+  }
+}
+
+void check_table(const void* tensors, i64 count) {
+  if (count < 0) fail(SCRUPLE_INVALID, "count is ", count, "; it must be at least 0");
+  if (tensors == nullptr && count > 0) fail(SCRUPLE_INVALID, "the table of tensors is null but count is ", count);
+}
+
+void check_format(const scruple_array& array, unsigned role, i64 size, bool memory, const std::string& where) {
+  if (array.format == nullptr)
+    fail(SCRUPLE_INVALID, where, ": no format is set; call scruple_tensor_use, or choose one of ", formats_for(role));
+  const scruple_format& format = *array.format;
+  if ((format.roles & role) == 0)
+    fail(SCRUPLE_UNSUPPORTED, where, ": format ", format.name, " cannot hold ", role_name(role),
+         "; formats that can: ", formats_for(role));
+  const unsigned roundings = format.roundings[role == SCRUPLE_ROLE_NONNEG ? 1 : 0];
+  if (array.rounding < 0 || array.rounding >= kRoundings || (roundings >> array.rounding & 1u) == 0) {
+    std::string supported;
+    for (int r = 0; r < kRoundings; ++r)
+      if ((roundings >> r & 1u) != 0) supported += (supported.empty() ? "" : ", ") + std::string(rounding_name(r));
+    fail(SCRUPLE_UNSUPPORTED, where, ": format ", format.name, " does not round by ", rounding_name(array.rounding),
+         " (", array.rounding, "); it can: ", supported);
+  }
+  if (!memory || size == 0) return;
+  if (array.codes == nullptr) fail(SCRUPLE_INVALID, where, ": codes is null");
+  if (format.layout.aux_bits > 0 && array.aux == nullptr)
+    fail(SCRUPLE_INVALID, where, ": aux is null, but format ", format.name, " keeps ",
+         format.aux_is_scale ? "scales" : "extra bits", " there");
+}
+
+std::string where_is(const scruple_tensor& tensor, i64 index, int array) {
+  return "tensor " + std::to_string(index) + ", " + array_name(tensor, array);
+}
+
+}  // namespace
+
+unsigned role_of(const scruple_tensor& tensor, int array) {
+  if (array == SCRUPLE_WEIGHT) return SCRUPLE_ROLE_WEIGHT;
+  if (array == SCRUPLE_GRADIENT) return SCRUPLE_ROLE_GRADIENT;
+  const Slot& slot = tensor.optimizer->rule().slots[static_cast<std::size_t>(array - SCRUPLE_SLOT)];
+  return slot.sign == Sign::nonneg ? SCRUPLE_ROLE_NONNEG : SCRUPLE_ROLE_SIGNED;
+}
+
+const char* array_name(const scruple_tensor& tensor, int array) {
+  if (array == SCRUPLE_WEIGHT) return "weight";
+  if (array == SCRUPLE_GRADIENT) return "gradient";
+  return tensor.optimizer->rule().slots[static_cast<std::size_t>(array - SCRUPLE_SLOT)].name;
+}
+
+bool is_used(const scruple_tensor& tensor, int array) {
+  if (array == SCRUPLE_WEIGHT || array == SCRUPLE_GRADIENT) return true;
+  return (tensor.optimizer->active() >> (array - SCRUPLE_SLOT) & 1u) != 0;
+}
+
+void check_tensor(const scruple_tensor& t, i64 index) {
+  if (t.optimizer == nullptr) fail(SCRUPLE_INVALID, "tensor ", index, ": optimizer is null");
+  if (t.size < 0 || t.size > kMaxElements)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": size is ", t.size, "; it must be 0 to 2^50");
+  if (t.offset < 0 || t.offset > kMaxElements - t.size)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": offset is ", t.offset, "; offset + size must be 0 to 2^50");
+  if (t.folds < 0) fail(SCRUPLE_INVALID, "tensor ", index, ": folds is ", t.folds, "; it must be at least 0");
+  if (t.step < 0 || t.step > 0xffffffffLL)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": step is ", t.step, "; it must be 0 to 2^32 - 1");
+}
+
+void check_array(const scruple_tensor& t, i64 index, int array, bool memory) {
+  check_format(t.arrays[array], role_of(t, array), t.size, memory, where_is(t, index, array));
+}
+
+void check_step(const scruple_tensor* tensors, i64 count) {
+  check_table(tensors, count);
+  std::vector<Interval> intervals;
+  intervals.reserve(static_cast<std::size_t>(count) * 7);
+  for (i64 i = 0; i < count; ++i) {
+    const scruple_tensor& t = tensors[i];
+    check_tensor(t, i);
+    if (t.step < 1)
+      fail(SCRUPLE_INVALID, "tensor ", i, ": step is ", t.step, "; it counts from 1, the step about to be taken");
+    if (const char* problem = t.optimizer->problem())
+      fail(SCRUPLE_INVALID, "tensor ", i, ": ", t.optimizer->rule().name, ": ", problem);
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+      if (!is_used(t, a)) continue;
+      check_array(t, i, a, true);
+      add_planes(intervals, t.arrays[a], t.size, a != SCRUPLE_GRADIENT, i, a);
+    }
+  }
+  check_overlap(intervals, tensors);
+}
+
+void check_gradients(const scruple_tensor* tensors, i64 count) {
+  check_table(tensors, count);
+  for (i64 i = 0; i < count; ++i) {
+    check_tensor(tensors[i], i);
+    check_array(tensors[i], i, SCRUPLE_GRADIENT, true);
+  }
+}
+
+void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier) {
+  check_gradients(tensors, count);
+  check_table(incoming, count);
+  if (!std::isfinite(multiplier)) fail(SCRUPLE_INVALID, "multiplier is ", multiplier, "; it must be finite");
+  std::vector<Interval> intervals;
+  for (i64 i = 0; i < count; ++i) {
+    const scruple_tensor& t = tensors[i];
+    const scruple_array& into = t.arrays[SCRUPLE_GRADIENT];
+    check_format(into, SCRUPLE_ROLE_ACCUMULATOR, t.size, true, where_is(t, i, SCRUPLE_GRADIENT));
+    const std::string where = "tensor " + std::to_string(i) + ", incoming gradient";
+    check_format(incoming[i], SCRUPLE_ROLE_GRADIENT, t.size, true, where);
+    if (incoming[i].rounding == kDither)
+      fail(SCRUPLE_UNSUPPORTED, where, ": a dithered accumulator cannot be folded into another; decode it first");
+    add_planes(intervals, into, t.size, true, i, SCRUPLE_GRADIENT);
+    add_planes(intervals, incoming[i], t.size, false, i, SCRUPLE_GRADIENT);
+  }
+  check_overlap(intervals, tensors);
+}
+
+}  // namespace scruple

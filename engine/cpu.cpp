@@ -1,0 +1,263 @@
+// The CPU engine: joins formats and optimizers at run time, tile by tile. Any format meets any optimizer here, and no
+// product of the two is ever compiled.
+#include "engine/cpu.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "engine/threads.h"
+
+namespace scruple {
+namespace {
+
+// One array of one tensor, ready for the tile loop.
+struct ArrayWork {
+  Planes planes{};
+  DecodeFn decode = nullptr;
+  EncodeFn encode = nullptr;
+  int k = 0;
+  bool in_place = false;       // fp32: the update reads and writes the tensor's own memory
+  bool random_decode = false;  // dither
+  bool random_encode = false;
+  RandomKey key{};
+};
+
+struct TensorWork {
+  i64 size, offset;
+  ArrayWork weight, gradient, slots[kMaxSlots];
+  UpdateFn update;
+  StepConstants step;
+  float multiplier;
+};
+
+struct alignas(64) TileBuffers {
+  float weight[kTile], gradient[kTile], slots[kMaxSlots][kTile];
+  u16 random[kTile + 2 * kRandomsPerBlock];
+};
+
+ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_array& array, int which) {
+  ArrayWork work;
+  const bool nonneg = which != SCRUPLE_GRADIENT && role_of(t, which) == SCRUPLE_ROLE_NONNEG;
+  const CodecFns& fns = unit.codecs[array.format->index][nonneg ? 1 : 0];
+  work.planes = {static_cast<u8*>(array.codes), static_cast<u8*>(array.aux)};
+  work.decode = fns.decode[array.rounding];
+  work.encode = fns.encode[array.rounding];
+  work.k = array.format->k;
+  work.in_place = array.format->layout.code_bits == 32;
+  work.random_decode = array.rounding == kDither;
+  work.random_encode = array.rounding == kDither || array.rounding == kStochastic;
+  const bool folded = which == SCRUPLE_GRADIENT;
+  work.key = {t.optimizer->seed, static_cast<u32>(t.step), t.id, static_cast<u32>(which),
+              folded ? static_cast<u32>(t.folds) : 0u};
+  return work;
+}
+
+class CpuEngine final : public scruple_engine {
+ public:
+  CpuEngine(const CpuUnit& info, int threads) : info_(info), unit_(*info.unit), threads_(threads) {}
+
+  const char* name() const override { return info_.name; }
+  int threads() const override { return threads_.count(); }
+
+  void step(const scruple_tensor* tensors, i64 count, const scruple_step_options& options) override {
+    std::vector<TensorWork> work(static_cast<std::size_t>(count));
+    for (i64 i = 0; i < count; ++i) work[static_cast<std::size_t>(i)] = tensor_work(tensors[i], options.multiplier);
+    for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
+      TileBuffers buffers;
+      for (i64 at = first; at < first + n; at += kTile)
+        step_tile(work[static_cast<std::size_t>(tensor)], at, static_cast<int>(std::min<i64>(kTile, first + n - at)),
+                  buffers);
+    });
+  }
+
+  double sum_squares(const scruple_tensor* tensors, i64 count) override {
+    std::vector<double> sums(static_cast<std::size_t>(chunk_count(tensors, count)));
+    for_chunks(tensors, count, [&](i64 tensor, i64 chunk, i64 first, i64 n) {
+      const scruple_tensor& t = tensors[tensor];
+      const ArrayWork gradient = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
+      TileBuffers buffers;
+      float values[kSegment];
+      double sum = 0;
+      for (i64 at = first; at < first + n; at += kSegment) {
+        const int in_segment = static_cast<int>(std::min<i64>(kSegment, first + n - at));
+        for (int i = 0; i < in_segment; i += kTile)
+          decode_tile(gradient, t.offset, at + i, std::min(kTile, in_segment - i), buffers, values + i);
+        sum += unit_.sum_squares(values, in_segment);
+      }
+      sums[static_cast<std::size_t>(chunk)] = sum;
+    });
+    double total = 0;
+    for (const double sum : sums) total += sum;
+    return total;
+  }
+
+  void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier) override {
+    for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
+      const scruple_tensor& t = tensors[tensor];
+      const ArrayWork before = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
+      const ArrayWork arriving = array_work(unit_, t, incoming[tensor], SCRUPLE_GRADIENT);
+      ArrayWork after = before;
+      after.key.folds = static_cast<u32>(t.folds + 1);
+      TileBuffers buffers;
+      for (i64 at = first; at < first + n; at += kTile) {
+        const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
+        if (t.folds > 0)
+          decode_tile(before, t.offset, at, in_tile, buffers, buffers.weight);
+        else
+          std::fill_n(buffers.weight, in_tile, 0.0f);
+        decode_tile(arriving, t.offset, at, in_tile, buffers, buffers.gradient);
+        unit_.add_scaled(buffers.weight, buffers.gradient, multiplier, in_tile);
+        encode_tile(buffers.weight, after, t.offset, at, in_tile, buffers);
+      }
+    });
+  }
+
+  void encode(const scruple_tensor& t, int array, const float* values) override {
+    write_array(t, array, [&](float* tile, i64 at, int n) {
+      std::memcpy(tile, reinterpret_cast<const u8*>(values) + at * static_cast<i64>(sizeof(float)),
+                  static_cast<std::size_t>(n) * sizeof(float));
+      for (int i = 0; i < n; ++i) tile[i] = canonical(tile[i]);
+    });
+  }
+
+  void fill(const scruple_tensor& t, int array, float value) override {
+    write_array(t, array, [&](float* tile, i64, int n) { std::fill_n(tile, n, value); });
+  }
+
+  void decode(const scruple_tensor& t, int array, float* values) override {
+    const ArrayWork work = array_work(unit_, t, t.arrays[array], array);
+    for_chunks(&t, 1, [&](i64, i64, i64 first, i64 n) {
+      TileBuffers buffers;
+      for (i64 at = first; at < first + n; at += kTile) {
+        const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
+        decode_tile(work, t.offset, at, in_tile, buffers, buffers.weight);
+        std::memcpy(reinterpret_cast<u8*>(values) + at * static_cast<i64>(sizeof(float)), buffers.weight,
+                    static_cast<std::size_t>(in_tile) * sizeof(float));
+      }
+    });
+  }
+
+  void* alloc(i64 bytes) override {
+    void* memory = std::calloc(static_cast<std::size_t>(std::max<i64>(bytes, 1)), 1);
+    if (memory == nullptr) throw std::bad_alloc();
+    return memory;
+  }
+  void free(void* memory) override { std::free(memory); }
+  void zero(void* memory, i64 bytes) override {
+    in_blocks(bytes, [&](i64 at, std::size_t n) { std::memset(static_cast<u8*>(memory) + at, 0, n); });
+  }
+  void copy(void* to, const void* from, i64 bytes) override {
+    in_blocks(bytes, [&](i64 at, std::size_t n) {
+      std::memcpy(static_cast<u8*>(to) + at, static_cast<const u8*>(from) + at, n);
+    });
+  }
+
+ private:
+  void in_blocks(i64 bytes, const auto& block) {
+    constexpr i64 kBlock = i64{1} << 20;
+    threads_.run((bytes + kBlock - 1) / kBlock, [&](i64 i) {
+      block(i * kBlock, static_cast<std::size_t>(std::min(kBlock, bytes - i * kBlock)));
+    });
+  }
+
+  static i64 chunk_count(const scruple_tensor* tensors, i64 count) {
+    i64 chunks = 0;
+    for (i64 i = 0; i < count; ++i) chunks += (tensors[i].size + kChunk - 1) / kChunk;
+    return chunks;
+  }
+
+  // visit(tensor, chunk, first element, elements) for every chunk of every tensor, shared among the threads.
+  void for_chunks(const scruple_tensor* tensors, i64 count, const auto& visit) {
+    std::vector<i64> begins(static_cast<std::size_t>(count) + 1);  // first chunk of each tensor
+    for (i64 i = 0; i < count; ++i)
+      begins[static_cast<std::size_t>(i) + 1] =
+          begins[static_cast<std::size_t>(i)] + (tensors[i].size + kChunk - 1) / kChunk;
+    threads_.run(begins.back(), [&](i64 chunk) {
+      const i64 tensor = std::upper_bound(begins.begin(), begins.end(), chunk) - begins.begin() - 1;
+      const i64 first = (chunk - begins[static_cast<std::size_t>(tensor)]) * kChunk;
+      visit(tensor, chunk, first, std::min(kChunk, tensors[tensor].size - first));
+    });
+  }
+
+  TensorWork tensor_work(const scruple_tensor& t, float multiplier) const {
+    TensorWork work{};
+    work.size = t.size;
+    work.offset = t.offset;
+    work.weight = array_work(unit_, t, t.arrays[SCRUPLE_WEIGHT], SCRUPLE_WEIGHT);
+    work.gradient = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
+    for (int s = 0; s < kMaxSlots; ++s)
+      if (is_used(t, SCRUPLE_SLOT + s))
+        work.slots[s] = array_work(unit_, t, t.arrays[SCRUPLE_SLOT + s], SCRUPLE_SLOT + s);
+    work.update = unit_.update[t.optimizer->rule().index][t.optimizer->active()];
+    work.step = t.optimizer->prepare(t.step);
+    work.multiplier = t.optimizer->maximize ? -multiplier : multiplier;
+    return work;
+  }
+
+  const u16* randoms(const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers) const {
+    const u64 element = static_cast<u64>(offset + at);
+    const int phase = static_cast<int>(element % kRandomsPerBlock);
+    unit_.random(work.key, element / kRandomsPerBlock, (phase + n + kRandomsPerBlock - 1) / kRandomsPerBlock,
+                 buffers.random);
+    return buffers.random + phase;
+  }
+
+  void decode_tile(const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers, float* out) const {
+    const u16* random = work.random_decode ? randoms(work, offset, at, n, buffers) : nullptr;
+    work.decode(work.planes, at, n, work.k, out, random);
+  }
+
+  void encode_tile(const float* in, const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers) const {
+    const u16* random = work.random_encode ? randoms(work, offset, at, n, buffers) : nullptr;
+    work.encode(in, work.planes, at, n, work.k, random);
+  }
+
+  // Where the update finds an array: in its own memory, or decoded into a buffer.
+  float* open(const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers, float* buffer) const {
+    if (work.in_place) return reinterpret_cast<float*>(work.planes.codes + at * static_cast<i64>(sizeof(float)));
+    decode_tile(work, offset, at, n, buffers, buffer);
+    return buffer;
+  }
+
+  void step_tile(const TensorWork& work, i64 at, int n, TileBuffers& buffers) const {
+    float* const weight = open(work.weight, work.offset, at, n, buffers, buffers.weight);
+    const float* const gradient = open(work.gradient, work.offset, at, n, buffers, buffers.gradient);
+    float* slots[kMaxSlots] = {};
+    for (int s = 0; s < kMaxSlots; ++s)
+      if (work.slots[s].decode != nullptr)
+        slots[s] = open(work.slots[s], work.offset, at, n, buffers, buffers.slots[s]);
+
+    work.update(weight, slots, gradient, n, work.step.bytes, work.multiplier);
+
+    if (!work.weight.in_place) encode_tile(weight, work.weight, work.offset, at, n, buffers);
+    for (int s = 0; s < kMaxSlots; ++s)
+      if (slots[s] != nullptr && !work.slots[s].in_place)
+        encode_tile(slots[s], work.slots[s], work.offset, at, n, buffers);
+  }
+
+  void write_array(const scruple_tensor& t, int array, const auto& make_tile) {
+    const ArrayWork work = array_work(unit_, t, t.arrays[array], array);
+    for_chunks(&t, 1, [&](i64, i64, i64 first, i64 n) {
+      TileBuffers buffers;
+      for (i64 at = first; at < first + n; at += kTile) {
+        const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
+        make_tile(buffers.weight, at, in_tile);
+        encode_tile(buffers.weight, work, t.offset, at, in_tile, buffers);
+      }
+    });
+  }
+
+  const CpuUnit& info_;
+  const Unit& unit_;
+  Threads threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<scruple_engine> make_cpu_engine(const CpuUnit& unit, int threads) {
+  return std::make_unique<CpuEngine>(unit, threads);
+}
+
+}  // namespace scruple

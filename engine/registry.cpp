@@ -1,0 +1,102 @@
+#include "engine/registry.h"
+
+#include <cstring>
+
+#include "engine/failure.h"
+#include "engine/unit.h"
+#include "formats/all.h"
+
+namespace scruple {
+namespace {
+
+constexpr unsigned roles_of(const char* letters) {
+  unsigned roles = 0;
+  for (; *letters != 0; ++letters)
+    roles |= *letters == 'w'   ? SCRUPLE_ROLE_WEIGHT
+             : *letters == 's' ? SCRUPLE_ROLE_SIGNED
+             : *letters == 'n' ? SCRUPLE_ROLE_NONNEG
+             : *letters == 'g' ? SCRUPLE_ROLE_GRADIENT
+                               : SCRUPLE_ROLE_ACCUMULATOR;
+  return roles;
+}
+
+template <class Signed, class Nonneg>
+constexpr scruple_format row(const char* name, const char* roles, int k, int index) {
+  const bool any = Signed::roundings != 0;
+  const Layout layout = any ? Signed::layout(k) : Nonneg::layout(k);
+  return {name,
+          any ? Signed::doc : Nonneg::doc,
+          roles_of(roles),
+          k,
+          index,
+          layout,
+          layout.group > 1,
+          {Signed::roundings, Nonneg::roundings},
+          {Signed::bound(k), Nonneg::bound(k)}};
+}
+
+constexpr int kFirstRow = __COUNTER__ + 1;
+constexpr scruple_format kFormats[] = {
+#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg) row<Signed, Nonneg>(name, roles, k, __COUNTER__ - kFirstRow),
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+};
+
+constexpr Recipe kRecipes[] = {
+#define SCRUPLE_RECIPE(...) {__VA_ARGS__},
+#include "formats/recipes.def"
+#undef SCRUPLE_RECIPE
+};
+
+template <class Table>
+std::string names_of(const Table& table) {
+  std::string names;
+  for (const auto& entry : table) names += (names.empty() ? "" : ", ") + std::string(entry.name);
+  return names;
+}
+
+template <class Table>
+const auto& find(const Table& table, const char* kind, const char* name) {
+  if (name == nullptr) fail(SCRUPLE_INVALID, "the name of a ", kind, " is null; known: ", names_of(table));
+  for (const auto& entry : table)
+    if (std::strcmp(entry.name, name) == 0) return entry;
+  fail(SCRUPLE_INVALID, "unknown ", kind, " '", name, "'; known: ", names_of(table));
+}
+
+}  // namespace
+
+std::span<const scruple_format> formats() { return kFormats; }
+std::span<const Recipe> recipes() { return kRecipes; }
+
+const scruple_format& find_format(const char* name) { return find(formats(), "format", name); }
+const Recipe& find_recipe(const char* name) { return find(recipes(), "recipe", name); }
+
+Bytes bytes_of(const scruple_format& format, i64 size) {
+  const Layout& l = format.layout;
+  const i64 groups = (size + l.group - 1) / l.group;
+  return {(size * l.code_bits + 7) / 8, (groups * l.aux_bits + 7) / 8};
+}
+
+std::string formats_for(unsigned role) {
+  std::string names;
+  for (const scruple_format& format : formats())
+    if ((format.roles & role) != 0) names += (names.empty() ? "" : ", ") + std::string(format.name);
+  return names;
+}
+
+const char* role_name(unsigned role) {
+  switch (role) {
+    case SCRUPLE_ROLE_WEIGHT: return "a weight";
+    case SCRUPLE_ROLE_SIGNED: return "a signed moment";
+    case SCRUPLE_ROLE_NONNEG: return "a non-negative moment";
+    case SCRUPLE_ROLE_GRADIENT: return "a gradient";
+    default: return "a gradient accumulator";
+  }
+}
+
+const char* rounding_name(int rounding) {
+  constexpr const char* kNames[] = {"nearest", "truncate", "stochastic", "dither"};
+  return rounding >= 0 && rounding < kRoundings ? kNames[rounding] : "unknown";
+}
+
+}  // namespace scruple

@@ -1,0 +1,47 @@
+// The lists formats.def and recipes.def as tables: what each format looks like from outside, which roles it serves.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "formats/codec.h"
+#include "include/scruple/scruple.h"
+
+struct scruple_format {
+  const char* name;
+  const char* doc;
+  unsigned roles;
+  int k;
+  int index;  // its row in formats.def and in every unit's table
+  scruple::Layout layout;
+  bool aux_is_scale;
+  unsigned roundings[2];  // [0] signed, [1] non-negative
+  scruple::Bound bound[2];
+};
+
+namespace scruple {
+
+struct Recipe {
+  const char *name, *weight, *moment, *nonneg, *gradient;
+  Rounding weight_rounding, moment_rounding, gradient_rounding;
+  i64 small;
+  const char* doc;
+};
+
+struct Bytes {
+  i64 codes, aux;
+};
+
+std::span<const scruple_format> formats();
+std::span<const Recipe> recipes();
+
+const scruple_format& find_format(const char* name);
+const Recipe& find_recipe(const char* name);
+
+Bytes bytes_of(const scruple_format& format, i64 size);
+// The formats that serve a role, as a sentence part: "fp32, bf16, ...".
+std::string formats_for(unsigned role);
+const char* role_name(unsigned role);
+const char* rounding_name(int rounding);
+
+}  // namespace scruple

@@ -1,0 +1,118 @@
+#include "engine/rule.h"
+
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "engine/failure.h"
+#include "optim/all.h"
+
+namespace scruple {
+namespace {
+
+constexpr const char* kMaximize = "maximize";
+
+template <class Rule>
+RuleInfo describe(int index) {
+  RuleInfo info{Rule::name, Rule::doc, index, Rule::slots, {}};
+  typename Rule::Hyper defaults;
+  Rule::visit(defaults, [&](const char* name, double& value, Range range, const char* doc) {
+    info.hypers.push_back({name, doc, value, range});
+  });
+  info.hypers.push_back({kMaximize, "climb instead of descend", 0, Range::flag});
+  return info;
+}
+
+void check_range(const char* rule, const char* name, double value, Range range) {
+  const bool fits = range == Range::flag       ? value == 0 || value == 1
+                    : range == Range::fraction ? value >= 0 && value < 1
+                                               : value >= 0 && std::isfinite(value);
+  const char* wanted = range == Range::flag       ? "0 or 1"
+                       : range == Range::fraction ? "at least 0 and below 1"
+                                                  : "finite and at least 0";
+  if (!fits) fail(SCRUPLE_INVALID, rule, ": ", name, " must be ", wanted, ", not ", value);
+}
+
+template <class Rule>
+struct OptimizerOf final : scruple_optimizer {
+  explicit OptimizerOf(const RuleInfo& info) : info_(info) {}
+
+  const RuleInfo& rule() const override { return info_; }
+
+  void set(const char* name, double value) override {
+    with_field(hyper_, maximize, name, [&](auto& field, Range range) {
+      check_range(Rule::name, name, value, range);
+      field = static_cast<std::remove_reference_t<decltype(field)>>(value);
+    });
+  }
+  double get(const char* name) const override {
+    double value = 0;
+    with_field(hyper_, maximize, name, [&](auto& field, Range) { value = static_cast<double>(field); });
+    return value;
+  }
+  unsigned active() const override { return Rule::active(hyper_); }
+  const char* problem() const override { return Rule::problem(hyper_); }
+  double initial(int slot) const override {
+    if constexpr (requires { Rule::initial(hyper_, slot); }) return Rule::initial(hyper_, slot);
+    return 0;
+  }
+  StepConstants prepare(i64 step) const override {
+    static_assert(sizeof(typename Rule::Step) <= sizeof(StepConstants));
+    const typename Rule::Step constants = Rule::prepare(hyper_, step);
+    StepConstants out{};
+    std::memcpy(out.bytes, &constants, sizeof constants);
+    return out;
+  }
+
+ private:
+  void with_field(auto& hyper, auto& maximize_flag, const char* wanted, auto&& use) const {
+    bool found = false;
+    if (wanted != nullptr) {
+      Rule::visit(hyper, [&](const char* name, auto& value, Range range, const char*) {
+        if (std::strcmp(name, wanted) != 0) return;
+        found = true;
+        use(value, range);
+      });
+      if (!found && std::strcmp(kMaximize, wanted) == 0) {
+        found = true;
+        use(maximize_flag, Range::flag);
+      }
+    }
+    if (found) return;
+    std::string known;
+    for (const HyperField& field : info_.hypers) known += (known.empty() ? "" : ", ") + std::string(field.name);
+    fail(SCRUPLE_INVALID, Rule::name, " has no hyperparameter '", wanted == nullptr ? "(null)" : wanted,
+         "'; it has: ", known);
+  }
+
+  const RuleInfo& info_;
+  typename Rule::Hyper hyper_;
+};
+
+}  // namespace
+
+const std::vector<RuleInfo>& rules() {
+  static const std::vector<RuleInfo> kRules = [] {
+    std::vector<RuleInfo> list;
+#define SCRUPLE_OPTIMIZER(Rule) list.push_back(describe<Rule>(static_cast<int>(list.size())));
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+    return list;
+  }();
+  return kRules;
+}
+
+std::unique_ptr<scruple_optimizer> make_optimizer(const char* wanted) {
+  std::string known;
+  for (const RuleInfo& info : rules()) {
+    known += (known.empty() ? "" : ", ") + std::string(info.name);
+    if (wanted == nullptr || std::strcmp(info.name, wanted) != 0) continue;
+#define SCRUPLE_OPTIMIZER(Rule) \
+  if (std::strcmp(Rule::name, wanted) == 0) return std::make_unique<OptimizerOf<Rule>>(info);
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+  }
+  fail(SCRUPLE_INVALID, "unknown optimizer '", wanted == nullptr ? "(null)" : wanted, "'; known: ", known);
+}
+
+}  // namespace scruple

@@ -1,0 +1,54 @@
+// An optimizer behind a handle: the update rule, chosen by name at run time, with its hyperparameters.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "include/scruple/scruple.h"
+#include "optim/optimizer.h"
+
+namespace scruple {
+
+struct HyperField {
+  const char* name;
+  const char* doc;
+  double value;  // the default
+  Range range;
+};
+
+struct RuleInfo {
+  const char* name;
+  const char* doc;
+  int index;  // its row in optim.def and in every unit's table
+  std::span<const Slot> slots;
+  std::vector<HyperField> hypers;
+};
+
+// The constants of one step of any rule.
+struct alignas(16) StepConstants {
+  unsigned char bytes[64];
+};
+
+}  // namespace scruple
+
+struct scruple_optimizer {
+  virtual ~scruple_optimizer() = default;
+  virtual const scruple::RuleInfo& rule() const = 0;
+  virtual void set(const char* name, double value) = 0;
+  virtual double get(const char* name) const = 0;
+  virtual unsigned active() const = 0;  // slots in use, as a bit mask
+  virtual const char* problem() const = 0;
+  virtual double initial(int slot) const = 0;
+  virtual scruple::StepConstants prepare(scruple::i64 step) const = 0;
+
+  std::uint64_t seed = 0;
+  bool maximize = false;
+};
+
+namespace scruple {
+
+const std::vector<RuleInfo>& rules();
+std::unique_ptr<scruple_optimizer> make_optimizer(const char* rule);
+
+}  // namespace scruple

@@ -1,0 +1,388 @@
+// The leaf loops of the CPU engine, compiled once per instruction set with SCRUPLE_UNIT naming it. Plain loops over
+// the formulas in formats/ and optim/, written so that compilers vectorise them; nothing here may call a library
+// template, or the linker could hand one unit's instructions to another.
+#include "engine/unit.h"
+
+#include <type_traits>
+
+#include "formats/all.h"
+#include "optim/all.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+namespace {
+
+// T at any address.
+template <class T>
+struct LooseOf {
+  typedef T type __attribute__((aligned(1), may_alias));
+};
+template <class T>
+using Loose = typename LooseOf<T>::type;
+
+template <class T>
+SCRUPLE_HD Loose<T>* at(u8* plane, i64 index) {
+  return reinterpret_cast<Loose<T>*>(plane + index * static_cast<i64>(sizeof(T)));
+}
+SCRUPLE_HD u8* at_bit(u8* plane, i64 bit) { return plane + bit / 8; }
+
+// ---- Strings of K bits: value i at bit i K of a little-endian string, moved 32 values (K words) at a time -----------
+
+template <int K>
+void unpack32(const Loose<u32>* from, u16* to) {
+  u64 window = 0;
+  int have = 0;
+  for (int i = 0; i < 32; ++i) {
+    if (have < K) {
+      window |= static_cast<u64>(*from++) << have;
+      have += 32;
+    }
+    to[i] = static_cast<u16>(window & ((1u << K) - 1u));
+    window >>= K;
+    have -= K;
+  }
+}
+
+template <int K>
+void pack32(const u16* from, Loose<u32>* to) {
+  u64 window = 0;
+  int have = 0;
+  for (int i = 0; i < 32; ++i) {
+    window |= static_cast<u64>(from[i]) << have;
+    have += K;
+    if (have >= 32) {
+      *to++ = static_cast<u32>(window);
+      window >>= 32;
+      have -= 32;
+    }
+  }
+}
+
+using UnpackFn = void (*)(const Loose<u32>*, u16*);
+using PackFn = void (*)(const u16*, Loose<u32>*);
+#define SCRUPLE_BITS(f) \
+  { nullptr, f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>, f<9>, f<10>, f<11>, f<12>, f<13>, f<14>, f<15>, f<16> }
+constexpr UnpackFn kUnpack[] = SCRUPLE_BITS(unpack32);
+constexpr PackFn kPack[] = SCRUPLE_BITS(pack32);
+#undef SCRUPLE_BITS
+
+// `to` has room for a multiple of 32 values.
+void unpack(const u8* from, int k, int n, u16* to) {
+  int i = 0;
+  for (; i + 32 <= n; i += 32) kUnpack[k](reinterpret_cast<const Loose<u32>*>(from + i / 8 * k), to + i);
+  if (i == n) return;
+  u8 last[64] = {};
+  const int bytes = ((n - i) * k + 7) / 8;
+  for (int j = 0; j < bytes; ++j) last[j] = from[i / 8 * k + j];
+  kUnpack[k](reinterpret_cast<const Loose<u32>*>(last), to + i);
+}
+
+void pack(const u16* from, int k, int n, u8* to) {
+  int i = 0;
+  for (; i + 32 <= n; i += 32) kPack[k](from + i, reinterpret_cast<Loose<u32>*>(to + i / 8 * k));
+  if (i == n) return;
+  u16 padded[32] = {};
+  for (int j = 0; j < n - i; ++j) padded[j] = from[i + j];
+  u8 last[64];
+  kPack[k](padded, reinterpret_cast<Loose<u32>*>(last));
+  const int bytes = ((n - i) * k + 7) / 8;
+  for (int j = 0; j < bytes; ++j) to[i / 8 * k + j] = last[j];
+}
+
+// ---- Codecs over a tile -----------------------------------------------------------------------------------------
+
+template <class C>
+struct Tile;
+
+template <>
+struct Tile<Fp32> {
+  template <Rounding>
+  static void decode(Planes p, i64 first, int n, int, float* __restrict out, const u16*) {
+    const auto* codes = at<float>(p.codes, first);
+    for (int i = 0; i < n; ++i) out[i] = codes[i];
+  }
+  template <Rounding>
+  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, const u16*) {
+    auto* codes = at<float>(p.codes, first);
+    for (int i = 0; i < n; ++i) codes[i] = in[i];
+  }
+};
+
+template <class Half>
+struct Tile<Rounded<Half>> {
+  template <Rounding>
+  static void decode(Planes p, i64 first, int n, int, float* __restrict out, const u16*) {
+    const auto* codes = at<u16>(p.codes, first);
+    for (int i = 0; i < n; ++i) out[i] = Half::decode(codes[i]);
+  }
+  template <Rounding R>
+  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, const u16* __restrict random) {
+    auto* codes = at<u16>(p.codes, first);
+    for (int i = 0; i < n; ++i)
+      codes[i] = Rounded<Half>::template encode<R>(in[i], R == kStochastic ? random[i] : u16{0});
+  }
+};
+
+template <class Half>
+struct Tile<Master<Half>> {
+  template <Rounding>
+  static void decode(Planes p, i64 first, int n, int, float* __restrict out, const u16*) {
+    const auto* master = at<float>(p.aux, first);
+    for (int i = 0; i < n; ++i) out[i] = master[i];
+  }
+  template <Rounding>
+  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, const u16*) {
+    auto* codes = at<u16>(p.codes, first);
+    auto* master = at<float>(p.aux, first);
+    for (int i = 0; i < n; ++i) {
+      master[i] = in[i];
+      codes[i] = Half::nearest(in[i]);
+    }
+  }
+};
+
+template <class Half>
+struct Tile<Split<Half>> {
+  template <Rounding R, class Extra>
+  static SCRUPLE_HD void join_all(const Loose<u16>* __restrict visible, const Loose<Extra>* __restrict extra, int n, int k,
+                                  float* __restrict out) {
+    for (int i = 0; i < n; ++i) out[i] = Half::value(join<R>(visible[i], extra[i], k));
+  }
+  template <Rounding R, class Extra>
+  static SCRUPLE_HD void split_all(const float* __restrict in, int n, int k, const u16* __restrict random,
+                                   Loose<u16>* __restrict visible, Loose<Extra>* __restrict extra) {
+    for (int i = 0; i < n; ++i) {
+      const Halves h = split<R>(Half::position(in[i]), k, R == kStochastic ? random[i] : u16{0});
+      visible[i] = static_cast<u16>(h.visible);
+      extra[i] = static_cast<Extra>(h.extra);
+    }
+  }
+  // Whole bytes are read and written in place; other widths through an unpacked copy.
+  template <Rounding R>
+  static void decode(Planes p, i64 first, int n, int k, float* out, const u16*) {
+    const auto* visible = at<u16>(p.codes, first);
+    if (k == 8) return join_all<R, u8>(visible, at<u8>(p.aux, first), n, 8, out);
+    if (k == 16) return join_all<R, u16>(visible, at<u16>(p.aux, first), n, 16, out);
+    u16 extra[kTile];
+    unpack(at_bit(p.aux, first * k), k, n, extra);
+    join_all<R, u16>(visible, extra, n, k, out);
+  }
+  template <Rounding R>
+  static void encode(const float* in, Planes p, i64 first, int n, int k, const u16* random) {
+    auto* visible = at<u16>(p.codes, first);
+    if (k == 8) return split_all<R, u8>(in, n, 8, random, visible, at<u8>(p.aux, first));
+    if (k == 16) return split_all<R, u16>(in, n, 16, random, visible, at<u16>(p.aux, first));
+    u16 extra[kTile];
+    split_all<R, u16>(in, n, k, random, visible, extra);
+    pack(extra, k, n, at_bit(p.aux, first * k));
+  }
+};
+
+// The group formats. A partial last group is padded with zeros, which cannot change its maximum.
+template <class C>
+struct Tile {
+  static constexpr int G = C::group;
+  using Code = std::conditional_t<C::bits == 8, u8, u16>;
+
+  template <Rounding R>
+  static SCRUPLE_HD void decode_group(const Code* __restrict codes, typename C::Scale scale, const u16* __restrict random,
+                                      float* __restrict out) {
+    const float unit = C::unit(scale);
+    for (int i = 0; i < G; ++i) {
+      if constexpr (R == kDither)
+        out[i] = C::decode_dither(codes[i], unit, coin_of(random[i]));
+      else
+        out[i] = C::decode(codes[i], unit);
+    }
+  }
+  template <Rounding R>
+  static SCRUPLE_HD typename C::Scale encode_group(const float* __restrict in, const u16* __restrict random,
+                                                   Code* __restrict codes) {
+    i32 largest = 0;
+    for (int i = 0; i < G; ++i) {
+      const i32 bits = static_cast<i32>(magnitude_bits(in[i]));
+      largest = bits > largest ? bits : largest;
+    }
+    const float absmax = float_of(static_cast<u32>(largest));
+    const typename C::Scale scale = C::scale(absmax);
+    const float gain = C::gain(absmax, scale);
+    for (int i = 0; i < G; ++i)
+      codes[i] = static_cast<Code>(C::encode(in[i], gain, R == kNearest ? kHalf : coin_of(random[i])));
+    return scale;
+  }
+  template <Rounding R>
+  static void decode(Planes p, i64 first, int n, int, float* out, const u16* random) {
+    const auto* scales = at<typename C::Scale>(p.aux, first / G);
+    u16 unpacked[C::bits == 8 ? 1 : kTile];
+    const Code* codes;
+    if constexpr (C::bits == 8) {
+      codes = p.codes + first;
+    } else {
+      unpack(at_bit(p.codes, first * C::bits), C::bits, n, unpacked);
+      codes = unpacked;
+    }
+    int i = 0;
+    for (; i + G <= n; i += G) decode_group<R>(codes + i, scales[i / G], random + i, out + i);
+    if (i == n) return;
+    Code last[G] = {};
+    u16 last_random[G] = {};
+    float values[G];
+    for (int j = 0; j < n - i; ++j) last[j] = codes[i + j];
+    if constexpr (R == kDither)
+      for (int j = 0; j < n - i; ++j) last_random[j] = random[i + j];
+    decode_group<R>(last, scales[i / G], last_random, values);
+    for (int j = 0; j < n - i; ++j) out[i + j] = values[j];
+  }
+  template <Rounding R>
+  static void encode(const float* in, Planes p, i64 first, int n, int, const u16* random) {
+    auto* scales = at<typename C::Scale>(p.aux, first / G);
+    u16 unpacked[C::bits == 8 ? 1 : kTile];
+    Code* codes;
+    if constexpr (C::bits == 8)
+      codes = p.codes + first;
+    else
+      codes = unpacked;
+    int i = 0;
+    for (; i + G <= n; i += G) scales[i / G] = encode_group<R>(in + i, random + i, codes + i);
+    if (i < n) {
+      float padded[G] = {};
+      u16 last_random[G] = {};
+      Code last[G];
+      for (int j = 0; j < n - i; ++j) padded[j] = in[i + j];
+      if constexpr (R != kNearest)
+        for (int j = 0; j < n - i; ++j) last_random[j] = random[i + j];
+      scales[i / G] = encode_group<R>(padded, last_random, last);
+      for (int j = 0; j < n - i; ++j) codes[i + j] = last[j];
+    }
+    if constexpr (C::bits != 8) pack(unpacked, C::bits, n, at_bit(p.codes, first * C::bits));
+  }
+};
+
+template <class C, Rounding R>
+constexpr void add_rounding(CodecFns& fns) {
+  if constexpr ((C::roundings >> R & 1u) != 0) {
+    fns.decode[R] = Tile<C>::template decode<R>;
+    fns.encode[R] = Tile<C>::template encode<R>;
+  }
+}
+
+template <class C>
+constexpr CodecFns codec_fns() {
+  CodecFns fns{};
+  add_rounding<C, kNearest>(fns);
+  add_rounding<C, kTruncate>(fns);
+  add_rounding<C, kStochastic>(fns);
+  add_rounding<C, kDither>(fns);
+  return fns;
+}
+
+// ---- Optimizers over a tile ---------------------------------------------------------------------------------------
+
+template <class Rule, unsigned Active>
+void update_tile(float* w_at, float* const* slots_at, const float* g_at, int n, const void* step, float multiplier) {
+  constexpr int kSlots = sizeof(Rule::slots) / sizeof(Slot);
+  const typename Rule::Step k = *static_cast<const typename Rule::Step*>(step);
+  auto* __restrict w = reinterpret_cast<Loose<float>*>(w_at);
+  const auto* __restrict g = reinterpret_cast<const Loose<float>*>(g_at);
+  auto* __restrict s0 = reinterpret_cast<Loose<float>*>(slots_at[0]);
+  auto* __restrict s1 = reinterpret_cast<Loose<float>*>(slots_at[1]);
+  auto* __restrict s2 = reinterpret_cast<Loose<float>*>(slots_at[2]);
+  for (int i = 0; i < n; ++i) {
+    Elem<kSlots> e{};
+    e.w = w[i];
+    if constexpr (Active & 1) e.s[0] = s0[i];
+    if constexpr (Active & 2) e.s[1] = s1[i];
+    if constexpr (Active & 4) e.s[2] = s2[i];
+    e = Rule::template update<Active>(e, g[i] * multiplier, k);
+    w[i] = canonical(e.w);
+    if constexpr (Active & 1) s0[i] = canonical(e.s[0]);
+    if constexpr (Active & 2) s1[i] = canonical(e.s[1]);
+    if constexpr (Active & 4) s2[i] = canonical(e.s[2]);
+  }
+}
+
+template <class Rule, unsigned Active>
+constexpr void add_update(UpdateFn* fns) {
+  constexpr int kSlots = sizeof(Rule::slots) / sizeof(Slot);
+  constexpr auto possible = [] {
+    for (int s = 0; s < kMaxSlots; ++s) {
+      const bool on = (Active >> s & 1u) != 0;
+      if (s >= kSlots ? on : !on && !Rule::slots[s].optional) return false;
+    }
+    return true;
+  };
+  if constexpr (possible()) fns[Active] = update_tile<Rule, Active>;
+  if constexpr (Active + 1 < 1u << kMaxSlots) add_update<Rule, Active + 1>(fns);
+}
+
+// ---- Random bits, norms, folds ------------------------------------------------------------------------------------
+
+// Sixteen blocks at a time, so that the rounds vectorise.
+void random_blocks(const RandomKey& key, u64 block, int blocks, u16* out) {
+  constexpr int kWide = 16;
+  for (int b = 0; b < blocks; b += kWide) {
+    PhiloxBlock c[kWide];
+    for (int j = 0; j < kWide; ++j)
+      c[j] = philox(random_counter(key, block + static_cast<u64>(b + j)), static_cast<u32>(key.seed),
+                    static_cast<u32>(key.seed >> 32));
+    const int count = blocks - b < kWide ? blocks - b : kWide;
+    for (int j = 0; j < count; ++j)
+      for (int word = 0; word < 4; ++word) {
+        out[(b + j) * kRandomsPerBlock + 2 * word] = static_cast<u16>(c[j].x[word]);
+        out[(b + j) * kRandomsPerBlock + 2 * word + 1] = static_cast<u16>(c[j].x[word] >> 16);
+      }
+  }
+}
+
+// Squares of floats are exact in double and their sum cannot overflow, so the sum is finite if and only if every x is.
+double sum_squares(const float* x, int n) {
+  constexpr int kLanes = 256, kRows = kSegment / kLanes;
+  float padded[kSegment];
+  if (n < kSegment) {
+    for (int i = 0; i < kSegment; ++i) padded[i] = i < n ? x[i] : 0.0f;
+    x = padded;
+  }
+  double lanes[kLanes];
+  for (int lane = 0; lane < kLanes; lane += 16) {
+    double sum[16] = {};
+    for (int row = 0; row < kRows; ++row)
+      for (int j = 0; j < 16; ++j) {
+        const double value = x[row * kLanes + lane + j];
+        sum[j] += value * value;
+      }
+    for (int j = 0; j < 16; ++j) lanes[lane + j] = sum[j];
+  }
+  for (int left = kLanes / 2; left > 0; left /= 2)
+    for (int i = 0; i < left; ++i) lanes[i] = lanes[2 * i] + lanes[2 * i + 1];
+  return lanes[0];
+}
+
+void add_scaled(float* __restrict total, const float* __restrict x, float multiplier, int n) {
+  for (int i = 0; i < n; ++i) total[i] = canonical(fma(x[i], multiplier, total[i]));
+}
+
+constexpr Unit make_unit() {
+  Unit unit{};
+  int i = 0;
+#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg) \
+  unit.codecs[i][0] = codec_fns<Signed>();             \
+  unit.codecs[i++][1] = codec_fns<Nonneg>();
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+  i = 0;
+#define SCRUPLE_OPTIMIZER(Rule) add_update<Rule, 0>(unit.update[i++]);
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+  unit.random = random_blocks;
+  unit.sum_squares = sum_squares;
+  unit.add_scaled = add_scaled;
+  return unit;
+}
+
+}  // namespace
+
+extern const Unit kUnit;
+const Unit kUnit = make_unit();
+
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

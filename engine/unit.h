@@ -1,0 +1,57 @@
+// What an instruction-set unit offers: the leaf loops of the CPU engine over one tile of values, as function tables.
+// engine/unit.cpp is compiled once per instruction set; engine/cpu.cpp joins the leaves, tile by tile, at run time.
+#pragma once
+
+#include "engine/philox.h"
+#include "formats/codec.h"
+
+namespace scruple {
+
+// Values decoded, updated and encoded at a time; they stay in the first-level cache. A multiple of every group size.
+inline constexpr int kTile = 1024;
+// Work is handed to threads in chunks; the reduction tree of norms is built on them too.
+inline constexpr i64 kChunk = 1 << 16;
+inline constexpr int kMaxSlots = 3;
+
+inline constexpr int kFormatCount = 0
+#define SCRUPLE_FORMAT(...) +1
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+    ;
+inline constexpr int kRuleCount = 0
+#define SCRUPLE_OPTIMIZER(Rule) +1
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+    ;
+
+// A plane pointer at an array's first element. Pointers may have any alignment.
+struct Planes {
+  u8* codes;
+  u8* aux;
+};
+
+// `first` is a multiple of kTile, 0 < n <= kTile; `random` has 16 bits for each value, or is null where the rounding
+// needs none.
+using DecodeFn = void (*)(Planes planes, i64 first, int n, int k, float* out, const u16* random);
+using EncodeFn = void (*)(const float* in, Planes planes, i64 first, int n, int k, const u16* random);
+
+struct CodecFns {
+  DecodeFn decode[kRoundings];
+  EncodeFn encode[kRoundings];
+};
+
+// w, slots and g at any alignment; `step` is the rule's Step; g is multiplied by `multiplier` first.
+using UpdateFn = void (*)(float* w, float* const* slots, const float* g, int n, const void* step, float multiplier);
+
+struct Unit {
+  CodecFns codecs[kFormatCount][2];           // [format][0 signed, 1 non-negative]
+  UpdateFn update[kRuleCount][1 << kMaxSlots];  // [rule][active slots]
+  void (*random)(const RandomKey& key, u64 block, int blocks, u16* out);
+  double (*sum_squares)(const float* x, int n);                               // n <= kSegment
+  void (*add_scaled)(float* total, const float* x, float multiplier, int n);  // total += multiplier x
+};
+
+// Norms: within a segment of 2048 values, 256 lanes of 8 rows each, then adjacent pairs of lanes.
+inline constexpr int kSegment = 2048;
+
+}  // namespace scruple

@@ -1,0 +1,59 @@
+// fp16: IEEE half precision; 5 exponent bits, 11 significant bits, subnormals down to 2^-24. As a format of weights or
+// gradients a finite value beyond 65504 is stored as 65504, never as infinity.
+#pragma once
+
+#include "formats/codec.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+
+struct Fp16 {
+  static constexpr const char* doc = "IEEE half precision; finite values beyond 65504 saturate";
+  static constexpr int fraction_bits = 13;
+  static constexpr double relative = 0x1p-11, absolute = 0x1p-25;
+
+  static constexpr u32 kMinNormal = 113u << 23;    // 2^-14 as fp32
+  static constexpr u32 kMax = 0x477fe000u;         // 65504 as fp32
+  static constexpr u32 kRebias = 112u << 23;       // between the two exponent biases
+  static constexpr u32 kInfinity = 0x7c000000u;    // positions
+  static constexpr u32 kNaN = 0x7e000000u;
+  static constexpr u32 kFirstNormal = 0x04000000u;
+
+  // A value's place on the line of fp16 numbers, in units of 2^-16 of a gap, the sign in bit 31. Normal values keep
+  // all 13 lower bits of fp32; below 2^-14 the line is linear and bits under 2^-40 are dropped.
+  static SCRUPLE_HD u32 position(float x) {
+    const u32 a = magnitude_bits(x), sign = bits_of(x) & 0x80000000u;
+    const float tiny = float_of(a < kMinNormal ? a : 0u) * 0x1p40f;
+    const u32 saturated = a < kMax ? a : kMax;
+    const u32 normal = (saturated - kRebias) << 3;
+    u32 p = a < kMinNormal ? static_cast<u32>(static_cast<i32>(tiny)) : normal;
+    p = a == 0x7f800000u ? kInfinity : p;
+    return (a > 0x7f800000u ? kNaN : p) | sign;
+  }
+  static SCRUPLE_HD float value(u32 position) {
+    const u32 p = position & 0x7fffffffu, sign = position & 0x80000000u;
+    const float tiny = static_cast<float>(static_cast<i32>(p)) * 0x1p-40f;
+    u32 b = p < kFirstNormal ? bits_of(tiny) : (p >> 3) + kRebias;
+    b = p >= kInfinity ? 0x7f800000u : b;
+    return float_of((p >= kInfinity + 0x10000u ? kNaNBits : b) | sign);
+  }
+
+  // IEEE conversion, ties to even, overflow to infinity.
+  static SCRUPLE_HD u16 ieee(float x) {
+    const u32 a = magnitude_bits(x), sign = bits_of(x) >> 16 & 0x8000u;
+    const u32 normal = (a + 0xfffu + (a >> 13 & 1u) - kRebias) >> 13;
+    const u32 tiny = bits_of(magnitude(x) + 0.5f) - 0x3f000000u;  // the addition rounds at 2^-24
+    u32 h = a < kMinNormal ? tiny : normal;
+    h = a >= 0x477ff000u ? 0x7c00u : h;
+    return static_cast<u16>((a > 0x7f800000u ? 0x7e00u : h) | sign);
+  }
+  static SCRUPLE_HD u16 nearest(float x) {
+    const u16 h = ieee(x);
+    const bool overflowed = (h & 0x7fffu) == 0x7c00u && magnitude_bits(x) != 0x7f800000u;
+    return static_cast<u16>(h - (overflowed ? 1u : 0u));
+  }
+  static SCRUPLE_HD float decode(u16 code) { return value(static_cast<u32>(code) << 16); }
+};
+
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

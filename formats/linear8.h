@@ -1,0 +1,30 @@
+// linear8 for non-negative moments: groups of 64 share an fp32 unit absmax / 255; code = round(x / unit). Kept as the
+// ablation: an element far below its group's maximum becomes zero. (Signed moments: GroupLinear<8>.)
+#pragma once
+
+#include "formats/group_linear.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+
+struct Linear8Nonneg {
+  static constexpr const char* doc = "scaled integers, groups of 64 (the naive format, for comparison)";
+  static constexpr int group = 64, bits = 8;
+  static constexpr i32 top = 255;
+  using Scale = float;
+  static constexpr unsigned roundings = 1u << kNearest | 1u << kStochastic;
+  static constexpr Layout layout(int) { return {8, 32, group}; }
+  static constexpr Bound bound(int) { return {0, 0.5 / top + 0x1p-22, 0x1p-126}; }
+
+  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f / top); }
+  static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
+  static SCRUPLE_HD float unit(Scale unit) { return unit; }
+  static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
+    const i32 code = round_by(clamp(x * gain, 0, top), coin);
+    return static_cast<u32>(code < top ? code : top);
+  }
+  static SCRUPLE_HD float decode(u32 code, float unit) { return static_cast<float>(code) * unit; }
+};
+
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

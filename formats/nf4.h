@@ -1,0 +1,39 @@
+// nf4: 4-bit signed moments on the quantiles of a normal distribution (Dettmers et al., 2305.14314, appendix E). Groups
+// of 64 share an fp32 scale = absmax; two codes to a byte, the first in the low nibble.
+#pragma once
+
+#include "formats/codec.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+
+inline constexpr float kNf4Levels[16] = {
+    -1.0f,       -0.69619280f, -0.52507305f, -0.39491749f, -0.28444138f, -0.18477343f, -0.09105004f, 0.0f,
+    0.07958030f, 0.16093020f,  0.24611230f,  0.33791524f,  0.44070983f,  0.56261700f,  0.72295684f,  1.0f};
+
+struct Nf4 {
+  static constexpr const char* doc = "4-bit normal-float quantiles, groups of 64";
+  static constexpr int group = 64, bits = 4;
+  using Scale = float;
+  static constexpr unsigned roundings = 1u << kNearest | 1u << kStochastic;
+  static constexpr Layout layout(int) { return {4, 32, group}; }
+  static constexpr Bound bound(int) { return {0, 0.5 * (1.0 - 0.6961928), 0x1p-126}; }  // half the widest gap
+
+  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f); }
+  static SCRUPLE_HD float gain(float, Scale scale) { return reciprocal_or_zero(scale); }
+  static SCRUPLE_HD float unit(Scale scale) { return scale; }
+  // Between two levels the threshold lies where the coin puts it: midway for nearest.
+  static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
+    const float y = x * gain, share = 1.0f - coin_fraction(coin);
+    u32 code = 0;
+    for (int i = 0; i < 15; ++i) {
+      const float threshold = __builtin_fmaf(share, kNf4Levels[i + 1] - kNf4Levels[i], kNf4Levels[i]);
+      code += y >= threshold ? 1u : 0u;
+    }
+    return code;
+  }
+  static SCRUPLE_HD float decode(u32 code, float scale) { return kNf4Levels[code & 15u] * scale; }
+};
+
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

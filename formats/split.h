@@ -1,0 +1,67 @@
+// bf16+K and fp16+K: a weight as a 16-bit visible half, which the model computes with, and K extra bits that only the
+// optimizer reads. Together they hold the weight to 16 + K bits.
+//
+// Lewandowski and Kosson (2309.12381) keep the difference between the fp32 and the 16-bit weight; FlashOptim
+// (2602.23349) bounds it by the ulp. Here both halves are one integer, the weight's position p on the line of 16-bit
+// numbers in units of 2^-16 of a gap (Half::position), so that splitting needs no floating-point arithmetic, is right
+// for subnormals, and with K = 16 returns every bit. p is first rounded to the bits that can be kept; then the split
+// is exact:
+//   nearest     visible = the nearest 16-bit number, ties away from zero; extra = the signed rest. Zero extra bits
+//               mean that the wide value is the visible one.
+//   truncate    visible = the next 16-bit number towards zero; extra = the rest.
+//   stochastic  visible = one of the two neighbours, drawn so that its mean is the wide value; the lowest extra bit
+//               records the direction, the other K - 1 hold the rest, themselves rounded stochastically with the random
+//               bits that the direction does not use.
+// Specials: NaN stays NaN and infinity infinity in both halves. In bf16+K the visible half of a finite value at or
+// above 0x1.ffp127 is infinity while the wide value stays finite; in fp16+K finite values saturate at 65504.
+#pragma once
+
+#include "formats/bf16.h"
+#include "formats/fp16.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+
+struct Halves {
+  u32 visible;
+  u32 extra;
+};
+
+template <Rounding R>
+SCRUPLE_HD Halves split(u32 p, int k, u16 random) {
+  if constexpr (R == kStochastic) {
+    const u32 dropped = (1u << (17 - k)) - 1u;
+    const u32 wide = (p + (random & dropped)) & ~dropped;
+    const u32 rest = wide & 0xffffu;
+    const u32 up = (random & ~dropped) < rest ? 1u : 0u;
+    return {(wide >> 16) + up, rest >> (17 - k) << 1 | up};
+  }
+  const u32 dropped = (1u << (16 - k)) - 1u;
+  if constexpr (R == kTruncate) return {p >> 16, (p & 0xffffu) >> (16 - k)};
+  const u32 wide = (p + ((dropped + 1u) >> 1)) & ~dropped;
+  const u32 visible = (wide + 0x8000u) >> 16;
+  return {visible, (wide & 0xffffu) >> (16 - k)};
+}
+
+template <Rounding R>
+SCRUPLE_HD u32 join(u32 visible, u32 extra, int k) {
+  if constexpr (R == kStochastic) return ((visible - (extra & 1u)) << 16) + (extra >> 1 << (17 - k));
+  if constexpr (R == kTruncate) return (visible << 16) + (extra << (16 - k));
+  return (visible << 16) + static_cast<u32>(static_cast<i32>(extra << (32 - k)) >> 16);
+}
+
+template <class HalfType>
+struct Split {
+  using Half = HalfType;
+  static constexpr const char* doc = "16-bit weight plus K extra bits that only the optimizer reads";
+  static constexpr unsigned roundings = 1u << kNearest | 1u << kTruncate | 1u << kStochastic;
+  static constexpr Layout layout(int k) { return {16, k, 1}; }
+  static constexpr Bound bound(int k) {
+    const double step = 1.0 / static_cast<double>(1u << k);
+    return {k < Half::fraction_bits ? Half::relative * step : 0.0, 0,
+            k < 16 || Half::fraction_bits < 16 ? 2 * Half::absolute * step : 0.0};
+  }
+};
+
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

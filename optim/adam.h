@@ -1,0 +1,71 @@
+// Adam with coupled decay (Kingma and Ba, 1412.6980, algorithm 1; AMSGrad: Reddi et al., 1904.09237), as torch.optim.Adam.
+#pragma once
+
+#include "optim/optimizer.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+
+// The part that Adam and AdamW share: both moments and the step along them.
+//   m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr / (1 - b1^t)  m / (sqrt(v / (1 - b2^t)) + eps)
+struct AdamMoments {
+  static constexpr Slot slots[] = {
+      {"exp_avg", Sign::any}, {"exp_avg_sq", Sign::nonneg}, {"max_exp_avg_sq", Sign::nonneg, true}};
+  static void visit_common(auto& h, auto&& f, const char* decay_doc) {
+    f("lr", h.lr, Range::nonneg, kDocLr);
+    f("beta1", h.beta1, Range::fraction, "decay of the first moment");
+    f("beta2", h.beta2, Range::fraction, "decay of the second moment");
+    f("eps", h.eps, Range::nonneg, kDocEps);
+    f("weight_decay", h.weight_decay, Range::nonneg, decay_doc);
+    f("amsgrad", h.amsgrad, Range::flag, "divide by the largest second moment so far");
+  }
+
+  float b1, c1, b2, c2, lr, root_correction, eps;
+
+  static SCRUPLE_HD AdamMoments prepare(const auto& h, i64 t) {
+    const double correction1 = 1 - power(h.beta1, t), correction2 = 1 - power(h.beta2, t);
+    return {static_cast<float>(h.beta1), static_cast<float>(1 - h.beta1),
+            static_cast<float>(h.beta2), static_cast<float>(1 - h.beta2),
+            static_cast<float>(h.lr / correction1), static_cast<float>(1 / __builtin_sqrt(correction2)),
+            static_cast<float>(h.eps)};
+  }
+  // `kept` is the weight after decay.
+  template <unsigned Active>
+  SCRUPLE_HD Elem<3> advance(Elem<3> e, float g, float kept) const {
+    e.s[0] = fma(b1, e.s[0], c1 * g);
+    e.s[1] = fma(b2, e.s[1], c2 * (g * g));
+    float v = e.s[1];
+    if constexpr (Active & 4) {
+      e.s[2] = e.s[2] > v ? e.s[2] : v;
+      v = e.s[2];
+    }
+    e.w = fma(-lr, e.s[0] / fma(root(v), root_correction, eps), kept);
+    return e;
+  }
+};
+
+struct Adam {
+  static constexpr const char* name = "adam";
+  static constexpr const char* doc = "Adam, coupled decay (torch.optim.Adam)";
+  static constexpr auto& slots = AdamMoments::slots;
+  struct Hyper {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, amsgrad = 0;
+  };
+  static void visit(auto& h, auto&& f) { AdamMoments::visit_common(h, f, kDocCoupled); }
+  static unsigned active(const Hyper& h) { return h.amsgrad != 0 ? 7 : 3; }
+  static const char* problem(const Hyper&) { return nullptr; }
+  struct Step {
+    AdamMoments moments;
+    float decay;
+  };
+  static SCRUPLE_HD Step prepare(const Hyper& h, i64 t) {
+    return {AdamMoments::prepare(h, t), static_cast<float>(h.weight_decay)};
+  }
+  template <unsigned Active>
+  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k) {
+    return k.moments.advance<Active>(e, fma(k.decay, e.w, g), e.w);
+  }
+};
+
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

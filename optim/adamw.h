@@ -1,0 +1,36 @@
+// AdamW: Adam with decoupled decay (Loshchilov and Hutter, 1711.05101, algorithm 2), as torch.optim.AdamW.
+#pragma once
+
+#include "optim/adam.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+
+struct AdamW {
+  static constexpr const char* name = "adamw";
+  static constexpr const char* doc = "Adam, decoupled decay (torch.optim.AdamW)";
+  static constexpr auto& slots = AdamMoments::slots;
+  struct Hyper {
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2, amsgrad = 0, max_lr = 0;
+  };
+  static void visit(auto& h, auto&& f) {
+    AdamMoments::visit_common(h, f, kDocDecoupled);
+    f("max_lr", h.max_lr, Range::nonneg, kDocMaxLr);
+  }
+  static unsigned active(const Hyper& h) { return h.amsgrad != 0 ? 7 : 3; }
+  static const char* problem(const Hyper&) { return nullptr; }
+  struct Step {
+    AdamMoments moments;
+    float keep;
+  };
+  static SCRUPLE_HD Step prepare(const Hyper& h, i64 t) {
+    return {AdamMoments::prepare(h, t), static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
+  }
+  template <unsigned Active>
+  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k) {
+    return k.moments.advance<Active>(e, g, e.w * k.keep);
+  }
+};
+
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

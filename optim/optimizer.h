@@ -1,0 +1,60 @@
+// What every optimizer is written with. An optimizer is a struct with
+//   name, doc, slots    what it is called and which moments it keeps
+//   Hyper, visit        hyperparameters; visit is the one list that the ABI, the command line and the docs read
+//   active(h)           which slots these hyperparameters need, as a bit mask
+//   problem(h)          why these hyperparameters contradict each other, or nullptr
+//   Step, prepare(h, t) the constants of step t, in double with + - * / sqrt only, so that every engine gets the same
+//   update<Active>      the formula: floats in, floats out, no storage
+// All arithmetic is IEEE; fma is written where it is wanted and the compiler may not add any.
+#pragma once
+
+#include "formats/codec.h"
+
+namespace scruple {
+
+enum class Sign { any, nonneg };
+
+struct Slot {
+  const char* name;
+  Sign sign;
+  bool optional = false;
+};
+
+// Values a hyperparameter may take: 0 and up, [0, 1), or 0 and 1.
+enum class Range { nonneg, fraction, flag };
+
+inline namespace SCRUPLE_UNIT {
+
+// One element: the weight and its moments.
+template <int N>
+struct Elem {
+  float w;
+  float s[N];
+};
+
+SCRUPLE_HD float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+SCRUPLE_HD float root(float x) { return __builtin_sqrtf(x); }
+
+// base^t by squaring: the same bits everywhere, which std::pow does not promise.
+SCRUPLE_HD double power(double base, i64 t) {
+  double result = 1;
+  for (; t > 0; t >>= 1, base *= base)
+    if (t & 1) result *= base;
+  return result;
+}
+
+// What decoupled decay leaves of a weight. Tied to the rate as in torch (1 - lr decay), or, where max_lr is given,
+// independent of the peak rate (1 - decay lr / max_lr; Loshchilov and Hutter, 1711.05101, algorithm 2).
+SCRUPLE_HD double decay_keep(double lr, double weight_decay, double max_lr) {
+  return 1 - weight_decay * (max_lr > 0 ? lr / max_lr : lr);
+}
+
+}  // namespace SCRUPLE_UNIT
+
+inline constexpr const char* kDocLr = "learning rate";
+inline constexpr const char* kDocEps = "added to the denominator";
+inline constexpr const char* kDocDecoupled = "decoupled weight decay";
+inline constexpr const char* kDocCoupled = "weight decay added to the gradient (L2)";
+inline constexpr const char* kDocMaxLr = "if above 0, decay is weight_decay * lr / max_lr instead of weight_decay * lr";
+
+}  // namespace scruple
