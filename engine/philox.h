@@ -23,19 +23,26 @@ struct PhiloxBlock {
   u32 x[4];
 };
 
-SCRUPLE_HD PhiloxBlock philox_round(PhiloxBlock c, u32 key0, u32 key1) {
+inline constexpr int kPhiloxRounds = 10;
+
+struct PhiloxKey {
+  u32 x[2];
+  SCRUPLE_HD PhiloxKey next() const { return {{x[0] + 0x9e3779b9u, x[1] + 0xbb67ae85u}}; }
+};
+
+SCRUPLE_HD PhiloxBlock philox_round(PhiloxBlock c, PhiloxKey k) {
   const u64 a = static_cast<u64>(0xd2511f53u) * c.x[0], b = static_cast<u64>(0xcd9e8d57u) * c.x[2];
-  return {{static_cast<u32>(b >> 32) ^ c.x[1] ^ key0, static_cast<u32>(b), static_cast<u32>(a >> 32) ^ c.x[3] ^ key1,
+  return {{static_cast<u32>(b >> 32) ^ c.x[1] ^ k.x[0], static_cast<u32>(b), static_cast<u32>(a >> 32) ^ c.x[3] ^ k.x[1],
            static_cast<u32>(a)}};
 }
 
-SCRUPLE_HD PhiloxBlock philox(PhiloxBlock c, u32 key0, u32 key1) {
-  for (int round = 0; round < 10; ++round) {
-    c = philox_round(c, key0, key1);
-    key0 += 0x9e3779b9u;
-    key1 += 0xbb67ae85u;
-  }
+SCRUPLE_HD PhiloxBlock philox(PhiloxBlock c, PhiloxKey k) {
+  for (int round = 0; round < kPhiloxRounds; ++round, k = k.next()) c = philox_round(c, k);
   return c;
+}
+
+SCRUPLE_HD PhiloxKey philox_key(const RandomKey& key) {
+  return {{static_cast<u32>(key.seed), static_cast<u32>(key.seed >> 32)}};
 }
 
 SCRUPLE_HD PhiloxBlock random_counter(const RandomKey& key, u64 block) {

@@ -20,6 +20,13 @@ struct LooseOf {
 template <class T>
 using Loose = typename LooseOf<T>::type;
 
+// Keeps a vectorised loop of known length a loop: unrolled whole, a group of 64 spills its registers.
+#if defined(__clang__)
+#define SCRUPLE_KEEP_LOOP _Pragma("clang loop unroll(disable)")
+#else
+#define SCRUPLE_KEEP_LOOP _Pragma("GCC unroll 1")
+#endif
+
 template <class T>
 SCRUPLE_HD Loose<T>* at(u8* plane, i64 index) {
   return reinterpret_cast<Loose<T>*>(plane + index * static_cast<i64>(sizeof(T)));
@@ -183,11 +190,12 @@ template <class C>
 struct Tile {
   static constexpr int G = C::group;
   using Code = std::conditional_t<C::bits == 8, u8, u16>;
+  using Scale = typename C::Scale;
 
   template <Rounding R>
-  static SCRUPLE_HD void decode_group(const Code* __restrict codes, typename C::Scale scale, const u16* __restrict random,
+  static SCRUPLE_HD void decode_group(const Code* __restrict codes, float unit, const u16* __restrict random,
                                       float* __restrict out) {
-    const float unit = C::unit(scale);
+    SCRUPLE_KEEP_LOOP
     for (int i = 0; i < G; ++i) {
       if constexpr (R == kDither)
         out[i] = C::decode_dither(codes[i], unit, coin_of(random[i]));
@@ -195,24 +203,38 @@ struct Tile {
         out[i] = C::decode(codes[i], unit);
     }
   }
-  template <Rounding R>
-  static SCRUPLE_HD typename C::Scale encode_group(const float* __restrict in, const u16* __restrict random,
-                                                   Code* __restrict codes) {
-    i32 largest = 0;
-    for (int i = 0; i < G; ++i) {
-      const i32 bits = static_cast<i32>(magnitude_bits(in[i]));
-      largest = bits > largest ? bits : largest;
+  // Magnitudes compare as integers: exact, in any order, and a NaN wins. In two rounds, so that the first has no chain.
+  static SCRUPLE_HD float absmax_of(const float* __restrict in) {
+    constexpr int kLanes = 16;
+    i32 lanes[kLanes];
+    for (int j = 0; j < kLanes; ++j) {
+      i32 largest = 0;
+      for (int i = 0; i < G; i += kLanes) {
+        const i32 bits = static_cast<i32>(magnitude_bits(in[i + j]));
+        largest = bits > largest ? bits : largest;
+      }
+      lanes[j] = largest;
     }
-    const float absmax = float_of(static_cast<u32>(largest));
-    const typename C::Scale scale = C::scale(absmax);
-    const float gain = C::gain(absmax, scale);
-    for (int i = 0; i < G; ++i)
-      codes[i] = static_cast<Code>(C::encode(in[i], gain, R == kNearest ? kHalf : coin_of(random[i])));
-    return scale;
+    i32 largest = 0;
+    SCRUPLE_KEEP_LOOP
+    for (int j = 0; j < kLanes; ++j) largest = lanes[j] > largest ? lanes[j] : largest;
+    return float_of(static_cast<u32>(largest));
   }
   template <Rounding R>
+  static SCRUPLE_HD void encode_group(const float* __restrict in, float absmax, float gain,
+                                      const u16* __restrict random, Code* __restrict codes) {
+    if (magnitude_bits(absmax) >= 0x7f800000u) {  // not finite: the scale says so, and codes are zero
+      for (int i = 0; i < G; ++i) codes[i] = 0;
+      return;
+    }
+    SCRUPLE_KEEP_LOOP
+    for (int i = 0; i < G; ++i)
+      codes[i] = static_cast<Code>(C::encode(in[i], gain, R == kNearest ? kHalf : coin_of(random[i])));
+  }
+
+  template <Rounding R>
   static void decode(Planes p, i64 first, int n, int, float* out, const u16* random) {
-    const auto* scales = at<typename C::Scale>(p.aux, first / G);
+    const auto* scales = at<Scale>(p.aux, first / G);
     u16 unpacked[C::bits == 8 ? 1 : kTile];
     const Code* codes;
     if constexpr (C::bits == 8) {
@@ -222,7 +244,7 @@ struct Tile {
       codes = unpacked;
     }
     int i = 0;
-    for (; i + G <= n; i += G) decode_group<R>(codes + i, scales[i / G], random + i, out + i);
+    for (; i + G <= n; i += G) decode_group<R>(codes + i, C::unit(scales[i / G]), random + i, out + i);
     if (i == n) return;
     Code last[G] = {};
     u16 last_random[G] = {};
@@ -230,29 +252,42 @@ struct Tile {
     for (int j = 0; j < n - i; ++j) last[j] = codes[i + j];
     if constexpr (R == kDither)
       for (int j = 0; j < n - i; ++j) last_random[j] = random[i + j];
-    decode_group<R>(last, scales[i / G], last_random, values);
+    decode_group<R>(last, C::unit(scales[i / G]), last_random, values);
     for (int j = 0; j < n - i; ++j) out[i + j] = values[j];
   }
+
+  // All scales of the tile first, so that their divisions overlap.
   template <Rounding R>
   static void encode(const float* in, Planes p, i64 first, int n, int, const u16* random) {
-    auto* scales = at<typename C::Scale>(p.aux, first / G);
+    constexpr int kGroups = kTile / G;
+    const int whole = n / G, groups = (n + G - 1) / G;
+    float padded[G] = {};
+    for (int j = whole * G; j < n; ++j) padded[j - whole * G] = in[j];
+
+    float absmax[kGroups], gain[kGroups];
+    for (int i = 0; i < whole; ++i) absmax[i] = absmax_of(in + i * G);
+    if (whole < groups) absmax[whole] = absmax_of(padded);
+    auto* scales = at<Scale>(p.aux, first / G);
+    for (int i = 0; i < groups; ++i) {
+      const Scale scale = C::scale(absmax[i]);
+      scales[i] = scale;
+      gain[i] = C::gain(absmax[i], scale);
+    }
+
     u16 unpacked[C::bits == 8 ? 1 : kTile];
     Code* codes;
     if constexpr (C::bits == 8)
       codes = p.codes + first;
     else
       codes = unpacked;
-    int i = 0;
-    for (; i + G <= n; i += G) scales[i / G] = encode_group<R>(in + i, random + i, codes + i);
-    if (i < n) {
-      float padded[G] = {};
+    for (int i = 0; i < whole; ++i) encode_group<R>(in + i * G, absmax[i], gain[i], random + i * G, codes + i * G);
+    if (whole < groups) {
       u16 last_random[G] = {};
       Code last[G];
-      for (int j = 0; j < n - i; ++j) padded[j] = in[i + j];
       if constexpr (R != kNearest)
-        for (int j = 0; j < n - i; ++j) last_random[j] = random[i + j];
-      scales[i / G] = encode_group<R>(padded, last_random, last);
-      for (int j = 0; j < n - i; ++j) codes[i + j] = last[j];
+        for (int j = whole * G; j < n; ++j) last_random[j - whole * G] = random[j];
+      encode_group<R>(padded, absmax[whole], gain[whole], last_random, last);
+      for (int j = whole * G; j < n; ++j) codes[j] = last[j - whole * G];
     }
     if constexpr (C::bits != 8) pack(unpacked, C::bits, n, at_bit(p.codes, first * C::bits));
   }
@@ -278,8 +313,8 @@ constexpr CodecFns codec_fns() {
 
 // ---- Optimizers over a tile ---------------------------------------------------------------------------------------
 
-template <class Rule, unsigned Active>
-void update_tile(float* w_at, float* const* slots_at, const float* g_at, int n, const void* step, float multiplier) {
+template <class Rule, unsigned Active, bool Scaled>
+void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, const void* step, float multiplier) {
   constexpr int kSlots = sizeof(Rule::slots) / sizeof(Slot);
   const typename Rule::Step k = *static_cast<const typename Rule::Step*>(step);
   auto* __restrict w = reinterpret_cast<Loose<float>*>(w_at);
@@ -287,18 +322,36 @@ void update_tile(float* w_at, float* const* slots_at, const float* g_at, int n, 
   auto* __restrict s0 = reinterpret_cast<Loose<float>*>(slots_at[0]);
   auto* __restrict s1 = reinterpret_cast<Loose<float>*>(slots_at[1]);
   auto* __restrict s2 = reinterpret_cast<Loose<float>*>(slots_at[2]);
+  u32 bad = 0;
   for (int i = 0; i < n; ++i) {
     Elem<kSlots> e{};
     e.w = w[i];
     if constexpr (Active & 1) e.s[0] = s0[i];
     if constexpr (Active & 2) e.s[1] = s1[i];
     if constexpr (Active & 4) e.s[2] = s2[i];
-    e = Rule::template update<Active>(e, g[i] * multiplier, k);
-    w[i] = canonical(e.w);
-    if constexpr (Active & 1) s0[i] = canonical(e.s[0]);
-    if constexpr (Active & 2) s1[i] = canonical(e.s[1]);
-    if constexpr (Active & 4) s2[i] = canonical(e.s[2]);
+    e = Rule::template update<Active>(e, Scaled ? g[i] * multiplier : g[i], k);
+    bad |= e.w == e.w ? 0u : 1u;
+    w[i] = e.w;
+    if constexpr (Active & 1) s0[i] = e.s[0];
+    if constexpr (Active & 2) s1[i] = e.s[1];
+    if constexpr (Active & 4) s2[i] = e.s[2];
   }
+  if (bad == 0) return;
+  // A NaN anywhere shows in the weight (optim/optimizer.h), so only then are there any to make canonical.
+  for (int i = 0; i < n; ++i) {
+    w[i] = canonical(w[i]);
+    if constexpr (Active & 1) s0[i] = canonical(s0[i]);
+    if constexpr (Active & 2) s1[i] = canonical(s1[i]);
+    if constexpr (Active & 4) s2[i] = canonical(s2[i]);
+  }
+}
+
+template <class Rule, unsigned Active>
+void update_tile(float* w, float* const* slots, const float* g, int n, const void* step, float multiplier) {
+  if (multiplier == 1.0f)  // the same bits, one operation less
+    update_loop<Rule, Active, false>(w, slots, g, n, step, multiplier);
+  else
+    update_loop<Rule, Active, true>(w, slots, g, n, step, multiplier);
 }
 
 template <class Rule, unsigned Active>
@@ -317,20 +370,31 @@ constexpr void add_update(UpdateFn* fns) {
 
 // ---- Random bits, norms, folds ------------------------------------------------------------------------------------
 
-// Sixteen blocks at a time, so that the rounds vectorise.
+// Blocks side by side, so that the rounds vectorise.
 void random_blocks(const RandomKey& key, u64 block, int blocks, u16* out) {
   constexpr int kWide = 16;
   for (int b = 0; b < blocks; b += kWide) {
-    PhiloxBlock c[kWide];
-    for (int j = 0; j < kWide; ++j)
-      c[j] = philox(random_counter(key, block + static_cast<u64>(b + j)), static_cast<u32>(key.seed),
-                    static_cast<u32>(key.seed >> 32));
-    const int count = blocks - b < kWide ? blocks - b : kWide;
-    for (int j = 0; j < count; ++j)
-      for (int word = 0; word < 4; ++word) {
-        out[(b + j) * kRandomsPerBlock + 2 * word] = static_cast<u16>(c[j].x[word]);
-        out[(b + j) * kRandomsPerBlock + 2 * word + 1] = static_cast<u16>(c[j].x[word] >> 16);
+    u32 x0[kWide], x1[kWide], x2[kWide], x3[kWide];
+    for (int j = 0; j < kWide; ++j) {
+      const PhiloxBlock c = random_counter(key, block + static_cast<u64>(b + j));
+      x0[j] = c.x[0], x1[j] = c.x[1], x2[j] = c.x[2], x3[j] = c.x[3];
+    }
+    PhiloxKey k = philox_key(key);
+    for (int round = 0; round < kPhiloxRounds; ++round, k = k.next()) {
+      SCRUPLE_KEEP_LOOP
+      for (int j = 0; j < kWide; ++j) {
+        const PhiloxBlock c = philox_round({{x0[j], x1[j], x2[j], x3[j]}}, k);
+        x0[j] = c.x[0], x1[j] = c.x[1], x2[j] = c.x[2], x3[j] = c.x[3];
       }
+    }
+    const int count = blocks - b < kWide ? blocks - b : kWide;
+    for (int j = 0; j < count; ++j) {
+      const u32 words[4] = {x0[j], x1[j], x2[j], x3[j]};
+      for (int word = 0; word < 4; ++word) {
+        out[(b + j) * kRandomsPerBlock + 2 * word] = static_cast<u16>(words[word]);
+        out[(b + j) * kRandomsPerBlock + 2 * word + 1] = static_cast<u16>(words[word] >> 16);
+      }
+    }
   }
 }
 

@@ -43,7 +43,8 @@ inline namespace SCRUPLE_UNIT {
 SCRUPLE_HD u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 SCRUPLE_HD float float_of(u32 b) { return __builtin_bit_cast(float, b); }
 SCRUPLE_HD u32 magnitude_bits(float x) { return bits_of(x) & 0x7fffffffu; }
-SCRUPLE_HD float magnitude(float x) { return float_of(magnitude_bits(x)); }
+SCRUPLE_HD float magnitude(float x) { return __builtin_fabsf(x); }
+SCRUPLE_HD float with_sign_of(float sign, float x) { return __builtin_copysignf(x, sign); }
 
 // Processors disagree about the bits of a NaN; every stored NaN is this one.
 inline constexpr u32 kNaNBits = 0x7fc00000u;
@@ -56,11 +57,9 @@ SCRUPLE_HD u32 coin_of(u16 random) { return 2u * random + 1u; }
 SCRUPLE_HD float coin_fraction(u32 coin) { return static_cast<float>(coin) * 0x1p-17f; }
 
 // floor(x + coin), for |x| < 2^22.
-SCRUPLE_HD i32 round_by(float x, u32 coin) {
-  const float t = x + coin_fraction(coin);
-  const i32 i = static_cast<i32>(t);
-  return i - (t < static_cast<float>(i) ? 1 : 0);
-}
+SCRUPLE_HD i32 round_by(float x, u32 coin) { return static_cast<i32>(__builtin_floorf(x + coin_fraction(coin))); }
+
+SCRUPLE_HD float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 // Comparisons are written so that a NaN takes the bound: no code is ever made from a NaN.
 SCRUPLE_HD float clamp(float x, float low, float high) {
@@ -69,13 +68,15 @@ SCRUPLE_HD float clamp(float x, float low, float high) {
 }
 
 // The unit of a group: its largest magnitude over the top level. Zero for a group of zeros, NaN if anything in the
-// group is not finite, and never subnormal, so that its reciprocal is finite.
+// group is not finite (the engine then writes codes of zero), and never subnormal, so that its reciprocal is finite.
 SCRUPLE_HD float group_unit(float absmax, float inverse_top) {
   const float unit = absmax * inverse_top;
   const float floored = unit > 0x1p-126f ? unit : 0x1p-126f;
   const float finite = absmax > 0 ? floored : 0.0f;
   return magnitude_bits(absmax) < 0x7f800000u ? finite : float_of(kNaNBits);
 }
+// 1 / top, large enough that no value of a group exceeds `top` units after four roundings.
+constexpr float inverse_above(float top) { return (1.0f + 0x1p-21f) / top; }
 SCRUPLE_HD float reciprocal_or_zero(float unit) { return unit > 0 ? 1.0f / unit : 0.0f; }
 
 }  // namespace SCRUPLE_UNIT

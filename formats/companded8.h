@@ -1,12 +1,14 @@
-// companded8: our 8-bit moments. Groups of 64 share an fp32 unit = absmax / top; a code is a small float with
-// subnormals, so that coding and decoding are shifts and adds, with one division per group.
-//   signed        sign, 2 exponent and 5 mantissa bits: levels 0 .. 7.875. Like FlashOptim's softsign it is four times
-//                 finer near zero than at the maximum.
-//   non-negative  4 exponent and 4 mantissa bits of v itself: levels 1/16 .. 31744. v keeps 3 % over a range of 2^19
-//                 (700 to 1 in its root), where 8 bits of sqrt(v) keep it only near the maximum.
-// What it mends in flash8: group maxima from 1e-30 to 1e30 work; an fp32 scale carries the decay of an EMA however slow;
-// a value above zero never becomes zero (code 0 means exactly zero); values are divided by the unit as stored; groups of
-// zeros decode to zeros; a group with a NaN or an infinity decodes to NaN.
+// companded8: our 8-bit moments. Groups of 64 share an fp32 unit = absmax / top. In units, a magnitude t is coded as the
+// float 1 + t with 4 mantissa bits: even steps of 1/16 near zero that double with every power of two, the curve of
+// telephony's mu-law (ITU-T G.711). Coding and decoding are one fma and a shift, with one division per group.
+//   signed        sign and 7 bits: levels 0 .. 247. A value keeps 3 % down to 1/250 of its group's maximum and is coded
+//                 in even steps of 1/4,000 of it below.
+//   non-negative  8 bits of v itself: levels 1/16 .. 63487. v keeps 3 % over a range of 63,000 to 1 (250 to 1 in its
+//                 root) and never becomes zero: a step too small, never one that explodes.
+// Adam divides each element by its own history, so it is the relative error of small elements that counts; codes of even
+// steps (linear8) or of sqrt(v) (flash8) lose it. What else it mends in flash8: group maxima from 1e-30 to 1e30 work; an
+// fp32 unit carries the decay of an EMA however slow; values are divided by the unit as stored; groups of zeros decode to
+// zeros; a group with a NaN or an infinity decodes to NaN.
 #pragma once
 
 #include "formats/codec.h"
@@ -14,67 +16,51 @@
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-// A float of E exponent and M mantissa bits, without sign: levels m / 2^M below 1, then (1 + m / 2^M) 2^e.
-template <int M>
-struct SmallFloat {
-  static constexpr int shift = 23 - M;
-
-  // t >= 0. The fp32 pattern of t (or of 1 + t, below 1, where levels are even) already is the code, followed by the
-  // bits that rounding decides.
-  static SCRUPLE_HD u32 encode(float t, u32 coin) {
-    const bool even = t < 1.0f;
-    const u32 b = bits_of(even ? t + 1.0f : t) + (coin << (shift - 17));
-    return (b >> shift) - (even ? 127u << M : 126u << M);
-  }
-  static SCRUPLE_HD float decode(u32 code) {
-    const bool even = code < 1u << M;
-    const float x = float_of((code << shift) + (even ? 127u << 23 : 126u << 23));
-    return even ? x - 1.0f : x;
-  }
+// Bits 19 and up of the fp32 pattern of 1 + t, over those of 1, are the code; the bits below are what rounding decides.
+struct MuLaw {
+  static constexpr u32 one = 127u << 23;
+  static SCRUPLE_HD u32 encode(float t_plus_1, u32 coin) { return bits_of(t_plus_1) - one + (coin << 2); }
+  static SCRUPLE_HD float decode(u32 code, float unit) { return fused(float_of((code << 19) + one), unit, -unit); }
 };
 
 struct Companded8 {
-  static constexpr const char* doc = "8-bit floats (signed e2m5, non-negative e4m4 without a zero), groups of 64";
+  static constexpr const char* doc = "8-bit mu-law floats; as a non-negative moment without a zero; groups of 64";
   static constexpr int group = 64, bits = 8;
-  static constexpr float top = 7.875f;
+  static constexpr float top = 247.0f;
   using Scale = float;
-  using Code = SmallFloat<5>;
   static constexpr unsigned roundings = 1u << kNearest | 1u << kStochastic;
   static constexpr Layout layout(int) { return {8, 32, group}; }
-  static constexpr Bound bound(int) { return {0x1p-6, 1.0 / 64 / top + 0x1p-22, 0x1p-126}; }
+  static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 32 / top + 0x1p-22, 0x1p-126}; }
 
-  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f / top); }
+  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, inverse_above(top)); }
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const u32 code = Code::encode(magnitude(x * gain), coin);
-    return (code < 127u ? code : 127u) | (bits_of(x) >> 24 & 0x80u);
+    const u32 code = MuLaw::encode(fused(magnitude(x), gain, 1.0f), coin);
+    return bits_of(with_sign_of(x, float_of(code << 5))) >> 24;
   }
   static SCRUPLE_HD float decode(u32 code, float unit) {
-    return float_of(bits_of(Code::decode(code & 0x7fu)) | (code & 0x80u) << 24) * unit;
+    return with_sign_of(float_of(code << 24), MuLaw::decode(code & 0x7fu, unit));
   }
 };
 
 struct Companded8Nonneg {
   static constexpr const char* doc = Companded8::doc;
   static constexpr int group = 64, bits = 8;
-  static constexpr float top = 31744.0f;
+  static constexpr float top = 63487.0f;
   using Scale = float;
-  using Code = SmallFloat<4>;
   static constexpr unsigned roundings = Companded8::roundings;
   static constexpr Layout layout(int) { return Companded8::layout(8); }
-  static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 16 / top, 0x1p-126}; }
+  static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 16 / top + 0x1p-22, 0x1p-126}; }
 
-  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f / top); }
+  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, inverse_above(top)); }
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
-    const u32 code = Code::encode(magnitude(v * gain), coin);
-    const u32 least = v > 0 ? 1u : 0u;
-    const u32 most = code < 255u ? code : 255u;
-    return most > least ? most : least;
+    const u32 code = MuLaw::encode(fused(magnitude(v), gain, 1.0f), coin) << 5 >> 24;
+    return code > 1u ? code : 1u;
   }
-  static SCRUPLE_HD float decode(u32 code, float unit) { return Code::decode(code) * unit; }
+  static SCRUPLE_HD float decode(u32 code, float unit) { return MuLaw::decode(code, unit); }
 };
 
 }  // namespace SCRUPLE_UNIT

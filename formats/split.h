@@ -47,7 +47,8 @@ template <Rounding R>
 SCRUPLE_HD u32 join(u32 visible, u32 extra, int k) {
   if constexpr (R == kStochastic) return ((visible - (extra & 1u)) << 16) + (extra >> 1 << (17 - k));
   if constexpr (R == kTruncate) return (visible << 16) + (extra << (16 - k));
-  return (visible << 16) + static_cast<u32>(static_cast<i32>(extra << (32 - k)) >> 16);
+  const auto rest = static_cast<std::int16_t>(extra << (16 - k));
+  return (visible << 16) + static_cast<u32>(static_cast<i32>(rest));
 }
 
 template <class HalfType>

@@ -1,0 +1,275 @@
+// `scruple bench`: how fast the optimizer step runs here, against the copy bandwidth measured in the same run.
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "choice.h"
+#include "commands.h"
+#include "memory.h"
+#include "text.h"
+
+namespace scruple::cli {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr const char* kFooter =
+    "Columns:\n"
+    "  M params/s  millions of parameters stepped per second; the median of the repeats after a warm-up\n"
+    "  moved B     bytes that must move per parameter: weight and moments read and written, gradient read\n"
+    "  GB/s        params/s * moved B\n"
+    "  copy GB/s   what a plain copy of 256 MiB reaches with the same threads in the same run, read + written\n"
+    "  of copy     GB/s over copy GB/s: 1 would mean that the step runs at the speed of memory\n"
+    "\n"
+    "Examples:\n"
+    "  scruple bench\n"
+    "  scruple bench --recipe scruple --params 64M --threads 2\n"
+    "  scruple bench --optimizer lion --tensors 1200 --params 14.4M --json";
+
+constexpr std::int64_t kCopyBytes = std::int64_t{256} << 20;
+constexpr std::int64_t kPiece = std::int64_t{1} << 20;  // elements made up at a time
+constexpr double kShortest = 0.01;                      // seconds; shorter steps are timed several at once
+
+struct Options {
+  Choice choice;
+  std::string params = "67108864";
+  std::string tensors = "1";
+  std::string engine = "cpu";
+  int threads = 0;
+  int repeat = 7;
+  bool as_json = false;
+};
+
+struct Row {
+  std::string recipe;
+  double params_per_s = 0, best_params_per_s = 0, moved = 0, copy_gb_per_s = 0;
+  double gb_per_s() const { return params_per_s * moved / 1e9; }
+};
+
+template <class Body>
+double seconds(const Body& body) {
+  const auto start = std::chrono::steady_clock::now();
+  body();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Values like those of training: a bell around 0 (the sum of four uniform numbers), from a linear congruential generator.
+class Values {
+ public:
+  explicit Values(float spread) : spread_(spread) {}
+  void fill(std::vector<float>& values) {
+    for (float& value : values) value = spread_ * (uniform() + uniform() + uniform() + uniform());
+  }
+
+ private:
+  float uniform() {
+    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<float>(static_cast<std::int32_t>(state_ >> 32)) * 0x1p-31f;
+  }
+  std::uint64_t state_ = 42;
+  float spread_;
+};
+
+void fill(Engine& engine, const scruple_tensor& tensor, int array, Values& source) {
+  std::vector<float> values;
+  for (std::int64_t first = 0; first < tensor.size; first += kPiece) {
+    scruple_tensor piece;
+    check(scruple_tensor_view(&tensor, first, std::min(kPiece, tensor.size - first), &piece));
+    values.resize(static_cast<std::size_t>(piece.size));
+    source.fill(values);
+    check(scruple_encode(engine.raw(), &piece, array, values.data()));
+  }
+}
+
+// The tensors of one recipe, in memory and filled.
+class Workload {
+ public:
+  Workload(Engine& engine, const std::vector<scruple_tensor>& descriptions) : engine_(engine) {
+    Values weights(0.02f), gradients(1e-3f);
+    for (const scruple_tensor& description : descriptions) {
+      Tensor& tensor = owners_.emplace_back(engine, description);
+      check(scruple_tensor_alloc(engine.raw(), &tensor.raw(), 1u << SCRUPLE_GRADIENT));
+      fill(engine, tensor.raw(), SCRUPLE_WEIGHT, weights);
+      fill(engine, tensor.raw(), SCRUPLE_GRADIENT, gradients);
+      table_.push_back(tensor.raw());
+    }
+  }
+  void step() {
+    check(scruple_step(engine_.raw(), table_.data(), static_cast<std::int64_t>(table_.size()), nullptr));
+    for (scruple_tensor& tensor : table_) ++tensor.step;
+  }
+
+ private:
+  Engine& engine_;
+  std::vector<Tensor> owners_;
+  std::vector<scruple_tensor> table_;
+};
+
+// The yardstick: two buffers too large for any cache.
+class Copy {
+ public:
+  explicit Copy(Engine& engine) : engine_(engine), from_(kCopyBytes / 8), to_(kCopyBytes / 8) {
+    for (std::size_t i = 0; i < from_.size(); ++i) from_[i] = i * 0x9E3779B97F4A7C15u;  // touched, and no zero pages
+    run();
+  }
+  double run() {
+    const double time = seconds([&] { check(scruple_copy(engine_.raw(), to_.data(), from_.data(), kCopyBytes)); });
+    return 2e-9 * static_cast<double>(kCopyBytes) / time;
+  }
+
+ private:
+  Engine& engine_;
+  std::vector<std::uint64_t> from_, to_;
+};
+
+std::vector<scruple_tensor> describe_all(const Options& options, const Optimizer& optimizer, const std::string& recipe,
+                                         std::int64_t params, std::int64_t tensors) {
+  std::vector<scruple_tensor> all;
+  for (std::int64_t i = 0; i < tensors; ++i) {
+    const std::int64_t size = params / tensors + (i < params % tensors ? 1 : 0);
+    const bool known = !all.empty() && all.back().size == size;
+    all.push_back(known ? all.back() : options.choice.describe(optimizer, recipe, size));
+    all.back().id = static_cast<std::uint32_t>(i);
+  }
+  return all;
+}
+
+struct Traffic {
+  std::int64_t held = 0, moved = 0;
+};
+
+Traffic traffic_of(const std::vector<scruple_tensor>& tensors) {
+  Traffic sum;
+  for (const scruple_tensor& tensor : tensors)
+    for (const int a : used_arrays(tensor)) {
+      const std::int64_t bytes = bytes_of(tensor.arrays[a].format, tensor.size);
+      sum.held += bytes;
+      sum.moved += a == SCRUPLE_GRADIENT ? bytes : 2 * bytes;
+    }
+  return sum;
+}
+
+// Linux kills a process that overcommits, without a word: ask first. Elsewhere, or where it cannot be read: no limit.
+void check_fits(std::int64_t bytes, const std::string& recipe) {
+  std::ifstream file("/proc/meminfo");
+  std::string key, unit;
+  std::int64_t kilobytes = 0;
+  while (file >> key >> kilobytes && std::getline(file, unit)) {
+    if (key != "MemAvailable:") continue;
+    if (bytes / 1024 > kilobytes)
+      throw std::runtime_error("recipe " + recipe + " needs " + fixed(static_cast<double>(bytes) * 0x1p-30, 1) +
+                               " GiB and " + fixed(static_cast<double>(kilobytes) * 0x1p-20, 1) +
+                               " GiB are free; choose fewer --params");
+    return;
+  }
+}
+
+Row measure_recipe(const Options& options, Engine& engine, Copy& copy, const std::string& recipe,
+                   const std::vector<scruple_tensor>& tensors, std::int64_t params) {
+  const Traffic traffic = traffic_of(tensors);
+  Workload workload(engine, tensors);
+  workload.step();
+  const double once = seconds([&] { workload.step(); });
+  const int at_once = std::max(1, static_cast<int>(kShortest / std::max(once, 1e-7)));
+
+  std::vector<double> times;
+  Row row{recipe};
+  for (int i = 0; i < options.repeat; ++i) {
+    times.push_back(seconds([&] {
+      for (int s = 0; s < at_once; ++s) workload.step();
+    }));
+    row.copy_gb_per_s = std::max(row.copy_gb_per_s, copy.run());
+  }
+  std::sort(times.begin(), times.end());
+  const double steps = static_cast<double>(params) * at_once;
+  row.params_per_s = steps / times[times.size() / 2];
+  row.best_params_per_s = steps / times.front();
+  row.moved = static_cast<double>(traffic.moved) / static_cast<double>(params);
+  return row;
+}
+
+void print_json(const std::vector<Row>& rows, const std::vector<Refusal>& refusals, const Options& options,
+                const Engine& engine, std::int64_t params, std::int64_t tensors) {
+  ordered_json all = {{"rows", ordered_json::array()}, {"refused", ordered_json::array()}};
+  for (const Row& row : rows)
+    all["rows"].push_back({{"optimizer", options.choice.optimizer},
+                           {"recipe", row.recipe},
+                           {"params", params},
+                           {"tensors", tensors},
+                           {"threads", engine.threads()},
+                           {"engine", engine.name()},
+                           {"gradient_format", options.choice.gradient},
+                           {"params_per_s", row.params_per_s},
+                           {"best_params_per_s", row.best_params_per_s},
+                           {"moved_bytes_per_param", row.moved},
+                           {"gb_per_s", row.gb_per_s()},
+                           {"copy_gb_per_s", row.copy_gb_per_s},
+                           {"copy_fraction", row.gb_per_s() / row.copy_gb_per_s}});
+  for (const Refusal& refusal : refusals)
+    all["refused"].push_back({{"recipe", refusal.recipe}, {"reason", refusal.reason}});
+  std::cout << all.dump(2) << '\n';
+}
+
+void print_table(const std::vector<Row>& rows, const std::vector<Refusal>& refusals, const Options& options,
+                 const Engine& engine, std::int64_t params, std::int64_t tensors) {
+  std::cout << options.choice.optimizer << ", " << plural(params, "parameter") << " in " << plural(tensors, "tensor")
+            << ", " << options.choice.gradient << " gradients, " << engine.name() << ", "
+            << plural(engine.threads(), "thread") << "\n\n";
+  Table table;
+  table.rows = {{"recipe", "M params/s", "moved B", "GB/s", "copy GB/s", "of copy"}};
+  for (const Row& row : rows)
+    table.rows.push_back({row.recipe, fixed(row.params_per_s / 1e6, 1), fixed(row.moved, 3), fixed(row.gb_per_s(), 2),
+                          fixed(row.copy_gb_per_s, 2), fixed(row.gb_per_s() / row.copy_gb_per_s, 3)});
+  table.print(std::cout);
+  for (const Refusal& refusal : refusals) std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
+}
+
+void run(const Options& options) {
+  const std::int64_t params = parse_count(options.params, "--params");
+  const std::int64_t tensors = parse_count(options.tensors, "--tensors");
+  if (tensors > params || tensors > 1'000'000) throw UsageError("--tensors must be 1 to --params and at most 1000000");
+  const Optimizer optimizer = options.choice.make_optimizer();
+  Engine engine(options.engine.c_str(), options.threads);
+  std::unique_ptr<Copy> copy;  // once the first recipe is known to be sound
+  std::vector<Row> rows;
+  const bool progress = isatty(STDERR_FILENO) != 0;
+  const std::vector<Refusal> refusals = for_each_recipe(options.choice, [&](const std::string& recipe) {
+    const std::vector<scruple_tensor> table = describe_all(options, optimizer, recipe, params, tensors);
+    check_fits(traffic_of(table).held + (copy ? 0 : 2 * kCopyBytes), recipe);
+    if (progress) std::cerr << "\r\033[K" << recipe << "..." << std::flush;
+    if (!copy) copy = std::make_unique<Copy>(engine);
+    rows.push_back(measure_recipe(options, engine, *copy, recipe, table, params));
+  });
+  if (progress) std::cerr << "\r\033[K" << std::flush;
+  (options.as_json ? print_json : print_table)(rows, refusals, options, engine, params, tensors);
+}
+
+}  // namespace
+
+void add_bench(CLI::App& program) {
+  CLI::App* command = program.add_subcommand("bench", "Measure the optimizer step against this machine's copy bandwidth");
+  command->footer(kFooter);
+  const auto options = std::make_shared<Options>();
+  options->choice.gradient = "bf16";
+  options->choice.add_options(*command);
+  const auto add = [&](const char* name, auto& value, const char* type, const char* doc) {
+    return command->add_option(name, value, doc)->type_name(type)->capture_default_str();
+  };
+  add("--params", options->params, "COUNT", "number of parameters, such as 64M");
+  add("--tensors", options->tensors, "COUNT", "split them evenly over this many tensors");
+  add("--gradient-format", options->choice.gradient, "FORMAT", "format of the gradients");
+  add("--rounding", options->choice.rounding, "", "of every weight and moment that can round so")
+      ->check(CLI::IsMember({"nearest", "truncate", "stochastic"}));
+  add("--engine", options->engine, "NAME", "engine, as 'scruple list' names it");
+  add("--threads", options->threads, "COUNT", "threads; 0: one per core");
+  add("--repeat", options->repeat, "COUNT", "timed repeats per recipe")->check(CLI::Range(1, 10000));
+  command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'");
+  command->callback([options] { run(*options); });
+}
+
+}  // namespace scruple::cli

@@ -1,0 +1,174 @@
+#include "choice.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "text.h"
+
+namespace scruple::cli {
+namespace {
+
+constexpr const char* kDefaultRecipe = "scruple";
+constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither"};
+
+bool is_slot(int array) { return array >= SCRUPLE_SLOT && array < SCRUPLE_GRADIENT; }
+
+int role_of(const scruple_tensor& tensor, int array) {
+  int role = 0;
+  check(scruple_tensor_array(&tensor, array, nullptr, &role, nullptr));
+  return role;
+}
+
+// The recipe's way of rounding stays where the new format knows it.
+void use_format(scruple_array& array, const char* name) {
+  array.format = format_named(name);
+  if ((info_of(array.format).roundings >> array.rounding & 1u) == 0) array.rounding = SCRUPLE_NEAREST;
+}
+
+// Gives a format to every used slot of these roles that it can hold. Where it can hold none, the first one gets it all
+// the same: the library then says what would fit.
+void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned roles) {
+  const unsigned serves = info_of(format_named(name.c_str())).roles;
+  scruple_array* first = nullptr;
+  bool served = false;
+  for (const int a : used_arrays(tensor)) {
+    const unsigned role = static_cast<unsigned>(role_of(tensor, a));
+    if (!is_slot(a) || (role & roles) == 0) continue;
+    if (first == nullptr) first = &tensor.arrays[a];
+    if ((role & serves) == 0) continue;
+    use_format(tensor.arrays[a], name.c_str());
+    served = true;
+  }
+  if (!served && first != nullptr) use_format(*first, name.c_str());
+}
+
+// Likewise: every weight and moment that can round this way does.
+void use_rounding(scruple_tensor& tensor, const std::string& name) {
+  const auto found = std::find(std::begin(kRoundings), std::end(kRoundings), name);
+  const int rounding = static_cast<int>(found - std::begin(kRoundings));
+  bool served = false;
+  for (const int a : used_arrays(tensor)) {
+    if (a == SCRUPLE_GRADIENT || (info_of(tensor.arrays[a].format).roundings >> rounding & 1u) == 0) continue;
+    tensor.arrays[a].rounding = rounding;
+    served = true;
+  }
+  if (!served) tensor.arrays[SCRUPLE_WEIGHT].rounding = rounding;
+}
+
+// The library checks formats and roundings when it allocates; for a tensor without elements that costs nothing.
+void check_formats(const scruple_tensor& tensor) {
+  static Engine engine("cpu", 1);
+  scruple_tensor empty = tensor;
+  empty.size = 0;
+  check(scruple_tensor_alloc(engine.raw(), &empty, ~0u));
+  scruple_tensor_free(engine.raw(), &empty);
+}
+
+// torch's default momentum of 0 would show SGD without the state it is known for.
+void give_momentum(Optimizer& optimizer) {
+  const int rule = scruple_optimizer_rule(optimizer.raw());
+  scruple_rule_info info;
+  check(scruple_rule_at(rule, &info));
+  for (int s = 0; s < info.slots; ++s) {
+    scruple_slot_info slot;
+    check(scruple_rule_slot(rule, s, &slot));
+    if (slot.optional == 0) return;
+  }
+  for (int h = 0; h < info.hypers; ++h) {
+    scruple_hyper_info hyper;
+    check(scruple_rule_hyper(rule, h, &hyper));
+    if (std::string(hyper.name) == "momentum" && hyper.value == 0) optimizer.set("momentum", 0.9);
+  }
+}
+
+}  // namespace
+
+void Choice::add_options(CLI::App& command) {
+  const auto add = [&](const char* name, auto& value, const char* type, const char* doc) {
+    return command.add_option(name, value, doc)->type_name(type);
+  };
+  add("--optimizer", optimizer, "NAME", "update rule, as 'scruple list' names it")->capture_default_str();
+  add("--recipe", recipe, "NAME", "one recipe; without it, all that serve the optimizer");
+  add("--weights", weights, "FORMAT", "format of the weights, in place of the recipe's");
+  add("--moments", moments, "FORMAT", "format of every moment that it can hold");
+  add("--second-moments", second_moments, "FORMAT", "format of the non-negative moments");
+  add("--set", hypers, "NAME=VALUE", "a hyperparameter, such as amsgrad=1; may be repeated (SGD starts at momentum=0.9)")
+      ->allow_extra_args(false);
+}
+
+Optimizer Choice::make_optimizer() const {
+  Optimizer made(optimizer.c_str());
+  give_momentum(made);
+  for (const std::string& text : hypers) {
+    const std::size_t equals = text.find('=');
+    if (equals == std::string::npos) throw UsageError("--set is '" + text + "'; it must be name=value");
+    const std::string name = text.substr(0, equals);
+    made.set(name.c_str(), parse_number(text.substr(equals + 1), name));
+  }
+  return made;
+}
+
+scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_recipe, std::int64_t size) const {
+  scruple_tensor tensor = {};
+  tensor.optimizer = rule.raw();
+  tensor.size = size;
+  tensor.step = 1;
+  check(scruple_tensor_use(&tensor, with_recipe.c_str()));
+  if (!gradient.empty()) use_format(tensor.arrays[SCRUPLE_GRADIENT], gradient.c_str());
+  if (stays_fp32(with_recipe, size)) return tensor;
+  if (!weights.empty()) use_format(tensor.arrays[SCRUPLE_WEIGHT], weights.c_str());
+  if (!moments.empty()) use_for_slots(tensor, moments, SCRUPLE_ROLE_SIGNED | SCRUPLE_ROLE_NONNEG);
+  if (!second_moments.empty()) use_for_slots(tensor, second_moments, SCRUPLE_ROLE_NONNEG);
+  if (!rounding.empty()) use_rounding(tensor, rounding);
+  check_formats(tensor);
+  return tensor;
+}
+
+bool stays_fp32(const std::string& recipe, std::int64_t size) {
+  const std::vector<scruple_recipe_info> known = all_recipes();
+  return std::any_of(known.begin(), known.end(),
+                     [&](const scruple_recipe_info& info) { return info.name == recipe && size <= info.small; });
+}
+
+std::vector<std::string> Choice::recipes() const {
+  if (!recipe.empty()) return {recipe};
+  if (!weights.empty() || !moments.empty() || !second_moments.empty()) return {kDefaultRecipe};
+  std::vector<std::string> names;
+  for (const scruple_recipe_info& known : all_recipes()) names.emplace_back(known.name);
+  return names;
+}
+
+const char* rounding_name(int rounding) { return kRoundings[rounding]; }
+
+scruple_format_info info_of(const scruple_format* format) {
+  scruple_format_info info;
+  check(scruple_get_format_info(format, &info));
+  return info;
+}
+
+std::vector<scruple_recipe_info> all_recipes() {
+  std::vector<scruple_recipe_info> recipes(static_cast<std::size_t>(scruple_recipe_count()));
+  for (std::size_t i = 0; i < recipes.size(); ++i) check(scruple_recipe_at(static_cast<int>(i), &recipes[i]));
+  return recipes;
+}
+
+std::vector<int> used_arrays(const scruple_tensor& tensor) {
+  scruple_rule_info rule;
+  check(scruple_rule_at(scruple_optimizer_rule(tensor.optimizer), &rule));
+  std::vector<int> arrays = {SCRUPLE_WEIGHT};
+  for (int a = SCRUPLE_SLOT; a < SCRUPLE_SLOT + rule.slots; ++a) {
+    int used = 0;
+    check(scruple_tensor_array(&tensor, a, nullptr, nullptr, &used));
+    if (used != 0) arrays.push_back(a);
+  }
+  arrays.push_back(SCRUPLE_GRADIENT);
+  return arrays;
+}
+
+const char* array_name(const scruple_tensor& tensor, int array) {
+  const char* name = nullptr;
+  check(scruple_tensor_array(&tensor, array, &name, nullptr, nullptr));
+  return name;
+}
+
+}  // namespace scruple::cli

@@ -1,0 +1,55 @@
+// What the user may choose in plan and bench: optimizer, recipe, formats one by one, hyperparameters.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "commands.h"
+#include "scruple/scruple.hpp"
+
+namespace scruple::cli {
+
+struct Choice {
+  std::string optimizer = "adamw";
+  std::string recipe;  // "": all that serve the optimizer, or the default one where formats are chosen
+  std::string weights, moments, second_moments, gradient, rounding;
+  std::vector<std::string> hypers;  // name=value
+
+  void add_options(CLI::App& command);
+  Optimizer make_optimizer() const;
+  // One tensor's formats by a recipe and the choices that override it; throws with the library's reason.
+  scruple_tensor describe(const Optimizer& rule, const std::string& with_recipe, std::int64_t size) const;
+  std::vector<std::string> recipes() const;
+};
+
+struct Refusal {
+  std::string recipe, reason;
+};
+
+// Calls body with each chosen recipe. Where all are tried, one that does not fit is returned with the reason; one that
+// was chosen must fit.
+template <class Body>
+std::vector<Refusal> for_each_recipe(const Choice& choice, const Body& body) {
+  std::vector<Refusal> refusals;
+  const std::vector<std::string> names = choice.recipes();
+  for (const std::string& name : names) {
+    try {
+      body(name);
+    } catch (const Error& error) {
+      if (names.size() == 1 || error.status() != SCRUPLE_UNSUPPORTED) throw;
+      refusals.push_back({name, error.what()});
+    }
+  }
+  return refusals;
+}
+
+// Whether the recipe leaves a tensor of this size in fp32 because it is small; choices of formats do not reach it then.
+bool stays_fp32(const std::string& recipe, std::int64_t size);
+const char* rounding_name(int rounding);
+scruple_format_info info_of(const scruple_format* format);
+std::vector<scruple_recipe_info> all_recipes();
+// The arrays that the tensor's optimizer uses: indices into scruple_tensor::arrays.
+std::vector<int> used_arrays(const scruple_tensor& tensor);
+const char* array_name(const scruple_tensor& tensor, int array);
+
+}  // namespace scruple::cli

@@ -1,0 +1,18 @@
+// The subcommands, one file each: adds itself to the program, and what it does runs when it was asked for.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <stdexcept>
+
+namespace scruple::cli {
+
+// The command line itself is wrong: exit code 2, where other failures exit with 1.
+struct UsageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+void add_list(CLI::App& program);
+void add_plan(CLI::App& program);
+void add_bench(CLI::App& program);
+
+}  // namespace scruple::cli

@@ -1,0 +1,68 @@
+#include "memory.h"
+
+namespace scruple::cli {
+namespace {
+
+struct Planes {
+  std::int64_t codes = 0, aux = 0;
+};
+
+Planes planes_of(const scruple_format* format, std::int64_t size) {
+  Planes planes;
+  check(scruple_format_bytes(format, size, &planes.codes, &planes.aux));
+  return planes;
+}
+
+void add_tensor(Memory& memory, const scruple_tensor& tensor, std::int64_t count, bool gradients) {
+  std::size_t slot = 0;
+  for (const int a : used_arrays(tensor)) {
+    const scruple_format* format = tensor.arrays[a].format;
+    const Planes planes = planes_of(format, tensor.size);
+    if (a == SCRUPLE_GRADIENT) {
+      if (gradients) memory.gradients += count * (planes.codes + planes.aux);
+      continue;
+    }
+    (info_of(format).aux_is_scale != 0 ? memory.scales : memory.extra) += count * planes.aux;
+    if (a == SCRUPLE_WEIGHT) {
+      memory.weights += count * planes.codes;
+      continue;
+    }
+    if (slot == memory.slots.size()) memory.slots.emplace_back(array_name(tensor, a), 0);
+    memory.slots[slot++].second += count * planes.codes;
+  }
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, std::int64_t>> Memory::parts() const {
+  std::vector<std::pair<std::string, std::int64_t>> all = {{"weights", weights}, {"extra", extra}};
+  all.insert(all.end(), slots.begin(), slots.end());
+  all.insert(all.end(), {{"scales", scales}, {"gradients", gradients}});
+  return all;
+}
+
+std::int64_t Memory::total() const {
+  std::int64_t sum = 0;
+  for (const auto& [name, bytes] : parts()) sum += bytes;
+  return sum;
+}
+
+Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe, const Model& model,
+               const std::string& policy) {
+  Choice folded = choice;
+  folded.gradient = "int8";
+  Memory memory;
+  for (const auto& [size, count] : model.tensors) {
+    const bool compressed = policy == "compressed" && !stays_fp32(recipe, size);
+    const scruple_tensor tensor = (compressed ? folded : choice).describe(optimizer, recipe, size);
+    add_tensor(memory, tensor, count, policy != "released");
+  }
+  return memory;
+}
+
+std::int64_t bytes_of(const scruple_format* format, std::int64_t size) {
+  const Planes planes = planes_of(format, size);
+  return planes.codes + planes.aux;
+}
+
+}  // namespace scruple::cli

@@ -1,0 +1,32 @@
+// How many bytes a model's training state takes, part by part, as the library's formats say.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "choice.h"
+#include "model.h"
+
+namespace scruple::cli {
+
+struct Memory {
+  std::int64_t weights = 0, extra = 0, scales = 0, gradients = 0;
+  std::vector<std::pair<std::string, std::int64_t>> slots;  // codes of each moment
+
+  // Every part by name, in the order of the tables; they add up to total().
+  std::vector<std::pair<std::string, std::int64_t>> parts() const;
+  std::int64_t total() const;
+};
+
+inline constexpr const char* kPolicies[] = {"stored", "released", "compressed"};
+
+// `policy`: stored takes the recipe's gradient format, released nothing, compressed int8 accumulators.
+Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe, const Model& model,
+               const std::string& policy);
+
+// Bytes of both planes of one array.
+std::int64_t bytes_of(const scruple_format* format, std::int64_t size);
+
+}  // namespace scruple::cli

@@ -1,0 +1,24 @@
+// The sizes of a model's tensors: from a number of parameters, safetensors headers, or a Hugging Face config.json.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace scruple::cli {
+
+struct Model {
+  std::map<std::int64_t, std::int64_t> tensors;  // elements of a tensor, how many tensors have that many
+  std::int64_t params = 0;
+  std::vector<std::string> notes;  // what the reader of the figures should know
+
+  void add(const std::vector<std::int64_t>& shape, std::int64_t count = 1);
+  std::int64_t tensor_count() const;
+};
+
+Model one_tensor(std::int64_t params);
+// Files that end in .json are configs, all others safetensors; the shards of one model add up.
+Model read_model(const std::vector<std::string>& paths);
+
+}  // namespace scruple::cli

@@ -1,0 +1,147 @@
+// `scruple plan`: where every byte of a model's training state goes, recipe by recipe.
+#include <algorithm>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "choice.h"
+#include "commands.h"
+#include "memory.h"
+#include "text.h"
+
+namespace scruple::cli {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr const char* kFooter =
+    "Columns:\n"
+    "  weights     the codes of the weights\n"
+    "  extra       bits or a master copy that complete a 16-bit weight\n"
+    "  exp_avg...  the codes of each moment of the optimizer\n"
+    "  scales      the scales of weights and moments\n"
+    "  gradients   gradients, with their scales: stored in the recipe's format until the step, released (freed during\n"
+    "              the backward pass), or compressed (folded into int8 accumulators)\n"
+    "  total       all of these; activations are not counted\n"
+    "  released, compressed   the total with that policy, where --gradients does not choose one\n"
+    "\n"
+    "Model files: .safetensors (only the header is read; the shards of one model add up) or a Hugging Face config.json\n"
+    "of a llama, mistral, qwen2, qwen3, gemma, gemma2 or gpt2 model.\n"
+    "\n"
+    "Examples:\n"
+    "  scruple plan --params 8.03e9 --optimizer adamw\n"
+    "  scruple plan config.json --recipe scruple --gradients compressed\n"
+    "  scruple plan --params 125M --optimizer sgd --set momentum=0.95\n"
+    "  scruple plan --params 1.1B --weights bf16+4 --moments companded8 --second-moments log4";
+
+struct Options {
+  Choice choice;
+  std::string params, policy;
+  std::vector<std::string> files;
+  bool as_json = false;
+};
+
+struct Row {
+  std::string recipe, policy;
+  Memory memory;
+  std::int64_t released = 0, compressed = 0;  // totals
+};
+
+struct Plan {
+  Model model;
+  std::vector<Row> rows;
+  std::vector<Refusal> refusals;
+};
+
+Plan make_plan(const Options& options) {
+  if (options.params.empty() == options.files.empty())
+    throw UsageError("plan needs either --params or a model file, such as: scruple plan --params 8.03e9");
+  Plan plan;
+  const Choice& choice = options.choice;
+  const Optimizer optimizer = choice.make_optimizer();
+  plan.model = options.files.empty() ? one_tensor(parse_count(options.params, "--params")) : read_model(options.files);
+  plan.refusals = for_each_recipe(choice, [&](const std::string& recipe) {
+    const std::string policy = options.policy.empty() ? "stored" : options.policy;
+    const auto with = [&](const std::string& other) { return measure(choice, optimizer, recipe, plan.model, other); };
+    plan.rows.push_back({recipe, policy, with(policy), with("released").total(), with("compressed").total()});
+  });
+  return plan;
+}
+
+void print_json(const Plan& plan, const Options& options) {
+  ordered_json rows = ordered_json::array(), refusals = ordered_json::array();
+  const double params = static_cast<double>(plan.model.params);
+  for (const Row& row : plan.rows) {
+    ordered_json parts = ordered_json::object();
+    for (const auto& [name, bytes] : row.memory.parts()) parts[name] = bytes;
+    rows.push_back({{"recipe", row.recipe},
+                    {"optimizer", options.choice.optimizer},
+                    {"gradients", row.policy},
+                    {"bytes_per_param", static_cast<double>(row.memory.total()) / params},
+                    {"total_bytes", row.memory.total()},
+                    {"parts", parts}});
+  }
+  for (const Refusal& refusal : plan.refusals)
+    refusals.push_back({{"recipe", refusal.recipe}, {"reason", refusal.reason}});
+  const ordered_json all = {{"params", plan.model.params},
+                            {"tensors", plan.model.tensor_count()},
+                            {"rows", rows},
+                            {"refused", refusals},
+                            {"notes", plan.model.notes}};
+  std::cout << all.dump(2) << '\n';
+}
+
+void print_table(const Plan& plan, const Options& options) {
+  std::int64_t largest = 0;
+  for (const Row& row : plan.rows) largest = std::max(largest, row.memory.total());
+  const Unit unit = unit_for(largest);
+  const double params = static_cast<double>(plan.model.params);
+  const auto size = [&](std::int64_t bytes) {
+    return bytes == 0 ? "-" : fixed(static_cast<double>(bytes) / unit.bytes, unit.bytes == 1 ? 0 : 2);
+  };
+  const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
+  const bool all_policies = options.policy.empty();
+
+  Table table;
+  for (const Row& row : plan.rows) {
+    std::vector<std::string> header = {"recipe"}, cells = {row.recipe};
+    for (const auto& [name, bytes] : row.memory.parts()) header.push_back(name), cells.push_back(size(bytes));
+    const auto add_total = [&](const char* name, std::int64_t bytes) {
+      header.insert(header.end(), {name, "B/param"});
+      cells.insert(cells.end(), {size(bytes), each(bytes)});
+    };
+    add_total("total", row.memory.total());
+    if (all_policies) add_total("released", row.released), add_total("compressed", row.compressed);
+    if (table.rows.empty()) table.rows.push_back(header);
+    table.rows.push_back(cells);
+  }
+  std::cout << options.choice.optimizer << ", " << plural(plan.model.params, "parameter") << " in "
+            << plural(plan.model.tensor_count(), "tensor") << ", gradients " << plan.rows.front().policy
+            << "; sizes in " << unit.name << "\n\n";
+  table.print(std::cout);
+  for (const Refusal& refusal : plan.refusals) std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
+  for (const std::string& note : plan.model.notes) std::cout << '\n' << note << '\n';
+}
+
+}  // namespace
+
+void add_plan(CLI::App& program) {
+  CLI::App* command = program.add_subcommand("plan", "Show where every byte of the training state goes, per recipe");
+  command->footer(kFooter);
+  const auto options = std::make_shared<Options>();
+  command->add_option("--params", options->params, "number of parameters: 8.03e9, 8.03B, 125M, 8030261248")
+      ->type_name("COUNT");
+  command->add_option("--model,model", options->files, "model files to read the tensor shapes from, in place of --params")
+      ->type_name("FILE");
+  options->choice.add_options(*command);
+  command->add_option("--gradients", options->policy, "what becomes of gradients (default: stored)")
+      ->type_name("")
+      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kPolicies), std::end(kPolicies))));
+  command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'; sizes in bytes");
+  command->callback([options] {
+    const Plan plan = make_plan(*options);
+    options->as_json ? print_json(plan, *options) : print_table(plan, *options);
+  });
+}
+
+}  // namespace scruple::cli

@@ -1,0 +1,35 @@
+// Text for people and numbers from people: aligned tables, readable numbers, counts such as 8.03e9 or 125M.
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <string>
+#include <vector>
+
+namespace scruple::cli {
+
+// Rows of cells; the first column is flush left, the others flush right unless `left` names them.
+struct Table {
+  std::vector<std::vector<std::string>> rows;  // the first one is the header
+  std::vector<std::size_t> left;
+  void print(std::ostream& out) const;
+};
+
+std::string fixed(double value, int decimals);
+std::string shortest(double value);       // 0.001, 1e-08
+std::string grouped(std::int64_t value);  // 8,030,000,000
+std::string plural(std::int64_t count, const std::string& noun);
+
+// A unit that suits `largest` bytes, for all sizes of one table.
+struct Unit {
+  const char* name;
+  double bytes;
+};
+Unit unit_for(std::int64_t largest);
+
+// 8030000000, 8.03e9, 8.03B or 125M (K, M, B or G, T) into a whole number of 1 to 2^50; `what` names it in errors.
+std::int64_t parse_count(const std::string& text, const std::string& what);
+// A number with nothing after it.
+double parse_number(const std::string& text, const std::string& what);
+
+}  // namespace scruple::cli

@@ -1,0 +1,184 @@
+// The C++ face of scruple.h: handles that free themselves, and exceptions in place of status codes. Everything here is
+// a thin call into the C interface; raw() gives the C object for what this layer does not name.
+#ifndef SCRUPLE_SCRUPLE_HPP
+#define SCRUPLE_SCRUPLE_HPP
+
+#include <scruple/scruple.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace scruple {
+
+class Error : public std::runtime_error {
+ public:
+  Error(scruple_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
+  scruple_status status() const { return status_; }
+
+ private:
+  scruple_status status_;
+};
+
+inline void check(scruple_status status) {
+  if (status != SCRUPLE_OK) throw Error(status, scruple_last_error());
+}
+
+inline const scruple_format* format_named(const char* name) {
+  const scruple_format* found = scruple_format_find(name);
+  if (found == nullptr) throw Error(SCRUPLE_INVALID, scruple_last_error());
+  return found;
+}
+
+class Engine {
+ public:
+  explicit Engine(const char* name = "cpu", int threads = 0) {
+    scruple_engine* made = nullptr;
+    check(scruple_engine_create(name, threads, &made));
+    handle_.reset(made);
+  }
+  const char* name() const { return scruple_engine_name(raw()); }
+  int threads() const { return scruple_engine_threads(raw()); }
+  scruple_engine* raw() const { return handle_.get(); }
+
+ private:
+  struct Destroy {
+    void operator()(scruple_engine* engine) const { scruple_engine_destroy(engine); }
+  };
+  std::unique_ptr<scruple_engine, Destroy> handle_;
+};
+
+class Optimizer {
+ public:
+  explicit Optimizer(const char* rule, std::initializer_list<std::pair<const char*, double>> hypers = {}) {
+    scruple_optimizer* made = nullptr;
+    check(scruple_optimizer_create(rule, &made));
+    handle_.reset(made);
+    for (const auto& [name, value] : hypers) set(name, value);
+  }
+  void set(const char* name, double value) { check(scruple_optimizer_set(raw(), name, value)); }
+  double get(const char* name) const {
+    double value = 0;
+    check(scruple_optimizer_get(raw(), name, &value));
+    return value;
+  }
+  void set_seed(std::uint64_t seed) { check(scruple_optimizer_set_seed(raw(), seed)); }
+  std::uint64_t seed() const { return scruple_optimizer_seed(raw()); }
+  scruple_optimizer* raw() const { return handle_.get(); }
+
+ private:
+  struct Destroy {
+    void operator()(scruple_optimizer* optimizer) const { scruple_optimizer_destroy(optimizer); }
+  };
+  std::unique_ptr<scruple_optimizer, Destroy> handle_;
+};
+
+// One parameter tensor that owns its weight and moments; its gradient is the caller's memory, or an accumulator of its
+// own. The engine and the optimizer must outlive it. `id` names it to the random numbers: give each tensor its own.
+class Tensor {
+ public:
+  Tensor(Engine& engine, const Optimizer& optimizer, std::int64_t size, const char* recipe, std::uint32_t id = 0)
+      : Tensor(engine, describe(optimizer, size, recipe, id)) {}
+
+  // From a description whose formats are chosen one by one; planes that are still null are allocated.
+  Tensor(Engine& engine, const scruple_tensor& description) : engine_(engine.raw()), tensor_(description) {
+    for (scruple_array& array : tensor_.arrays) array.owned = 0;
+    if (tensor_.step == 0) tensor_.step = 1;
+    check(scruple_tensor_alloc(engine_, &tensor_, ~(1u << SCRUPLE_GRADIENT)));
+  }
+  Tensor(Tensor&& other) noexcept
+      : engine_(std::exchange(other.engine_, nullptr)), tensor_(std::exchange(other.tensor_, {})) {}
+  Tensor& operator=(Tensor&& other) noexcept {
+    std::swap(engine_, other.engine_);
+    std::swap(tensor_, other.tensor_);
+    return *this;
+  }
+  ~Tensor() { scruple_tensor_free(engine_, &tensor_); }
+
+  std::int64_t size() const { return tensor_.size; }
+  void load(const float* values) { encode(SCRUPLE_WEIGHT, values); }
+  void weights(float* values) const { decode(SCRUPLE_WEIGHT, values); }
+  void encode(int array, const float* values) { check(scruple_encode(engine_, &tensor_, array, values)); }
+  void decode(int array, float* values) const { check(scruple_decode(engine_, &tensor_, array, values)); }
+
+  // Steps read the gradient from here, in the caller's memory; `aux` for formats that have scales.
+  void gradient(const void* codes, const char* format, const void* aux = nullptr) {
+    set_gradient({format_named(format), const_cast<void*>(codes), const_cast<void*>(aux), SCRUPLE_NEAREST, 0});
+  }
+  // Steps read the gradient from an accumulator that the tensor owns; fold() adds to it.
+  void accumulator(const char* format, scruple_rounding rounding) {
+    set_gradient({format_named(format), nullptr, nullptr, rounding, 0});
+    check(scruple_tensor_alloc(engine_, &tensor_, 1u << SCRUPLE_GRADIENT));
+  }
+  void fold(const void* codes, const char* format, float multiplier = 1) {
+    const scruple_array incoming = {format_named(format), const_cast<void*>(codes), nullptr, SCRUPLE_NEAREST, 0};
+    check(scruple_fold(engine_, &tensor_, &incoming, 1, multiplier));
+    ++tensor_.folds;
+  }
+
+  scruple_tensor& raw() { return tensor_; }
+  const scruple_tensor& raw() const { return tensor_; }
+
+ private:
+  static scruple_tensor describe(const Optimizer& optimizer, std::int64_t size, const char* recipe, std::uint32_t id) {
+    scruple_tensor made = {};
+    made.optimizer = optimizer.raw();
+    made.size = size;
+    made.id = id;
+    check(scruple_tensor_use(&made, recipe));
+    return made;
+  }
+  void set_gradient(const scruple_array& array) {
+    scruple_tensor before = {};
+    before.arrays[SCRUPLE_GRADIENT] = std::exchange(tensor_.arrays[SCRUPLE_GRADIENT], array);
+    scruple_tensor_free(engine_, &before);
+    tensor_.folds = 0;
+  }
+
+  scruple_engine* engine_;
+  scruple_tensor tensor_;
+};
+
+inline std::vector<scruple_tensor> table_of(std::span<const Tensor> tensors) {
+  std::vector<scruple_tensor> table;
+  table.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) table.push_back(tensor.raw());
+  return table;
+}
+
+// One step of all tensors in one call; then each counts one step further and its accumulator starts afresh.
+// `multiplier` scales every gradient: a clip factor, 1 / loss scale, or their product.
+inline void step(Engine& engine, std::span<Tensor> tensors, float multiplier = 1) {
+  const std::vector<scruple_tensor> table = table_of(tensors);
+  scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
+  options.multiplier = multiplier;
+  check(scruple_step(engine.raw(), table.data(), static_cast<std::int64_t>(table.size()), &options));
+  for (Tensor& tensor : tensors) {
+    ++tensor.raw().step;
+    tensor.raw().folds = 0;
+  }
+}
+inline void step(Engine& engine, Tensor& tensor, float multiplier = 1) {
+  step(engine, std::span<Tensor>(&tensor, 1), multiplier);
+}
+
+struct Norm {
+  double value;
+  bool finite;  // false: do not take this step
+};
+
+inline Norm norm(Engine& engine, std::span<const Tensor> tensors) {
+  const std::vector<scruple_tensor> table = table_of(tensors);
+  double value = 0;
+  float found_inf = 0;
+  check(scruple_norm(engine.raw(), table.data(), static_cast<std::int64_t>(table.size()), &value, &found_inf));
+  return {value, found_inf == 0};
+}
+
+}  // namespace scruple
+#endif

@@ -1,0 +1,404 @@
+// Every optimizer of the registry, in fp32, against a double-precision reference written from the papers (reference.h),
+// over sets of hyperparameters that the registry itself generates; and its defaults against torch's.
+#include "tests/reference.h"
+#include "tests/support.h"
+
+namespace scruple_tests {
+namespace {
+
+using reference::Hypers;
+
+constexpr int kSteps = 120;
+constexpr std::size_t kElements = 67;
+
+struct Rule {
+  int index = 0;
+  scruple_rule_info info{};
+  std::vector<scruple_hyper_info> hypers;
+
+  bool has(const char* hyper) const {
+    for (const scruple_hyper_info& h : hypers)
+      if (std::strcmp(h.name, hyper) == 0) return true;
+    return false;
+  }
+};
+
+std::vector<Rule> all_rules() {
+  std::vector<Rule> list;
+  for (int r = 0; r < scruple_rule_count(); ++r) {
+    Rule rule;
+    rule.index = r;
+    CHECK_OK(scruple_rule_at(r, &rule.info));
+    for (int h = 0; h < rule.info.hypers; ++h) CHECK_OK(scruple_rule_hyper(r, h, &rule.hypers.emplace_back()));
+    list.push_back(rule);
+  }
+  return list;
+}
+
+Hypers defaults_of(const Rule& rule) {
+  Hypers set;
+  for (const scruple_hyper_info& h : rule.hypers) set[h.name] = h.value;
+  return set;
+}
+
+// Every hyperparameter away from zero and from its default, and eps where it shows; flags off.
+Hypers non_zero(const Rule& rule) {
+  Hypers set;
+  for (const scruple_hyper_info& h : rule.hypers) set[h.name] = h.flag != 0 ? 0 : h.value < 1e-6 ? 0.1 : 0.9 * h.value;
+  return set;
+}
+
+// Defaults, all non-zero, and all non-zero but one, each with every combination of the flags.
+std::vector<Hypers> sets_of(const Rule& rule) {
+  std::vector<Hypers> plain = {defaults_of(rule), non_zero(rule)};
+  for (const scruple_hyper_info& h : rule.hypers) {
+    if (h.flag != 0) continue;
+    plain.push_back(non_zero(rule));
+    plain.back()[h.name] = 0;
+  }
+  std::vector<Hypers> sets = plain;
+  for (const scruple_hyper_info& h : rule.hypers) {
+    if (h.flag == 0) continue;
+    const std::size_t before = sets.size();
+    for (std::size_t i = 0; i < before; ++i) {
+      sets.push_back(sets[i]);
+      sets.back()[h.name] = 1;
+    }
+  }
+  return sets;
+}
+
+std::string text(const Rule& rule, const Hypers& set) {
+  std::string all = rule.info.name;
+  for (const auto& [name, value] : set) all += " " + name + "=" + std::to_string(value);
+  return all;
+}
+
+void set_all(Optimizer& optimizer, const Hypers& set) {
+  for (const auto& [name, value] : set) optimizer.set(name.c_str(), value);
+}
+
+// Weights from 0.01 to 10 of both signs.
+std::vector<float> initial_weights() {
+  Random random(1);
+  std::vector<float> w(kElements);
+  for (float& x : w) x = static_cast<float>((random.uniform() < 0.5 ? -1 : 1) * std::exp(-4.6 + 6.9 * random.uniform()));
+  return w;
+}
+
+// Gradients that are never near zero; each element keeps a magnitude of its own (1e-3 to 10) and turns its sign now
+// and then, so that momentum crosses zero in large strides.
+std::vector<float> gradients(int t) {
+  std::vector<float> g(kElements);
+  for (std::size_t i = 0; i < kElements; ++i) {
+    Random element(1000 + i), step(7777 * static_cast<std::uint64_t>(t) + i);
+    const double scale = std::exp(-6.9 + 9.2 * element.uniform());
+    const int period = 11 + static_cast<int>(i % 23);
+    const double sign = (t / period + static_cast<int>(i)) % 2 == 0 ? 1 : -1;
+    g[i] = static_cast<float>(sign * scale * (0.3 + 1.4 * step.uniform()));
+  }
+  return g;
+}
+
+// One optimizer over the data: a tensor, and its elements in double.
+struct Trial {
+  Trial(scruple_engine* on, const Rule& rule, const Hypers& set)
+      : engine(on), optimizer(rule.info.name), tensor(prepared(set), kElements, "fp32", on) {
+    tensor.encode(engine, SCRUPLE_WEIGHT, initial_weights());
+  }
+  scruple_status step(int t, float sign = 1) {
+    std::vector<float> g = gradients(t);
+    for (float& x : g) x *= sign;
+    tensor.encode(engine, SCRUPLE_GRADIENT, g);
+    tensor.row.step = t;
+    return scruple_step(engine, &tensor.row, 1, nullptr);
+  }
+  std::vector<float> weights() const { return tensor.decode(engine, SCRUPLE_WEIGHT); }
+
+  scruple_engine* engine;
+  Optimizer optimizer;
+  Tensor tensor;
+
+ private:
+  scruple_optimizer* prepared(const Hypers& set) {
+    set_all(optimizer, set);
+    return optimizer;
+  }
+};
+
+// What rounding to float may do, in units of 2^-24. A weight is rounded at most three times a
+// step (what decay keeps, its product, the sum). Everything else that is rounded
+// (constants, moments, the direction) is off by at most kUlps a step, times what cancellation makes of it, and an error
+// in a moment lives on: after t steps a moment, and the step taken along it, are off by kUlps (t + 4) of the largest.
+constexpr double kUlp = 0x1p-24, kUlps = 2;
+
+struct Tracked {
+  reference::Element element;
+  double largest_step = 0, weight_bound = 0;
+  std::map<std::string, double> largest_slot;
+
+  void advance(reference::Update update, double g, const Hypers& set) {
+    const double before = element.w;
+    update(element, g, set);
+    largest_step = std::max(largest_step, std::fabs(element.w - before));
+    weight_bound += 3 * kUlp * std::fabs(before) + relative_bound() * largest_step;
+    for (const auto& [name, value] : element.slots)
+      largest_slot[name] = std::max(largest_slot[name], std::fabs(value));
+  }
+  double relative_bound() const {
+    return kUlp * kUlps * static_cast<double>(element.t + 4) * element.cancellation;
+  }
+  double slot_bound(const std::string& name) { return relative_bound() * largest_slot[name] + 0x1p-149; }
+};
+
+// True if every array is within its bound of the reference.
+bool follows(const Trial& trial, std::vector<Tracked>& all) {
+  for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
+    if (!trial.tensor.used(a)) continue;
+    const char* name = nullptr;
+    CHECK_OK(scruple_tensor_array(&trial.tensor.row, a, &name, nullptr, nullptr));
+    const std::vector<float> values = trial.tensor.decode(trial.engine, a);
+    for (std::size_t i = 0; i < kElements; ++i) {
+      const double want = a == SCRUPLE_WEIGHT ? all[i].element.w : all[i].element.slots[name];
+      const double bound = a == SCRUPLE_WEIGHT ? all[i].weight_bound : all[i].slot_bound(name);
+      if (std::fabs(static_cast<double>(values[i]) - want) <= bound) continue;
+      ADD_FAILURE() << name << "[" << i << "] at step " << all[i].element.t << ": " << values[i] << ", reference "
+                    << want << ", off by " << std::fabs(static_cast<double>(values[i]) - want) << ", bound " << bound;
+      return false;
+    }
+  }
+  return true;
+}
+
+// The reference over the whole run, to know whether rounding can decide anything in it.
+bool is_well_posed(reference::Update update, const Hypers& set) {
+  const std::vector<float> w = initial_weights();
+  std::vector<reference::Element> elements(kElements);
+  for (std::size_t i = 0; i < kElements; ++i) elements[i].w = static_cast<double>(w[i]);
+  double margin = 1;
+  for (int t = 1; t <= kSteps; ++t) {
+    const std::vector<float> g = gradients(t);
+    for (std::size_t i = 0; i < kElements; ++i) {
+      update(elements[i], static_cast<double>(g[i]), set);
+      margin = std::min(margin, elements[i].margin);
+    }
+  }
+  return margin > 1e-5;
+}
+
+TEST(Optim, EveryRuleInFp32EqualsItsDoublePrecisionReferenceToFloatRounding) {
+  const Engine engine;
+  for (const Rule& rule : all_rules()) {
+    const reference::Update update = reference::find(rule.info.name);
+    ASSERT_NE(update, nullptr) << "optimizer '" << rule.info.name
+                               << "' has no reference: write one from its paper in tests/reference.h";
+    int checked = 0, refused = 0, ill_posed = 0;
+    for (const Hypers& set : sets_of(rule)) {
+      SCOPED_TRACE(text(rule, set));
+      Trial trial(engine, rule, set);
+      if (const scruple_status status = trial.step(1); status != SCRUPLE_OK) {
+        EXPECT_EQ(status, SCRUPLE_INVALID) << scruple_last_error();
+        EXPECT_TRUE(same_bytes(trial.weights(), initial_weights()));
+        ++refused;
+        continue;
+      }
+      if (!is_well_posed(update, set)) {
+        ++ill_posed;
+        continue;
+      }
+      std::vector<Tracked> all(kElements);
+      const std::vector<float> w = initial_weights();
+      for (std::size_t i = 0; i < kElements; ++i) all[i].element.w = static_cast<double>(w[i]);
+      for (int t = 1; t <= kSteps; ++t) {
+        if (t > 1) {
+          ASSERT_EQ(trial.step(t), SCRUPLE_OK) << scruple_last_error();
+        }
+        const std::vector<float> g = gradients(t);
+        for (std::size_t i = 0; i < kElements; ++i) all[i].advance(update, static_cast<double>(g[i]), set);
+        if (!follows(trial, all)) return;
+      }
+      EXPECT_TRUE(trial.tensor.intact());
+      ++checked;
+    }
+    // Nesterov's variant contradicts dampening; a centred mean square of a single sample is zero.
+    EXPECT_GT(checked, refused + ill_posed) << rule.info.name << ": too few sets of hyperparameters compared";
+    std::printf("%s: %d sets compared, %d refused, %d ill-posed\n", rule.info.name, checked, refused, ill_posed);
+  }
+}
+
+TEST(Optim, EveryHyperparameterChangesTheResult) {
+  const Engine engine;
+  for (const Rule& rule : all_rules()) {
+    for (const scruple_hyper_info& h : rule.hypers) {
+      Hypers with = non_zero(rule), without = with;
+      if (std::strcmp(h.name, "nesterov") == 0) with["dampening"] = without["dampening"] = 0;
+      with[h.name] = h.flag != 0 ? 1 : with[h.name];
+      without[h.name] = 0;
+      Trial a(engine, rule, with), b(engine, rule, without);
+      for (int t = 1; t <= 3; ++t) {
+        ASSERT_EQ(a.step(t), SCRUPLE_OK) << text(rule, with) << ": " << scruple_last_error();
+        ASSERT_EQ(b.step(t), SCRUPLE_OK) << text(rule, without) << ": " << scruple_last_error();
+      }
+      // AMSGrad needs a moment that falls, which a later step may bring.
+      for (int t = 4; t <= kSteps; ++t) a.step(t), b.step(t);
+      EXPECT_FALSE(same_bytes(a.weights(), b.weights())) << rule.info.name << ": " << h.name << " changes nothing";
+    }
+  }
+}
+
+TEST(Optim, MaximizeIsDescentOnNegatedGradients) {
+  const Engine engine;
+  for (const Rule& rule : all_rules()) {
+    Hypers up = non_zero(rule);
+    up["maximize"] = 1;
+    Trial climb(engine, rule, up), descend(engine, rule, non_zero(rule));
+    for (int t = 1; t <= 30; ++t) {
+      ASSERT_EQ(climb.step(t), SCRUPLE_OK);
+      ASSERT_EQ(descend.step(t, -1.0f), SCRUPLE_OK);
+    }
+    for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a)
+      EXPECT_EQ(climb.tensor.bytes(a), descend.tensor.bytes(a)) << rule.info.name << ", array " << a;
+  }
+}
+
+TEST(Optim, DecoupledDecayFollowsLrOrLrOverMaxLr) {
+  const Engine engine;
+  for (const Rule& rule : all_rules()) {
+    if (!rule.has("max_lr")) continue;
+    Hypers tied = non_zero(rule), same = tied, off = tied;
+    tied["max_lr"] = off["max_lr"] = 0;
+    tied["lr"] = same["lr"] = off["lr"] = 0x1p-7;
+    tied["weight_decay"] = 0.5;
+    same["weight_decay"] = 0.25;  // 0.25 lr / 0.5 = 0.5 lr: the same decay
+    same["max_lr"] = 0.5;
+    off["weight_decay"] = 0;
+    Trial a(engine, rule, tied), b(engine, rule, same), c(engine, rule, off);
+    for (int t = 1; t <= 20; ++t) {
+      ASSERT_EQ(a.step(t), SCRUPLE_OK);
+      ASSERT_EQ(b.step(t), SCRUPLE_OK);
+      ASSERT_EQ(c.step(t), SCRUPLE_OK);
+    }
+    EXPECT_EQ(a.tensor.bytes(SCRUPLE_WEIGHT), b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
+    EXPECT_NE(a.tensor.bytes(SCRUPLE_WEIGHT), c.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
+  }
+}
+
+TEST(Optim, HyperparametersSharedByTwoTensorsOrOwnedByEachGiveTheSameBits) {
+  const Engine engine;
+  for (const Rule& rule : all_rules()) {
+    const Hypers slow = non_zero(rule);
+    Hypers fast = slow;
+    fast["lr"] = 3 * slow.at("lr");
+    Trial a(engine, rule, slow), b(engine, rule, fast), together_a(engine, rule, slow), together_b(engine, rule, fast);
+    for (int t = 1; t <= 5; ++t) {
+      ASSERT_EQ(a.step(t), SCRUPLE_OK);
+      ASSERT_EQ(b.step(t), SCRUPLE_OK);
+      scruple_tensor table[2] = {together_a.tensor.row, together_b.tensor.row};
+      for (scruple_tensor& row : table) {
+        row.step = t;
+        CHECK_OK(scruple_encode(engine, &row, SCRUPLE_GRADIENT, gradients(t).data()));
+      }
+      CHECK_OK(scruple_step(engine, table, 2, nullptr));
+    }
+    EXPECT_EQ(a.tensor.bytes(SCRUPLE_WEIGHT), together_a.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
+    EXPECT_EQ(b.tensor.bytes(SCRUPLE_WEIGHT), together_b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
+    EXPECT_NE(a.tensor.bytes(SCRUPLE_WEIGHT), b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
+  }
+}
+
+TEST(Optim, DefaultsAreTorchs) {
+  // torch.optim's documented defaults; Lion's from its authors' code; SGDW's are SGD's; max_lr is ours and off.
+  const std::map<std::string, Hypers> documented = {
+      {"sgd", {{"lr", 1e-3}, {"momentum", 0}, {"dampening", 0}, {"weight_decay", 0}, {"nesterov", 0}, {"maximize", 0}}},
+      {"sgdw",
+       {{"lr", 1e-3},
+        {"momentum", 0},
+        {"dampening", 0},
+        {"weight_decay", 0},
+        {"nesterov", 0},
+        {"max_lr", 0},
+        {"maximize", 0}}},
+      {"adam",
+       {{"lr", 1e-3},
+        {"beta1", 0.9},
+        {"beta2", 0.999},
+        {"eps", 1e-8},
+        {"weight_decay", 0},
+        {"amsgrad", 0},
+        {"maximize", 0}}},
+      {"adamw",
+       {{"lr", 1e-3},
+        {"beta1", 0.9},
+        {"beta2", 0.999},
+        {"eps", 1e-8},
+        {"weight_decay", 1e-2},
+        {"amsgrad", 0},
+        {"max_lr", 0},
+        {"maximize", 0}}},
+      {"lion", {{"lr", 1e-4}, {"beta1", 0.9}, {"beta2", 0.99}, {"weight_decay", 0}, {"max_lr", 0}, {"maximize", 0}}},
+      {"adagrad",
+       {{"lr", 1e-2},
+        {"lr_decay", 0},
+        {"weight_decay", 0},
+        {"initial_accumulator_value", 0},
+        {"eps", 1e-10},
+        {"maximize", 0}}},
+      {"rmsprop",
+       {{"lr", 1e-2},
+        {"alpha", 0.99},
+        {"eps", 1e-8},
+        {"weight_decay", 0},
+        {"momentum", 0},
+        {"centered", 0},
+        {"maximize", 0}}}};
+  for (const Rule& rule : all_rules()) {
+    const auto found = documented.find(rule.info.name);
+    ASSERT_NE(found, documented.end()) << "optimizer '" << rule.info.name
+                                       << "' has no documented defaults: add them to this table in tests/optim_test.cpp";
+    EXPECT_EQ(defaults_of(rule), found->second) << rule.info.name;
+    const Optimizer fresh(rule.info.name);
+    for (const auto& [name, value] : found->second) {
+      double got = -1;
+      CHECK_OK(scruple_optimizer_get(fresh, name.c_str(), &got));
+      EXPECT_EQ(got, value) << rule.info.name << " " << name;
+    }
+    EXPECT_EQ(scruple_optimizer_seed(fresh), 0u);
+    EXPECT_EQ(scruple_optimizer_rule(fresh), rule.index);
+  }
+}
+
+TEST(Optim, OptionalSlotsAreUsedExactlyWhenAHyperparameterAsks) {
+  const std::map<std::string, const char*> asks = {
+      {"momentum_buffer", "momentum"}, {"max_exp_avg_sq", "amsgrad"}, {"grad_avg", "centered"}};
+  for (const Rule& rule : all_rules()) {
+    Optimizer optimizer(rule.info.name);
+    const Tensor tensor(optimizer, 1);
+    for (int s = 0; s < rule.info.slots; ++s) {
+      scruple_slot_info slot{};
+      CHECK_OK(scruple_rule_slot(rule.index, s, &slot));
+      EXPECT_EQ(tensor.used(SCRUPLE_SLOT + s), slot.optional == 0) << rule.info.name << " " << slot.name;
+      if (slot.optional == 0) continue;
+      const auto found = asks.find(slot.name);
+      ASSERT_NE(found, asks.end()) << "say in this table what asks for the optional slot " << slot.name;
+      optimizer.set(found->second, 1);
+      EXPECT_TRUE(tensor.used(SCRUPLE_SLOT + s)) << rule.info.name << " " << slot.name;
+    }
+  }
+}
+
+TEST(Optim, SlotsStartFromTheirInitialValue) {
+  const Engine engine;
+  for (const Rule& rule : all_rules()) {
+    Optimizer optimizer(rule.info.name);
+    set_all(optimizer, non_zero(rule));
+    const Tensor tensor(optimizer, 5, "fp32", engine);
+    for (int s = 0; s < rule.info.slots; ++s) {
+      if (!tensor.used(SCRUPLE_SLOT + s)) continue;
+      const float start = rule.has("initial_accumulator_value") ? 0.1f : 0.0f;
+      EXPECT_EQ(tensor.decode(engine, SCRUPLE_SLOT + s), std::vector<float>(5, start)) << rule.info.name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace scruple_tests

@@ -1,0 +1,647 @@
+// The same bits everywhere: every engine this machine can run, any number of threads, one call or many, whole tensors
+// or views, any alignment and any floating-point mode of the caller give planes that memcmp cannot tell apart.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cfenv>
+#include <cstdlib>
+#include <functional>
+#include <limits>
+#include <memory>
+
+#include "tests/support.h"
+
+namespace scruple_tests {
+namespace {
+
+constexpr int kSteps = 5;
+
+// ---- What to run ------------------------------------------------------------------------------------------------
+
+enum class Calls { kTogether, kAlone, kViews };
+enum class Data { kNormal, kSubnormal, kNonFinite };
+
+struct Config {
+  std::string rule = "adamw";
+  scruple_tensor formats{};  // formats and roundings of every array
+  std::vector<std::pair<std::string, double>> hypers;
+  std::string name;
+};
+
+struct Shape {
+  std::vector<std::int64_t> sizes;
+  std::size_t shift = 0;  // of every codes plane; aux planes lie one byte further
+};
+
+std::vector<std::int64_t> small_sizes() {
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t n = 0; n <= 129; ++n) sizes.push_back(n);
+  for (std::int64_t n = 1023; n <= 1025; ++n) sizes.push_back(n);
+  return sizes;
+}
+
+std::vector<std::string> available_engines() {
+  std::vector<std::string> names;
+  for (int i = 0; i < scruple_engine_count(); ++i) {
+    scruple_engine_info info{};
+    CHECK_OK(scruple_engine_at(i, &info));
+    if (info.available != 0) names.emplace_back(info.name);
+  }
+  return names;
+}
+
+std::string rule_name(int index) {
+  scruple_rule_info info{};
+  CHECK_OK(scruple_rule_at(index, &info));
+  return info.name;
+}
+
+// Every hyperparameter away from zero and every flag that the others allow: all slots are in use.
+std::vector<std::pair<std::string, double>> busy_hypers(int rule) {
+  const Engine engine;
+  const std::string name = rule_name(rule);
+  Optimizer optimizer(name.c_str());
+  scruple_rule_info info{};
+  CHECK_OK(scruple_rule_at(rule, &info));
+  std::vector<std::pair<std::string, double>> set;
+  for (const int flags : {0, 1})
+    for (int h = 0; h < info.hypers; ++h) {
+      scruple_hyper_info hyper{};
+      CHECK_OK(scruple_rule_hyper(rule, h, &hyper));
+      if (hyper.flag != flags) continue;
+      const double value = hyper.flag != 0 ? 1 : hyper.value == 0 ? 0.1 : 0.9 * hyper.value;
+      optimizer.set(hyper.name, value);
+      const Tensor probe(optimizer, 1, "fp32", engine);
+      if (scruple_step(engine, &probe.row, 1, nullptr) == SCRUPLE_OK)
+        set.emplace_back(hyper.name, value);
+      else
+        optimizer.set(hyper.name, 0);
+    }
+  return set;
+}
+
+// The formats of a recipe whatever the tensor's size; false where it does not serve the rule.
+bool recipe_config(int rule, int recipe, Config& out) {
+  scruple_recipe_info info{};
+  CHECK_OK(scruple_recipe_at(recipe, &info));
+  out.rule = rule_name(rule);
+  out.hypers = busy_hypers(rule);
+  out.name = out.rule + " " + info.name;
+  const Optimizer optimizer(out.rule.c_str());
+  scruple_tensor row{};
+  row.optimizer = optimizer;
+  row.size = std::int64_t{1} << 30;
+  if (scruple_tensor_use(&row, info.name) != SCRUPLE_OK) return false;
+  out.formats = row;
+  return true;
+}
+
+std::vector<Config> recipe_configs() {
+  std::vector<Config> list;
+  for (int rule = 0; rule < scruple_rule_count(); ++rule)
+    for (int recipe = 0; recipe < scruple_recipe_count(); ++recipe) {
+      Config config;
+      if (recipe_config(rule, recipe, config)) list.push_back(config);
+    }
+  return list;
+}
+
+void set_gradient(Config& config, const char* format, int rounding) {
+  config.formats.arrays[SCRUPLE_GRADIENT] = {};
+  config.formats.arrays[SCRUPLE_GRADIENT].format = scruple_format_find(format);
+  config.formats.arrays[SCRUPLE_GRADIENT].rounding = rounding;
+  config.name += std::string(", gradient ") + format + " " + std::to_string(rounding);
+}
+
+// Every weight and moment rounded stochastically where its format can.
+void set_rounding(Config& config, int rounding) {
+  for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
+    scruple_array& array = config.formats.arrays[a];
+    if (array.format == nullptr) continue;
+    const bool can = (info_of(array.format).roundings >> rounding & 1u) != 0;
+    array.rounding = can ? rounding : SCRUPLE_NEAREST;
+  }
+  config.name += ", rounding " + std::to_string(rounding);
+}
+
+// ---- Tensors that walk through a config ----------------------------------------------------------------------------
+
+// Values of a tensor or gradient: a window into one long list, so that making data costs nothing.
+std::vector<float> values_of(std::int64_t size, std::uint64_t which, Data data) {
+  static const std::vector<float> kNormals = Random(5).normals(std::size_t{1} << 18);
+  std::vector<float> out(static_cast<std::size_t>(size));
+  const std::size_t from = static_cast<std::size_t>(which * 7919 % 20000);
+  const float scale = data == Data::kSubnormal ? 0x1p-128f : 1.0f;
+  for (std::size_t i = 0; i < out.size(); ++i) out[i] = kNormals[from + i] * scale;
+  if (data == Data::kNonFinite && size > 0 && which % 3 != 2) {
+    const float specials[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                              -std::numeric_limits<float>::infinity(), float_from(0xffa00001u), 3e38f};
+    for (std::size_t i = which % 61; i < out.size(); i += 173) out[i] = specials[(i + which) % 5];
+  }
+  return out;
+}
+
+struct Pack {
+  Pack(scruple_engine* on, const Config& config, const Shape& shape, Data kind = Data::kNormal)
+      : engine(on), optimizer(config.rule.c_str()), data(kind) {
+    for (const auto& [name, value] : config.hypers) optimizer.set(name.c_str(), value);
+    optimizer.seed(0x123456789abcdefu);
+    for (std::size_t i = 0; i < shape.sizes.size(); ++i) {
+      Tensor tensor(optimizer, shape.sizes[i]);
+      tensor.row.id = static_cast<std::uint32_t>(3 + i);
+      tensor.row.offset = static_cast<std::int64_t>(i % 3) * 5;
+      for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
+        if (tensor.used(a))
+          tensor.use(a, config.formats.arrays[a].format, config.formats.arrays[a].rounding, shape.shift,
+                     shape.shift == 0 ? 0 : shape.shift + 1);
+      tensors.push_back(std::move(tensor));
+    }
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      weights.push_back(values_of(tensors[i].row.size, i, data == Data::kNonFinite ? Data::kNormal : data));
+    accumulates = tensors.empty() || (info_of(config.formats.arrays[SCRUPLE_GRADIENT].format).roles &
+                                      SCRUPLE_ROLE_ACCUMULATOR) != 0;
+  }
+
+  // Everything that the library computes happens here. `begin` and `advance` may run in any floating-point mode.
+  void begin() {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      CHECK_OK(scruple_tensor_reset(engine, &tensors[i].row));
+      CHECK_OK(scruple_encode(engine, &tensors[i].row, SCRUPLE_WEIGHT, weights[i].data()));
+    }
+  }
+  void take_gradients(int t, const std::vector<std::vector<float>>& gradients) {
+    std::vector<scruple_tensor> table = rows();
+    std::vector<scruple_array> incoming(table.size());
+    for (std::size_t i = 0; i < table.size(); ++i) {
+      table[i].step = tensors[i].row.step = t;
+      table[i].folds = tensors[i].row.folds = 0;
+      incoming[i].format = scruple_format_find("fp32");
+      incoming[i].codes = const_cast<float*>(gradients[i].data());
+    }
+    if (!accumulates) {
+      for (std::size_t i = 0; i < table.size(); ++i)
+        CHECK_OK(scruple_encode(engine, &table[i], SCRUPLE_GRADIENT, gradients[i].data()));
+      return;
+    }
+    for (int fold = 0; fold < 2; ++fold) {
+      CHECK_OK(scruple_fold(engine, table.data(), incoming.data(), static_cast<std::int64_t>(table.size()), 0.375f));
+      for (std::size_t i = 0; i < table.size(); ++i) table[i].folds = tensors[i].row.folds = fold + 1;
+    }
+  }
+  void advance(Calls calls) {
+    if (calls == Calls::kTogether) {
+      const std::vector<scruple_tensor> table = rows();
+      CHECK_OK(scruple_step(engine, table.data(), static_cast<std::int64_t>(table.size()), nullptr));
+      return;
+    }
+    for (const Tensor& tensor : tensors) {
+      if (calls == Calls::kAlone) {
+        CHECK_OK(scruple_step(engine, &tensor.row, 1, nullptr));
+        continue;
+      }
+      std::int64_t first = 0, width = 128;
+      do {
+        scruple_tensor view{};
+        const std::int64_t n = std::min(width, tensor.row.size - first);
+        CHECK_OK(scruple_tensor_view(&tensor.row, first, n, &view));
+        CHECK_OK(scruple_step(engine, &view, 1, nullptr));
+        first += n;
+        width = width == 128 ? 384 : width == 384 ? 1152 : 128 * 77;
+      } while (first < tensor.row.size);
+    }
+  }
+  std::vector<std::vector<float>> gradients_of(int t) const {
+    std::vector<std::vector<float>> gradients;
+    for (std::size_t i = 0; i < tensors.size(); ++i)
+      gradients.push_back(values_of(tensors[i].row.size, 1000 * static_cast<std::uint64_t>(t) + i, data));
+    return gradients;
+  }
+  std::vector<scruple_tensor> rows() const {
+    std::vector<scruple_tensor> table;
+    for (const Tensor& tensor : tensors) table.push_back(tensor.row);
+    return table;
+  }
+  Bytes bytes() const {
+    Bytes all;
+    for (const Tensor& tensor : tensors) {
+      EXPECT_TRUE(tensor.intact()) << "a tensor of " << tensor.row.size << " elements was written outside its planes";
+      const Bytes planes = all_planes(tensor);
+      all.insert(all.end(), planes.begin(), planes.end());
+    }
+    return all;
+  }
+
+  scruple_engine* engine;
+  Optimizer optimizer;
+  Data data;
+  bool accumulates = false;
+  std::vector<Tensor> tensors;
+  std::vector<std::vector<float>> weights;
+};
+
+Bytes walk(scruple_engine* engine, const Config& config, const Shape& shape, Calls calls = Calls::kTogether,
+           Data data = Data::kNormal, int steps = kSteps) {
+  Pack pack(engine, config, shape, data);
+  pack.begin();
+  for (int t = 1; t <= steps; ++t) {
+    pack.take_gradients(t, pack.gradients_of(t));
+    pack.advance(calls);
+  }
+  return pack.bytes();
+}
+
+struct Worker {
+  Worker(const std::string& name, int threads)
+      : engine(threads, name.c_str()), label(name + " with " + std::to_string(threads) + " threads") {}
+  Engine engine;
+  std::string label;
+};
+
+// The plainest engine on one thread, then every engine with 1, 2 and 7.
+std::vector<std::unique_ptr<Worker>> workers() {
+  std::vector<std::unique_ptr<Worker>> all;
+  for (const std::string& name : available_engines())
+    for (const int threads : {1, 2, 7}) all.push_back(std::make_unique<Worker>(name, threads));
+  return all;
+}
+
+void expect_parity(const std::vector<std::unique_ptr<Worker>>& all, const Config& config, const Shape& shape,
+                   Data data = Data::kNormal, int steps = kSteps) {
+  const Bytes want = walk(all[0]->engine, config, shape, Calls::kTogether, data, steps);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    // The calls that a thread count is tried with: all of them on one thread, one table on several.
+    const bool alone = scruple_engine_threads(all[i]->engine) == 1;
+    const std::vector<Calls> ways = alone ? std::vector{Calls::kTogether, Calls::kAlone, Calls::kViews}
+                                          : std::vector{Calls::kTogether};
+    for (const Calls calls : ways) {
+      if (i == 0 && calls == Calls::kTogether) continue;
+      ASSERT_TRUE(same_bytes(want, walk(all[i]->engine, config, shape, calls, data, steps)))
+          << config.name << ": " << all[i]->label
+          << (calls == Calls::kAlone ? ", one call per tensor" : calls == Calls::kViews ? ", views" : "");
+    }
+  }
+}
+
+struct GradientKind {
+  const char* format;
+  int rounding;
+};
+constexpr GradientKind kGradientKinds[] = {{"fp32", SCRUPLE_NEAREST},
+                                           {"bf16", SCRUPLE_NEAREST},
+                                           {"bf16", SCRUPLE_STOCHASTIC},
+                                           {"fp16", SCRUPLE_NEAREST},
+                                           {"int8", SCRUPLE_NEAREST},
+                                           {"int8", SCRUPLE_STOCHASTIC},
+                                           {"int8", SCRUPLE_DITHER}};
+
+// ---- The properties -----------------------------------------------------------------------------------------------
+
+TEST(Parity, EveryRuleRecipeRoundingAndGradientFormatAtEveryShortLength) {
+  const auto all = workers();
+  for (const Config& recipe : recipe_configs())
+    for (const int rounding : {SCRUPLE_NEAREST, SCRUPLE_STOCHASTIC})
+      for (const GradientKind& kind : kGradientKinds) {
+        Config config = recipe;
+        set_rounding(config, rounding);
+        set_gradient(config, kind.format, kind.rounding);
+        expect_parity(all, config, {small_sizes(), 0}, Data::kNormal, 2);
+        if (HasFatalFailure()) return;
+      }
+}
+
+TEST(Parity, TenStepsOfEveryRuleAndRecipe) {
+  const auto all = workers();
+  for (const Config& recipe : recipe_configs()) {
+    expect_parity(all, recipe, {{3, 64, 127, 1025, 5000}, 0}, Data::kNormal, 10);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Parity, EveryRuleAndRecipeAroundTheChunkSize) {
+  const auto all = workers();
+  for (const Config& recipe : recipe_configs()) {
+    expect_parity(all, recipe, {{65535, 65536, 65537}, 0}, Data::kNormal, 3);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Parity, OddAddressesGiveTheBitsOfAlignedOnes) {
+  const auto all = workers();
+  for (const Config& recipe : recipe_configs()) {
+    for (const GradientKind& kind : kGradientKinds) {
+      Config config = recipe;
+      set_gradient(config, kind.format, kind.rounding);
+      const std::vector<std::int64_t> sizes = {1, 7, 33, 64, 127, 128, 129, 1025, 2049};
+      const Bytes want = walk(all[0]->engine, config, {sizes, 0}, Calls::kTogether, Data::kNormal, 3);
+      for (const std::size_t shift : {1u, 3u, 6u}) {
+        for (const auto& worker : all)
+          ASSERT_TRUE(same_bytes(want, walk(worker->engine, config, {sizes, shift}, Calls::kTogether, Data::kNormal, 3)))
+              << config.name << ", shift " << shift << ": " << worker->label;
+      }
+    }
+  }
+}
+
+TEST(Parity, NonFiniteGradientsGiveTheSameBits) {
+  const auto all = workers();
+  for (const Config& recipe : recipe_configs())
+    for (const GradientKind& kind : kGradientKinds) {
+      Config config = recipe;
+      set_gradient(config, kind.format, kind.rounding);
+      expect_parity(all, config, {{1, 5, 63, 64, 65, 200, 1025, 3000}, 0}, Data::kNonFinite, 4);
+      if (HasFatalFailure()) return;
+    }
+}
+
+TEST(Parity, SubnormalWeightsAndGradientsGiveTheSameBits) {
+  const auto all = workers();
+  for (const Config& recipe : recipe_configs()) {
+    expect_parity(all, recipe, {{1, 63, 64, 65, 200, 1025, 3000}, 0}, Data::kSubnormal, 4);
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Parity, EveryFormatInEveryRoleAndRounding) {
+  const auto all = workers();
+  const Shape shape{{1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 1023, 1024, 1025, 2500}, 0};
+  for (int f = 0; f < scruple_format_count(); ++f) {
+    const scruple_format* format = scruple_format_at(f);
+    const scruple_format_info info = info_of(format);
+    for (int rounding = SCRUPLE_NEAREST; rounding <= SCRUPLE_DITHER; ++rounding) {
+      if ((info.roundings >> rounding & 1u) == 0) continue;
+      Config config;
+      const Optimizer optimizer("adamw");
+      scruple_tensor row{};
+      row.optimizer = optimizer;
+      row.size = 1;
+      CHECK_OK(scruple_tensor_use(&row, "fp32"));
+      const auto put = [&](int array) {
+        row.arrays[array].format = format;
+        row.arrays[array].rounding = rounding;
+      };
+      if (rounding != SCRUPLE_DITHER && (info.roles & SCRUPLE_ROLE_WEIGHT) != 0) put(SCRUPLE_WEIGHT);
+      if (rounding != SCRUPLE_DITHER && (info.roles & SCRUPLE_ROLE_SIGNED) != 0) put(SCRUPLE_SLOT);
+      if (rounding != SCRUPLE_DITHER && (info.roles & SCRUPLE_ROLE_NONNEG) != 0) put(SCRUPLE_SLOT + 1);
+      if ((info.roles & SCRUPLE_ROLE_GRADIENT) != 0) put(SCRUPLE_GRADIENT);
+      config.formats = row;
+      config.name = std::string("adamw with ") + info.name + " rounding " + std::to_string(rounding);
+      expect_parity(all, config, shape, Data::kNormal, 4);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST(Parity, TwelveHundredSmallTensorsInOneCallEqualOneByOne) {
+  const Engine one(1), many(7);
+  Shape shape;
+  for (int i = 0; i < 1200; ++i) shape.sizes.push_back(1 + i * 37 % 301);
+  for (const Config& recipe : recipe_configs()) {
+    if (recipe.rule != "adamw" && recipe.rule != "sgd") continue;
+    const Bytes want = walk(one, recipe, shape, Calls::kAlone, Data::kNormal, 2);
+    ASSERT_TRUE(same_bytes(want, walk(many, recipe, shape, Calls::kTogether, Data::kNormal, 2))) << recipe.name;
+  }
+}
+
+// ---- The caller's floating-point mode --------------------------------------------------------------------------------
+
+#if defined(__x86_64__)
+constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
+unsigned control() { return __builtin_ia32_stmxcsr() & ~0x3fu; }
+void set_flush() { __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | kFlush); }
+#elif defined(__aarch64__)
+std::uint64_t control() {
+  std::uint64_t value = 0;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(value));
+  return value;
+}
+void set_flush() { __asm__ volatile("msr fpcr, %0" : : "r"(control() | std::uint64_t{1} << 24)); }
+#else
+int control() { return std::fegetround(); }
+void set_flush() {}
+#endif
+
+// Runs body in a floating-point mode of the caller's choice; true if the mode was still the same afterwards.
+bool in_mode(const std::function<void()>& set_mode, const std::function<void()>& body) {
+  std::fenv_t saved;
+  std::fegetenv(&saved);
+  set_mode();
+  const auto before = control();
+  body();
+  const auto after = control();
+  std::fesetenv(&saved);
+  return before == after;
+}
+
+const std::vector<std::pair<const char*, std::function<void()>>>& modes() {
+  static const std::vector<std::pair<const char*, std::function<void()>>> kModes = {
+      {"towards zero", [] { std::fesetround(FE_TOWARDZERO); }},
+      {"upward", [] { std::fesetround(FE_UPWARD); }},
+      {"flush to zero", set_flush}};
+  return kModes;
+}
+
+TEST(Parity, TheCallersFloatingPointModeChangesNothingAndIsRestored) {
+  for (const int threads : {1, 2}) {
+    const Engine engine(threads);
+    for (const Config& recipe : recipe_configs())
+      for (const Data data : {Data::kNormal, Data::kSubnormal})
+        for (const auto& [mode, set_mode] : modes()) {
+          const Shape shape{{129, 1025, 3000}, 0};
+          const Bytes want = walk(engine, recipe, shape, Calls::kTogether, data, 3);
+          Pack pack(engine, recipe, shape, data);
+          std::vector<std::vector<std::vector<float>>> gradients;
+          for (int t = 1; t <= 3; ++t) gradients.push_back(pack.gradients_of(t));
+          const bool restored = in_mode(set_mode, [&] {
+            pack.begin();
+            for (int t = 1; t <= 3; ++t) {
+              pack.take_gradients(t, gradients[static_cast<std::size_t>(t - 1)]);
+              pack.advance(Calls::kTogether);
+            }
+          });
+          ASSERT_TRUE(restored) << recipe.name << ": " << mode << " was not restored";
+          ASSERT_TRUE(same_bytes(want, pack.bytes())) << recipe.name << ": rounding " << mode << ", " << threads
+                                                      << " threads, data " << static_cast<int>(data);
+        }
+  }
+}
+
+TEST(Parity, NormsDoNotDependOnTheCallersFloatingPointMode) {
+  const Engine engine(2);
+  const Optimizer optimizer("sgd");
+  Tensor tensor(optimizer, 200001, "fp32", engine);
+  for (const float scale : {1.0f, 0x1p-130f}) {
+    std::vector<float> g = Random(3).normals(200001, static_cast<double>(scale));
+    tensor.encode(engine, SCRUPLE_GRADIENT, g);
+    double want = 0;
+    CHECK_OK(scruple_norm(engine, &tensor.row, 1, &want, nullptr));
+    for (const auto& [mode, set_mode] : modes()) {
+      double got = 0;
+      EXPECT_TRUE(in_mode(set_mode, [&] { CHECK_OK(scruple_norm(engine, &tensor.row, 1, &got, nullptr)); })) << mode;
+      EXPECT_EQ(got, want) << mode;
+    }
+  }
+}
+
+// ---- Processes and threads ---------------------------------------------------------------------------------------------
+
+TEST(Parity, AForkedChildCanStepWithItsParentsEngine) {
+  const Engine engine(3);
+  Config config;
+  ASSERT_TRUE(recipe_config(0, 0, config));
+  const Shape shape{{200000, 70000}, 0};
+  const Bytes want = walk(engine, config, shape, Calls::kTogether, Data::kNormal, 2);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const bool same = same_bytes(want, walk(engine, config, shape, Calls::kTogether, Data::kNormal, 2));
+    _exit(same ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+  EXPECT_TRUE(same_bytes(want, walk(engine, config, shape, Calls::kTogether, Data::kNormal, 2))) << "in the parent";
+}
+
+TEST(Parity, TwoThreadsMayShareAnEngine) {
+  const Engine engine(3);
+  Config adam, sgd;
+  ASSERT_TRUE(recipe_config(3, 5, adam));
+  ASSERT_TRUE(recipe_config(0, 0, sgd));
+  const Shape shape{{200000, 10, 70000}, 0};
+  const Bytes want_adam = walk(engine, adam, shape), want_sgd = walk(engine, sgd, shape);
+  Bytes got_adam, got_sgd;
+  std::thread other([&] { got_adam = walk(engine, adam, shape); });
+  got_sgd = walk(engine, sgd, shape);
+  other.join();
+  EXPECT_TRUE(same_bytes(want_adam, got_adam)) << adam.name;
+  EXPECT_TRUE(same_bytes(want_sgd, got_sgd)) << sgd.name;
+}
+
+TEST(Parity, TheEnvironmentForcesAUnitByName) {
+  for (const std::string& name : available_engines()) {
+    ASSERT_EQ(setenv("SCRUPLE_ENGINE", name.c_str(), 1), 0);
+    const Engine forced(1, "cpu");
+    EXPECT_EQ(scruple_engine_name(forced), name);
+    for (const std::string& other : available_engines())
+      EXPECT_EQ(scruple_engine_name(Engine(1, other.c_str())), other) << "an engine asked for by name is that engine";
+  }
+  ASSERT_EQ(unsetenv("SCRUPLE_ENGINE"), 0);
+}
+
+// ---- Random numbers ---------------------------------------------------------------------------------------------------
+
+TEST(Parity, StochasticRoundingFollowsSeedIdStepAndOffset) {
+  const Engine engine;
+  const auto encoded = [&](std::uint64_t seed, std::uint32_t id, std::int64_t at_step, std::int64_t offset) {
+    Optimizer optimizer("sgd");
+    optimizer.seed(seed);
+    Tensor tensor(optimizer, 1000);
+    tensor.use(SCRUPLE_WEIGHT, "bf16", SCRUPLE_STOCHASTIC);
+    tensor.row.id = id;
+    tensor.row.step = at_step;
+    tensor.row.offset = offset;
+    tensor.encode(engine, SCRUPLE_WEIGHT, std::vector<float>(1000, 1.00390625f * 0.999f));
+    return tensor.bytes(SCRUPLE_WEIGHT);
+  };
+  const Bytes base = encoded(1, 2, 3, 0);
+  EXPECT_EQ(base, encoded(1, 2, 3, 0));
+  EXPECT_NE(base, encoded(2, 2, 3, 0)) << "another seed";
+  EXPECT_NE(base, encoded(std::uint64_t{1} << 32 | 1, 2, 3, 0)) << "another upper half of the seed";
+  EXPECT_NE(base, encoded(1, 3, 3, 0)) << "another tensor";
+  EXPECT_NE(base, encoded(1, 2, 4, 0)) << "another step";
+  EXPECT_NE(base, encoded(1, 2, 3, std::int64_t{1} << 40)) << "another shard";
+  // Shard or whole, an element has its own random number: 16 values earlier or later, the rest is the same.
+  const Bytes shard = encoded(1, 2, 3, 16);
+  EXPECT_TRUE(std::equal(base.begin() + 32, base.end(), shard.begin(), shard.end() - 32));
+}
+
+// ---- Options of a call -------------------------------------------------------------------------------------------------
+
+TEST(Parity, FoundInfSkipsTheWholeCallAndWritesNothing) {
+  const Engine engine(2);
+  for (const Config& recipe : recipe_configs()) {
+    Pack pack(engine, recipe, {{1, 100, 70000}, 0});
+    pack.begin();
+    pack.take_gradients(1, pack.gradients_of(1));
+    const Bytes before = pack.bytes();
+    const std::vector<scruple_tensor> table = pack.rows();
+    for (const float flag : {1.0f, std::numeric_limits<float>::quiet_NaN()}) {
+      scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
+      options.found_inf = &flag;
+      CHECK_OK(scruple_step(engine, table.data(), 3, &options));
+      ASSERT_TRUE(same_bytes(before, pack.bytes())) << recipe.name << ", flag " << flag;
+    }
+    const float clear = 0;
+    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
+    options.found_inf = &clear;
+    CHECK_OK(scruple_step(engine, table.data(), 3, &options));
+    const Bytes after = pack.bytes();
+    ASSERT_FALSE(same_bytes(before, after)) << recipe.name;
+    Pack plain(engine, recipe, {{1, 100, 70000}, 0});
+    plain.begin();
+    plain.take_gradients(1, plain.gradients_of(1));
+    plain.advance(Calls::kTogether);
+    EXPECT_TRUE(same_bytes(after, plain.bytes())) << recipe.name << ": a flag of 0 is no flag";
+  }
+}
+
+TEST(Parity, AMultiplierIsTheGradientsMultipliedBeforehand) {
+  const Engine engine;
+  for (Config config : recipe_configs())
+    for (const char* format : {"fp32", "bf16"})
+      for (const float multiplier : {0.25f, -2.0f, 0x1p-16f}) {
+        set_gradient(config, format, SCRUPLE_NEAREST);
+        const Shape shape{{100, 1025}, 0};
+        Pack a(engine, config, shape), b(engine, config, shape);
+        a.accumulates = b.accumulates = false;
+        a.begin(), b.begin();
+        for (int t = 1; t <= 3; ++t) {
+          std::vector<std::vector<float>> g = a.gradients_of(t);
+          a.take_gradients(t, g);
+          for (auto& values : g)
+            for (float& x : values) x *= multiplier;
+          b.take_gradients(t, g);
+          scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
+          options.multiplier = multiplier;
+          CHECK_OK(scruple_step(engine, a.rows().data(), 2, &options));
+          b.advance(Calls::kTogether);
+        }
+        for (std::size_t i = 0; i < 2; ++i)
+          for (int array = SCRUPLE_WEIGHT; array < SCRUPLE_GRADIENT; ++array)
+            ASSERT_EQ(a.tensors[i].bytes(array), b.tensors[i].bytes(array)) << config.name << " x " << multiplier;
+      }
+}
+
+TEST(Parity, OptionsOfAnOlderCallerAreReadAsFarAsTheyGo) {
+  const Engine engine;
+  Config config;
+  ASSERT_TRUE(recipe_config(0, 0, config));
+  const Shape shape{{100}, 0};
+  const Bytes want = walk(engine, config, shape, Calls::kTogether, Data::kNormal, 1);
+  Pack pack(engine, config, shape);
+  pack.begin();
+  pack.take_gradients(1, pack.gradients_of(1));
+  scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
+  const float flag = 1;
+  options.struct_size = offsetof(scruple_step_options, found_inf);
+  options.found_inf = &flag;  // beyond struct_size: not there
+  CHECK_OK(scruple_step(engine, pack.rows().data(), 1, &options));
+  EXPECT_TRUE(same_bytes(want, pack.bytes()));
+}
+
+TEST(Parity, CopyCopies) {
+  for (const int threads : {1, 3}) {
+    const Engine engine(threads);
+    for (const std::size_t n : {std::size_t{0}, std::size_t{1}, std::size_t{1} << 20, (std::size_t{5} << 20) + 3}) {
+      Bytes from(n), to(n + 1, 0xee);
+      Random random(n);
+      for (unsigned char& byte : from) byte = static_cast<unsigned char>(random.next());
+      CHECK_OK(scruple_copy(engine, to.data(), from.data(), static_cast<std::int64_t>(n)));
+      EXPECT_TRUE(n == 0 || std::memcmp(to.data(), from.data(), n) == 0);
+      EXPECT_EQ(to[n], 0xee);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace scruple_tests

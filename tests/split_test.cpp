@@ -1,0 +1,265 @@
+// bf16+K and fp16+K: every fp32 pattern is split and joined through the ABI and compared with arithmetic in double that
+// knows nothing of bit patterns.
+#include "tests/support.h"
+
+namespace {
+
+using namespace scruple_tests;
+
+// What the formats promise, from their definition: 8 or 11 significant bits, gaps that end at the smallest subnormal.
+struct HalfType {
+  const char* name;
+  int significand, least_exponent;  // 2^least_exponent is the smallest subnormal
+  double largest;
+  bool saturates;
+};
+constexpr HalfType kBf16{"bf16", 8, -133, 0x1.fep127, false};
+constexpr HalfType kFp16{"fp16", 11, -24, 65504, true};
+
+double gap_at(const HalfType& half, float x) {
+  int exponent = 0;
+  std::frexp(x, &exponent);
+  return std::ldexp(1, std::max(exponent - half.significand, half.least_exponent));
+}
+
+// Bits of a half as a value: sign, exponent, fraction by ldexp.
+double half_value(const HalfType& half, unsigned code) {
+  const int fraction_bits = half.significand - 1, exponent_bits = 15 - fraction_bits;
+  const int fraction = static_cast<int>(code & ((1u << fraction_bits) - 1u));
+  const int exponent = static_cast<int>(code >> fraction_bits & ((1u << exponent_bits) - 1u));
+  const double sign = (code & 0x8000u) != 0 ? -1 : 1;
+  if (exponent == (1 << exponent_bits) - 1) return fraction != 0 ? NAN : sign * INFINITY;
+  const int implied = exponent == 0 ? 0 : 1 << fraction_bits;
+  return sign * std::ldexp(implied + fraction, half.least_exponent + std::max(exponent, 1) - 1);
+}
+
+struct Split {
+  float in, out;
+  double visible;
+  unsigned extra;
+};
+
+// Everything a check wants to know about where it is; constant over the patterns that share their upper half.
+struct Place {
+  const HalfType& half;
+  int k;
+  double gap, inverse_gap, kept_step;
+  double relative, absolute;
+};
+
+double magnitude(double x) { return x < 0 ? -x : x; }
+bool is_nan(double x) { return x != x; }
+double whole(double x) { return static_cast<double>(static_cast<std::int64_t>(x)); }  // floor, for x >= 0
+bool sign_kept(const Split& s) {
+  return ((bits(s.in) ^ bits(s.out)) >> 31) == 0 && std::signbit(s.visible) == ((bits(s.out) >> 31) != 0);
+}
+
+// The visible half is the wide value to nearest, ties away. At or above 0x1.ffp127 that is infinity.
+bool nearest_ok(const Place& at, const Split& s) {
+  const double in = magnitude(s.in), out = magnitude(s.out), visible = magnitude(s.visible);
+  return magnitude(out - in) <= at.relative * in + at.absolute && sign_kept(s) &&
+         visible == whole(out * at.inverse_gap + 0.5) * at.gap && (s.extra != 0 || visible == out);
+}
+
+bool truncate_ok(const Place& at, const Split& s) {
+  const double in = magnitude(s.in), out = magnitude(s.out), visible = magnitude(s.visible);
+  return sign_kept(s) && out <= in && in - out < at.kept_step && visible == whole(in * at.inverse_gap) * at.gap;
+}
+
+// K - 1 bits of the wide value; the visible half is one of its two neighbours, itself where it is one.
+bool stochastic_ok(const Place& at, const Split& s) {
+  const double in = magnitude(s.in), out = magnitude(s.out), visible = magnitude(s.visible);
+  const double below = whole(out * at.inverse_gap) * at.gap, above = below < out ? below + at.gap : below;
+  return sign_kept(s) && magnitude(out - in) < 2 * at.kept_step && (visible == below || visible == above);
+}
+
+template <int R>
+bool check(const Place& at, const Split& s) {
+  if constexpr (R == SCRUPLE_NEAREST) return nearest_ok(at, s);
+  if constexpr (R == SCRUPLE_TRUNCATE) return truncate_ok(at, s);
+  return stochastic_ok(at, s);
+}
+
+// Where a half ends: NaN, infinity, saturation, and the last gap below 2^128, which may round up to infinity.
+template <int R>
+bool check_at_the_end(const Place& at, Split s) {
+  if (is_nan(s.in)) return bits(s.out) == 0x7fc00000u && is_nan(s.visible);
+  if (std::isinf(s.in)) return s.out == s.in && s.visible == static_cast<double>(s.in);
+  if (at.half.saturates && magnitude(s.in) > at.half.largest)
+    return s.out == std::copysign(static_cast<float>(at.half.largest), s.in) && s.visible == static_cast<double>(s.out);
+  // With K < 16 the last half of a kept step rounds up beyond fp32's range, as IEEE conversions do.
+  const bool beyond = R == SCRUPLE_NEAREST && at.k < 16 && magnitude(s.in) >= 0x1p128 - at.kept_step / 2;
+  if (R != SCRUPLE_STOCHASTIC && std::isinf(s.out) != beyond) return false;
+  if (std::isinf(s.out)) return std::isinf(s.visible) && sign_kept(s);
+  if (std::isinf(s.visible)) s.visible = std::copysign(0x1p128, s.visible);
+  return check<R>(at, s);
+}
+
+unsigned extra_at(const unsigned char* extra, std::size_t i, int k) {
+  if (k == 8) return extra[i];
+  if (k == 16) return extra[2 * i] | static_cast<unsigned>(extra[2 * i + 1]) << 8;
+  return bit_string_get(extra, i, k);
+}
+
+// Splits and joins the patterns whose upper halves are [first, last), `stride` apart, and checks each.
+template <int R>
+bool sweep(const HalfType& half, int k, std::uint64_t stride, std::uint64_t first, std::uint64_t last,
+           const std::vector<double>& value_of) {
+  const Engine engine;
+  const Optimizer adamw;
+  const std::string format = half.name + std::string("+") + std::to_string(k);
+  const std::size_t n = static_cast<std::size_t>(65536 / stride);
+  Tensor t(adamw, static_cast<std::int64_t>(n));
+  t.use(SCRUPLE_WEIGHT, format.c_str(), R);
+  const scruple_bound bound = info_of(t.row.arrays[SCRUPLE_WEIGHT].format).bound;
+  const unsigned char *codes = t.codes(SCRUPLE_WEIGHT).data(), *extra = t.aux(SCRUPLE_WEIGHT).data();
+  std::vector<float> in(n), out(n);
+  const auto split_at = [&](std::size_t i) -> Split {
+    const unsigned code = codes[2 * i] | static_cast<unsigned>(codes[2 * i + 1]) << 8;
+    return {in[i], out[i], value_of[code], extra_at(extra, i, k)};
+  };
+  for (std::uint64_t upper = first; upper < last; ++upper) {
+    const auto base = static_cast<std::uint32_t>(upper << 16 | (stride == 1 ? 0 : upper % stride));
+    for (std::size_t i = 0; i < n; ++i) in[i] = float_from(base + static_cast<std::uint32_t>(i * stride));
+    if (scruple_encode(engine, &t.row, SCRUPLE_WEIGHT, in.data()) != SCRUPLE_OK ||
+        scruple_decode(engine, &t.row, SCRUPLE_WEIGHT, out.data()) != SCRUPLE_OK) {
+      ADD_FAILURE() << scruple_last_error();
+      return false;
+    }
+    const double gap = gap_at(half, float_from(base | 1u));
+    const Place at{half, k, gap, 1 / gap, std::ldexp(gap, -k), bound.relative, bound.absolute};
+    const bool end = !(magnitude(float_from(base | 0xffffu)) < half.largest);
+    std::size_t bad = n;
+    for (std::size_t i = 0; i < n; ++i) {
+      const Split s = split_at(i);
+      if (!(end ? check_at_the_end<R>(at, s) : check<R>(at, s))) bad = i;
+    }
+    if (bad == n) continue;
+    const Split s = split_at(bad);
+    ADD_FAILURE() << format << " rounding " << R << ": " << std::hexfloat << s.in << " (0x" << std::hex << bits(s.in)
+                  << ") became " << s.out << ", visible " << s.visible << ", extra 0x" << s.extra;
+    return false;
+  }
+  return true;
+}
+
+template <int R>
+bool holds_for_all(const HalfType& half, int k, std::uint64_t stride) {
+  std::vector<double> value_of(65536);
+  for (unsigned code = 0; code < 65536; ++code) value_of[code] = half_value(half, code);
+  return in_two_threads(65536, [&](std::uint64_t first, std::uint64_t last) {
+    return sweep<R>(half, k, stride, first, last, value_of);
+  });
+}
+
+// The stated bound of bf16+16 is 0, so `nearest_ok` demands every bit.
+TEST(Split, bf16_16_returns_every_pattern_and_shows_the_nearest_bf16) {
+  const scruple_bound bound = info_of(scruple_format_find("bf16+16")).bound;
+  EXPECT_EQ(bound.relative + bound.group + bound.absolute, 0);
+  EXPECT_TRUE(holds_for_all<SCRUPLE_NEAREST>(kBf16, 16, kStride));
+}
+
+TEST(Split, bf16_16_truncated_returns_every_pattern) {
+  EXPECT_TRUE(holds_for_all<SCRUPLE_TRUNCATE>(kBf16, 16, kStride));
+}
+
+TEST(Split, bf16_8_keeps_its_bound_for_every_pattern) {
+  EXPECT_TRUE(holds_for_all<SCRUPLE_NEAREST>(kBf16, 8, kStride));
+}
+TEST(Split, fp16_8_keeps_its_bound_for_every_pattern) {
+  EXPECT_TRUE(holds_for_all<SCRUPLE_NEAREST>(kFp16, 8, kStride));
+}
+TEST(Split, fp16_16_keeps_its_bound_for_every_pattern) {
+  EXPECT_TRUE(holds_for_all<SCRUPLE_NEAREST>(kFp16, 16, kStride));
+}
+
+TEST(Split, every_k_and_rounding_keeps_its_promise_on_a_sample) {
+  constexpr std::uint64_t kSparse = 8191;
+  for (const HalfType* half : {&kBf16, &kFp16})
+    for (int k = 1; k <= 16; ++k) {
+      EXPECT_TRUE(holds_for_all<SCRUPLE_NEAREST>(*half, k, kSparse)) << half->name << "+" << k;
+      EXPECT_TRUE(holds_for_all<SCRUPLE_TRUNCATE>(*half, k, kSparse)) << half->name << "+" << k;
+      EXPECT_TRUE(holds_for_all<SCRUPLE_STOCHASTIC>(*half, k, kSparse)) << half->name << "+" << k;
+    }
+}
+
+// fp16 has 13 fraction bits fewer than fp32: from K = 13 nothing of a normal half is lost.
+TEST(Split, fp16_from_13_extra_bits_is_exact_for_normal_halves) {
+  const Engine engine;
+  const Optimizer adamw;
+  std::vector<float> values;
+  for (std::uint32_t b = bits(0x1p-14f); b <= bits(65504.0f); b += 997) {
+    values.push_back(float_from(b));
+    values.push_back(-float_from(b));
+  }
+  values.push_back(65504.0f);
+  for (int k = 13; k <= 16; ++k)
+    for (const int rounding : {SCRUPLE_NEAREST, SCRUPLE_TRUNCATE}) {
+      Tensor t(adamw, static_cast<std::int64_t>(values.size()));
+      t.use(SCRUPLE_WEIGHT, ("fp16+" + std::to_string(k)).c_str(), rounding);
+      t.encode(engine, SCRUPLE_WEIGHT, values);
+      EXPECT_TRUE(same_bytes(t.decode(engine, SCRUPLE_WEIGHT), values)) << k << " rounding " << rounding;
+    }
+}
+
+struct Golden {
+  const char* format;
+  int rounding;
+  std::uint32_t in;
+  unsigned visible, extra;
+  std::uint32_t out;
+  const char* why;
+};
+
+constexpr Golden kGolden[] = {
+    {"bf16+16", 0, 0x3f800000, 0x3f80, 0x0000, 0x3f800000, "a bf16 number: extra bits are zero"},
+    {"bf16+16", 0, 0x3f807fff, 0x3f80, 0x7fff, 0x3f807fff, "just under the middle: down, the largest rest"},
+    {"bf16+16", 0, 0x3f808000, 0x3f81, 0x8000, 0x3f808000, "a tie goes away from zero, its rest is -1/2"},
+    {"bf16+16", 0, 0xbf808000, 0xbf81, 0x8000, 0xbf808000, "the same below zero"},
+    {"bf16+16", 0, 0x3fffffff, 0x4000, 0xffff, 0x3fffffff, "up into the next binade, rest -1"},
+    {"bf16+16", 0, 0x00000001, 0x0000, 0x0001, 0x00000001, "the smallest subnormal fp32"},
+    {"bf16+16", 0, 0x80000000, 0x8000, 0x0000, 0x80000000, "minus zero"},
+    {"bf16+16", 0, 0x7f7f7fff, 0x7f7f, 0x7fff, 0x7f7f7fff, "the last value whose visible half is finite"},
+    {"bf16+16", 0, 0x7f7f8000, 0x7f80, 0x8000, 0x7f7f8000, "0x1.ffp127: visible infinity, wide finite"},
+    {"bf16+16", 0, 0x7f7fffff, 0x7f80, 0xffff, 0x7f7fffff, "the largest fp32"},
+    {"bf16+16", 0, 0xff800000, 0xff80, 0x0000, 0xff800000, "minus infinity"},
+    {"bf16+16", 0, 0x7fffffff, 0x7fc0, 0x0000, 0x7fc00000, "a NaN of all ones does not wrap to -0"},
+    {"bf16+16", 0, 0xff800001, 0x7fc0, 0x0000, 0x7fc00000, "a signalling NaN is stored as the quiet one"},
+    {"bf16+16", 1, 0x3f80ffff, 0x3f80, 0xffff, 0x3f80ffff, "truncation: the next bf16 towards zero"},
+    {"bf16+16", 1, 0x7f7fffff, 0x7f7f, 0xffff, 0x7f7fffff, "truncation never reaches infinity"},
+    {"bf16+8", 0, 0x3f80007f, 0x3f80, 0x00, 0x3f800000, "under half a kept step: lost"},
+    {"bf16+8", 0, 0x3f800080, 0x3f80, 0x01, 0x3f800100, "half a kept step: away from zero"},
+    {"bf16+8", 0, 0x3f807f80, 0x3f81, 0x80, 0x3f808000, "rounds to the middle first, which then goes up"},
+    {"bf16+8", 1, 0x3f8012ff, 0x3f80, 0x12, 0x3f801200, "truncation keeps the top of the rest"},
+    {"bf16+1", 0, 0x3f804000, 0x3f81, 0x1, 0x3f808000, "one bit: a quarter rounds to the middle, -1/2"},
+    {"bf16+1", 0, 0x3f803fff, 0x3f80, 0x0, 0x3f800000, "one bit: under a quarter is lost"},
+    {"fp16+16", 0, 0x3f801000, 0x3c01, 0x8000, 0x3f801000, "1 + 2^-11, a tie: away from zero"},
+    {"fp16+16", 0, 0x3f800001, 0x3c00, 0x0008, 0x3f800001, "one fp32 ulp above 1 is 8 / 2^16 of a gap"},
+    {"fp16+16", 0, 0x477fe000, 0x7bff, 0x0000, 0x477fe000, "65504, the largest half"},
+    {"fp16+16", 0, 0x477fe001, 0x7bff, 0x0000, 0x477fe000, "beyond it: saturates"},
+    {"fp16+16", 0, 0x7f7fffff, 0x7bff, 0x0000, 0x477fe000, "the largest fp32: saturates"},
+    {"fp16+16", 0, 0x7f800000, 0x7c00, 0x0000, 0x7f800000, "infinity stays infinity"},
+    {"fp16+16", 0, 0xffc00000, 0x7e00, 0x0000, 0x7fc00000, "NaN stays NaN, without its sign"},
+    {"fp16+16", 0, 0x33000000, 0x0001, 0x8000, 0x33000000, "2^-25, half the smallest subnormal: a tie, up"},
+    {"fp16+16", 0, 0x32ffffff, 0x0000, 0x7fff, 0x32fffe00, "just under it: down; bits under 2^-40 are dropped"},
+    {"fp16+16", 0, 0x2b800000, 0x0000, 0x0001, 0x2b800000, "2^-40, the smallest that is kept"},
+    {"fp16+16", 0, 0x2b7fffff, 0x0000, 0x0000, 0x00000000, "under it: zero"},
+    {"fp16+16", 0, 0x387fffff, 0x0400, 0xfffc, 0x387fffff, "under the smallest normal: up to it, rest -2^-38"},
+};
+
+TEST(Split, golden_values) {
+  const Engine engine;
+  const Optimizer adamw;
+  for (const Golden& g : kGolden) {
+    Tensor t(adamw, 1);
+    t.use(SCRUPLE_WEIGHT, g.format, g.rounding);
+    t.encode(engine, SCRUPLE_WEIGHT, {float_from(g.in)});
+    const unsigned char* codes = t.codes(SCRUPLE_WEIGHT).data();
+    const int k = info_of(t.row.arrays[SCRUPLE_WEIGHT].format).aux_bits;
+    EXPECT_EQ(codes[0] | static_cast<unsigned>(codes[1]) << 8, g.visible) << g.format << ": " << g.why;
+    EXPECT_EQ(bit_string_get(t.aux(SCRUPLE_WEIGHT).data(), 0, k), g.extra) << g.format << ": " << g.why;
+    EXPECT_EQ(bits(t.decode(engine, SCRUPLE_WEIGHT)[0]), g.out) << g.format << ": " << g.why;
+  }
+}
+
+}  // namespace

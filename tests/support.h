@@ -1,0 +1,305 @@
+// RAII over the C ABI for the tests: engine, optimizer, a tensor that owns its planes between canaries; and a small
+// deterministic random generator.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "scruple/scruple.h"
+
+#define CHECK_OK(call) EXPECT_EQ((call), SCRUPLE_OK) << #call << ": " << scruple_last_error()
+
+namespace scruple_tests {
+
+using Bytes = std::vector<unsigned char>;
+
+// Exhaustive loops visit every pattern in optimised builds and every 61st elsewhere (-O0, sanitizers).
+#if defined(__OPTIMIZE__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
+inline constexpr std::uint64_t kStride = 61;
+#else
+inline constexpr std::uint64_t kStride = 1;
+#endif
+#else
+inline constexpr std::uint64_t kStride = 1;
+#endif
+#else
+inline constexpr std::uint64_t kStride = 61;
+#endif
+
+struct Engine {
+  explicit Engine(int threads = 1, const char* name = "cpu") {
+    CHECK_OK(scruple_engine_create(name, threads, &handle));
+  }
+  ~Engine() { scruple_engine_destroy(handle); }
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  operator scruple_engine*() const { return handle; }
+
+  scruple_engine* handle = nullptr;
+};
+
+struct Optimizer {
+  explicit Optimizer(const char* rule = "adamw",
+                     std::initializer_list<std::pair<const char*, double>> hypers = {}) {
+    CHECK_OK(scruple_optimizer_create(rule, &handle));
+    for (const auto& [name, value] : hypers) set(name, value);
+  }
+  ~Optimizer() { scruple_optimizer_destroy(handle); }
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
+  operator scruple_optimizer*() const { return handle; }
+  void set(const char* name, double value) { CHECK_OK(scruple_optimizer_set(handle, name, value)); }
+  void seed(std::uint64_t value) { CHECK_OK(scruple_optimizer_set_seed(handle, value)); }
+
+  scruple_optimizer* handle = nullptr;
+};
+
+// Memory between two canaries, its first byte `shift` bytes past an alignment of 16.
+struct Plane {
+  static constexpr unsigned char kCanary = 0xa5;
+  static constexpr std::size_t kMargin = 64;
+
+  Plane() = default;
+  explicit Plane(std::size_t bytes, std::size_t shift = 0) : size(bytes), memory(bytes + 3 * kMargin, kCanary) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+    begin = kMargin + (16 - address % 16) % 16 + shift;
+    std::memset(data(), 0, bytes);
+  }
+  Plane(Plane&&) noexcept = default;
+  Plane& operator=(Plane&&) noexcept = default;
+  Plane(const Plane& other) : Plane(other.size) {
+    if (size > 0) std::memcpy(data(), other.data(), size);
+  }
+  Plane& operator=(const Plane& other) { return *this = Plane(other); }
+
+  unsigned char* data() { return memory.data() + begin; }
+  const unsigned char* data() const { return memory.data() + begin; }
+  Bytes bytes() const { return {data(), data() + size}; }
+  // Nothing outside the plane was written.
+  bool intact() const {
+    for (std::size_t i = 0; i < memory.size(); ++i)
+      if ((i < begin || i >= begin + size) && memory[i] != kCanary) return false;
+    return true;
+  }
+
+  std::size_t size = 0, begin = 0;
+  std::vector<unsigned char> memory;
+};
+
+inline scruple_format_info info_of(const scruple_format* format) {
+  scruple_format_info info{};
+  CHECK_OK(scruple_get_format_info(format, &info));
+  return info;
+}
+
+// One way to store one kind of array: every format x role x rounding that the registry offers, at an array of AdamW
+// that has the role (accumulators are gradient arrays).
+struct Case {
+  const scruple_format* format;
+  scruple_format_info info;
+  int role, array, rounding;
+
+  scruple_bound bound() const { return role == SCRUPLE_ROLE_NONNEG ? info.bound_nonneg : info.bound; }
+  bool nonneg() const { return role == SCRUPLE_ROLE_NONNEG; }
+  bool random() const { return rounding == SCRUPLE_STOCHASTIC || rounding == SCRUPLE_DITHER; }
+  std::size_t group() const { return static_cast<std::size_t>(info.group_size); }
+  std::string name() const {
+    constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither"};
+    return std::string(info.name) + " in array " + std::to_string(array) + ", " + kRoundings[rounding];
+  }
+};
+
+inline std::vector<Case> all_cases() {
+  constexpr std::pair<int, int> kArrays[] = {{SCRUPLE_ROLE_WEIGHT, SCRUPLE_WEIGHT},
+                                             {SCRUPLE_ROLE_SIGNED, SCRUPLE_SLOT},
+                                             {SCRUPLE_ROLE_NONNEG, SCRUPLE_SLOT + 1},
+                                             {SCRUPLE_ROLE_GRADIENT, SCRUPLE_GRADIENT}};
+  const Engine engine;
+  const Optimizer adamw;
+  std::vector<Case> cases;
+  for (int i = 0; i < scruple_format_count(); ++i)
+    for (const auto& [role, array] : kArrays)
+      for (int rounding = 0; rounding < 4; ++rounding) {
+        scruple_tensor empty{};
+        empty.optimizer = adamw;
+        empty.arrays[array].format = scruple_format_at(i);
+        empty.arrays[array].rounding = rounding;
+        if (scruple_encode(engine, &empty, array, nullptr) == SCRUPLE_OK)
+          cases.push_back({scruple_format_at(i), info_of(scruple_format_at(i)), role, array, rounding});
+      }
+  return cases;
+}
+
+// Value i of a little-endian string of k-bit values, read bit by bit.
+inline std::uint32_t bit_string_get(const unsigned char* from, std::size_t i, int k) {
+  std::uint32_t value = 0;
+  for (std::size_t b = 0; b < static_cast<std::size_t>(k); ++b) {
+    const std::size_t at = i * static_cast<std::size_t>(k) + b;
+    value |= static_cast<std::uint32_t>(from[at / 8] >> (at % 8) & 1) << b;
+  }
+  return value;
+}
+inline void bit_string_set(unsigned char* to, std::size_t i, int k, std::uint32_t value) {
+  for (std::size_t b = 0; b < static_cast<std::size_t>(k); ++b) {
+    const std::size_t at = i * static_cast<std::size_t>(k) + b;
+    const unsigned bit = 1u << (at % 8);
+    to[at / 8] = static_cast<unsigned char>((value >> b & 1u) != 0 ? to[at / 8] | bit : to[at / 8] & ~bit);
+  }
+}
+
+// A table row and the planes it points to, zeroed. `row` is what the ABI takes; its fields may be changed freely.
+struct Tensor {
+  Tensor(const scruple_optimizer* optimizer, std::int64_t size) {
+    row.optimizer = optimizer;
+    row.size = size;
+    row.step = 1;
+  }
+  // All arrays in a recipe's formats, slots at their initial value.
+  Tensor(const scruple_optimizer* optimizer, std::int64_t size, const char* recipe, scruple_engine* engine)
+      : Tensor(optimizer, size) {
+    CHECK_OK(scruple_tensor_use(&row, recipe));
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
+      if (used(a)) allocate(a);
+    CHECK_OK(scruple_tensor_reset(engine, &row));
+  }
+  Tensor(Tensor&&) noexcept = default;
+  Tensor& operator=(Tensor&&) noexcept = default;
+  Tensor(const Tensor& other) : row(other.row), planes(other.planes) { point(); }
+  Tensor& operator=(const Tensor& other) { return *this = Tensor(other); }
+
+  bool used(int array) const {
+    int is_used = 0;
+    const bool exists = scruple_tensor_array(&row, array, nullptr, nullptr, &is_used) == SCRUPLE_OK;
+    return exists && is_used != 0;
+  }
+  // Gives an array a format and fresh zeroed planes.
+  void use(int array, const scruple_format* format, int rounding = SCRUPLE_NEAREST, std::size_t codes_shift = 0,
+           std::size_t aux_shift = 0) {
+    row.arrays[array].format = format;
+    row.arrays[array].rounding = rounding;
+    allocate(array, codes_shift, aux_shift);
+  }
+  void use(int array, const char* format, int rounding = SCRUPLE_NEAREST) {
+    const scruple_format* found = scruple_format_find(format);
+    ASSERT_NE(found, nullptr) << scruple_last_error();
+    use(array, found, rounding);
+  }
+  void allocate(int array, std::size_t codes_shift = 0, std::size_t aux_shift = 0) {
+    std::int64_t codes_bytes = 0, aux_bytes = 0;
+    CHECK_OK(scruple_format_bytes(row.arrays[array].format, row.size, &codes_bytes, &aux_bytes));
+    planes[slot(array)][0] = Plane(static_cast<std::size_t>(codes_bytes), codes_shift);
+    planes[slot(array)][1] = Plane(static_cast<std::size_t>(aux_bytes), aux_shift);
+    point();
+  }
+  void point() {
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+      if (row.arrays[a].format == nullptr) continue;
+      row.arrays[a].codes = codes(a).data();
+      row.arrays[a].aux = aux(a).data();
+    }
+  }
+
+  Plane& codes(int array) { return planes[slot(array)][0]; }
+  Plane& aux(int array) { return planes[slot(array)][1]; }
+  const Plane& codes(int array) const { return planes[slot(array)][0]; }
+  const Plane& aux(int array) const { return planes[slot(array)][1]; }
+  // An array's codes followed by its scales or extra bits.
+  Bytes bytes(int array) const {
+    Bytes all = codes(array).bytes();
+    const Bytes more = aux(array).bytes();
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+  bool intact() const {
+    for (const auto& pair : planes)
+      for (const Plane& plane : pair)
+        if (!plane.intact()) return false;
+    return true;
+  }
+
+  void encode(scruple_engine* engine, int array, const std::vector<float>& values) {
+    ASSERT_EQ(static_cast<std::int64_t>(values.size()), row.size);
+    CHECK_OK(scruple_encode(engine, &row, array, values.data()));
+  }
+  std::vector<float> decode(scruple_engine* engine, int array) const {
+    std::vector<float> values(static_cast<std::size_t>(row.size));
+    CHECK_OK(scruple_decode(engine, &row, array, values.data()));
+    return values;
+  }
+
+  scruple_tensor row{};
+  std::array<std::array<Plane, 2>, SCRUPLE_ARRAYS> planes;
+
+ private:
+  static std::size_t slot(int array) { return static_cast<std::size_t>(array); }
+};
+
+// Every byte of every plane, in order: what memcmp compares.
+inline Bytes all_planes(const Tensor& tensor) {
+  Bytes all;
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    const Bytes bytes = tensor.bytes(a);
+    all.insert(all.end(), bytes.begin(), bytes.end());
+  }
+  return all;
+}
+
+inline void step(scruple_engine* engine, const Tensor& tensor) {
+  CHECK_OK(scruple_step(engine, &tensor.row, 1, nullptr));
+}
+
+inline std::uint32_t bits(float x) { return __builtin_bit_cast(std::uint32_t, x); }
+inline float float_from(std::uint32_t b) { return __builtin_bit_cast(float, b); }
+
+template <class T>
+bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
+}
+
+// SplitMix64 (Steele et al., OOPSLA 2014): the same numbers on every machine, unlike <random>'s distributions.
+struct Random {
+  explicit Random(std::uint64_t seed) : state(seed) {}
+  std::uint64_t next() {
+    std::uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+  }
+  std::uint32_t next32() { return static_cast<std::uint32_t>(next() >> 32); }
+  double uniform() { return (static_cast<double>(next() >> 11) + 0.5) * 0x1p-53; }  // in (0, 1)
+  double normal() {
+    const double radius = std::sqrt(-2 * std::log(uniform()));
+    return radius * std::cos(6.283185307179586 * uniform());
+  }
+  double lognormal(double sigma) { return std::exp(sigma * normal()); }
+  std::vector<float> normals(std::size_t n, double scale = 1) {
+    std::vector<float> values(n);
+    for (float& x : values) x = static_cast<float>(scale * normal());
+    return values;
+  }
+
+  std::uint64_t state;
+};
+
+// visit(first, last) on two threads over [0, count); true where both say true.
+template <class Visit>
+bool in_two_threads(std::uint64_t count, const Visit& visit) {
+  bool lower = false, upper = false;
+  std::thread other([&] { lower = visit(std::uint64_t{0}, count / 2); });
+  upper = visit(count / 2, count);
+  other.join();
+  return lower && upper;
+}
+
+}  // namespace scruple_tests
