@@ -6,6 +6,7 @@
 
 #include "engine/engine.h"
 #include "engine/failure.h"
+#include "engine/float_environment.h"
 #include "grad/clip.h"
 #include "grad/scaler.h"
 
@@ -15,9 +16,10 @@ using namespace scruple;
 
 thread_local std::string last_error;
 
-// Runs body; turns whatever it throws into a status and a message.
+// Runs body in the default floating-point environment; turns whatever it throws into a status and a message.
 template <class Body>
 scruple_status guarded(const Body& body) noexcept {
+  const DefaultFloatEnvironment environment;
   try {
     body();
     return SCRUPLE_OK;
@@ -62,6 +64,14 @@ void check_array_index(const scruple_tensor& t, int array) {
 void use_format(scruple_array& array, const char* format, Rounding rounding) {
   array.format = &find_format(format);
   array.rounding = rounding;
+}
+
+void check_scaler(const scruple_scaler& s) {
+  if (!(s.scale >= kSmallestScale && s.scale <= kLargestScale) || !(s.growth >= 1 && std::isfinite(s.growth)) ||
+      !(s.backoff > 0 && s.backoff <= 1) || s.interval < 1 || s.clean < 0)
+    fail(SCRUPLE_INVALID, "loss scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff, ", interval ",
+         s.interval, ", clean ", s.clean,
+         "}: needs scale in [2^-126, 2^127], growth >= 1, backoff in (0, 1], interval >= 1, clean >= 0");
 }
 
 void reset_slots(scruple_engine& engine, const scruple_tensor& t, uint32_t mask) {
@@ -136,8 +146,9 @@ scruple_status scruple_format_bytes(const scruple_format* format, int64_t size, 
   return guarded([&] {
     if (size < 0 || size > int64_t{1} << 50) fail(SCRUPLE_INVALID, "size is ", size, "; it must be 0 to 2^50");
     const Bytes bytes = bytes_of(required(format, "format"), size);
-    required(codes, "codes") = bytes.codes;
-    required(aux, "aux") = bytes.aux;
+    int64_t &codes_out = required(codes, "codes"), &aux_out = required(aux, "aux");
+    codes_out = bytes.codes;
+    aux_out = bytes.aux;
   });
 }
 
@@ -194,7 +205,10 @@ scruple_status scruple_engine_at(int index, scruple_engine_info* out) {
 // ---- Engines and optimizers --------------------------------------------------------------------------------------
 
 scruple_status scruple_engine_create(const char* name, int threads, scruple_engine** out) {
-  return guarded([&] { required(out, "out") = make_engine(name, threads).release(); });
+  return guarded([&] {
+    scruple_engine*& made = required(out, "out");  // before anything is made that could leak
+    made = make_engine(name, threads).release();
+  });
 }
 void scruple_engine_destroy(scruple_engine* engine) { delete engine; }
 const char* scruple_engine_name(const scruple_engine* engine) { return engine == nullptr ? "" : engine->name(); }
@@ -209,7 +223,10 @@ scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, 
 }
 
 scruple_status scruple_optimizer_create(const char* rule, scruple_optimizer** out) {
-  return guarded([&] { required(out, "out") = make_optimizer(rule).release(); });
+  return guarded([&] {
+    scruple_optimizer*& made = required(out, "out");
+    made = make_optimizer(rule).release();
+  });
 }
 void scruple_optimizer_destroy(scruple_optimizer* optimizer) { delete optimizer; }
 int scruple_optimizer_rule(const scruple_optimizer* optimizer) {
@@ -407,19 +424,16 @@ scruple_scaler scruple_scaler_dynamic(void) { return kDynamicScaler; }
 
 scruple_status scruple_scaler_static(float scale, scruple_scaler* out) {
   return guarded([&] {
-    if (!(scale > 0) || !std::isfinite(scale))
-      fail(SCRUPLE_INVALID, "a loss scale of ", scale, "; it must be finite and above 0");
-    required(out, "out") = {scale, 1.0f, 1.0f, kDynamicScaler.interval, 0};
+    const scruple_scaler made{scale, 1.0f, 1.0f, kDynamicScaler.interval, 0};
+    check_scaler(made);
+    required(out, "out") = made;
   });
 }
 
 scruple_status scruple_scaler_update(scruple_scaler* scaler, float found_inf) {
   return guarded([&] {
     scruple_scaler& s = required(scaler, "scaler");
-    if (!(s.scale > 0) || !std::isfinite(s.scale) || !(s.growth >= 1) || !std::isfinite(s.growth) ||
-        !(s.backoff > 0 && s.backoff <= 1) || s.interval < 1 || s.clean < 0)
-      fail(SCRUPLE_INVALID, "scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff, ", interval ",
-           s.interval, ", clean ", s.clean, "}: needs scale > 0, growth >= 1, backoff in (0, 1], interval >= 1");
+    check_scaler(s);
     s = updated(s, found_inf != 0);
   });
 }

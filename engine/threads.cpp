@@ -3,32 +3,14 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cfenv>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "engine/float_environment.h"
+
 namespace scruple {
-namespace {
-
-// A caller may have set flush-to-zero or another rounding mode; the bits must not depend on it.
-class DefaultFloatEnvironment {
- public:
-  DefaultFloatEnvironment() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
-  DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-  DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
-
- private:
-  std::fenv_t saved_;
-};
-
-}  // namespace
-
 struct Threads::Pool {
   explicit Pool(int workers) : owner(getpid()) {
     try {
@@ -53,11 +35,11 @@ struct Threads::Pool {
   }
 
   void work() {
-    const DefaultFloatEnvironment environment;
     for (i64 i = next.fetch_add(1); i < pieces; i = next.fetch_add(1)) (*piece)(i);
   }
 
   void serve() {
+    const DefaultFloatEnvironment environment;  // a new thread inherits its creator's
     u64 seen = 0;
     std::unique_lock lock(mutex);
     for (;;) {
@@ -111,7 +93,6 @@ void Threads::run(i64 pieces, const std::function<void(i64)>& piece) {
   }
   const std::lock_guard lock(pool_->caller);
   if (pieces == 1 || pool_->threads.empty()) {
-    const DefaultFloatEnvironment environment;
     for (i64 i = 0; i < pieces; ++i) piece(i);
   } else if (pieces > 0) {
     pool_->run(pieces, piece);

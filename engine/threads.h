@@ -16,8 +16,8 @@ class Threads {
   Threads& operator=(const Threads&) = delete;
 
   int count() const { return count_; }
-  // Calls piece(0) .. piece(pieces - 1), each once, and returns when all are done. Every piece runs in IEEE's default
-  // floating-point environment, whatever the caller's. Calls from several threads wait for each other.
+  // Calls piece(0) .. piece(pieces - 1), each once, and returns when all are done. Calls from several threads wait for
+  // each other. The pool's threads compute in IEEE's default floating-point environment; the caller sees to its own.
   void run(i64 pieces, const std::function<void(i64)>& piece);
 
  private:

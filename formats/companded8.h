@@ -17,10 +17,16 @@ namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
 // Bits 19 and up of the fp32 pattern of 1 + t, over those of 1, are the code; the bits below are what rounding decides.
+// Codes and the patterns they stand for need the upper 16 bits alone, and saying so keeps the vectors narrow.
 struct MuLaw {
   static constexpr u32 one = 127u << 23;
-  static SCRUPLE_HD u32 encode(float t_plus_1, u32 coin) { return bits_of(t_plus_1) - one + (coin << 2); }
-  static SCRUPLE_HD float decode(u32 code, float unit) { return fused(float_of((code << 19) + one), unit, -unit); }
+  // The code in the uppermost bits after the sign's place.
+  static SCRUPLE_HD u32 encode(float t_plus_1, u32 coin) { return (bits_of(t_plus_1) - one + (coin << 2)) << 5; }
+  static SCRUPLE_HD u16 upper(u32 bits) { return static_cast<u16>(bits >> 16); }
+  static SCRUPLE_HD float from_upper(u16 bits) { return float_of(static_cast<u32>(bits) << 16); }
+  static SCRUPLE_HD float decode(u16 code, float unit) {
+    return fused(from_upper(static_cast<u16>((code << 3) + (one >> 16))), unit, -unit);
+  }
 };
 
 struct Companded8 {
@@ -36,11 +42,12 @@ struct Companded8 {
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const u32 code = MuLaw::encode(fused(magnitude(x), gain, 1.0f), coin);
-    return bits_of(with_sign_of(x, float_of(code << 5))) >> 24;
+    const float code = float_of(MuLaw::encode(fused(magnitude(x), gain, 1.0f), coin));
+    return static_cast<u32>(MuLaw::upper(bits_of(with_sign_of(x, code))) >> 8);
   }
   static SCRUPLE_HD float decode(u32 code, float unit) {
-    return with_sign_of(float_of(code << 24), MuLaw::decode(code & 0x7fu, unit));
+    const float sign = MuLaw::from_upper(static_cast<u16>(code << 8));
+    return with_sign_of(sign, MuLaw::decode(code & 0x7fu, unit));
   }
 };
 
@@ -57,10 +64,10 @@ struct Companded8Nonneg {
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
-    const u32 code = MuLaw::encode(fused(magnitude(v), gain, 1.0f), coin) << 5 >> 24;
+    const u16 code = MuLaw::upper(MuLaw::encode(fused(magnitude(v), gain, 1.0f), coin)) >> 8;
     return code > 1u ? code : 1u;
   }
-  static SCRUPLE_HD float decode(u32 code, float unit) { return MuLaw::decode(code, unit); }
+  static SCRUPLE_HD float decode(u32 code, float unit) { return MuLaw::decode(static_cast<u16>(code), unit); }
 };
 
 }  // namespace SCRUPLE_UNIT

@@ -8,13 +8,15 @@ namespace scruple {
 // The constants are those that the frameworks settled on.
 inline constexpr scruple_scaler kDynamicScaler{65536.0f, 2.0f, 0.5f, 2000, 0};
 
+// The scale stays a normal, finite number.
+inline constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1p127f;
+
 inline scruple_scaler updated(scruple_scaler s, bool overflow) {
-  constexpr float kLargest = 0x1p127f, kSmallest = 0x1p-126f;  // the scale stays a normal, finite number
   if (overflow) {
-    s.scale = s.scale * s.backoff > kSmallest ? s.scale * s.backoff : kSmallest;
+    s.scale = s.scale * s.backoff > kSmallestScale ? s.scale * s.backoff : kSmallestScale;
     s.clean = 0;
   } else if (++s.clean >= s.interval) {
-    s.scale = s.scale * s.growth < kLargest ? s.scale * s.growth : kLargest;
+    s.scale = s.scale * s.growth < kLargestScale ? s.scale * s.growth : kLargestScale;
     s.clean = 0;
   }
   return s;
