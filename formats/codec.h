@@ -75,8 +75,6 @@ SCRUPLE_HD float group_unit(float absmax, float inverse_top) {
   const float finite = absmax > 0 ? floored : 0.0f;
   return magnitude_bits(absmax) < 0x7f800000u ? finite : float_of(kNaNBits);
 }
-// 1 / top, large enough that no value of a group exceeds `top` units after four roundings.
-constexpr float inverse_above(float top) { return (1.0f + 0x1p-21f) / top; }
 SCRUPLE_HD float reciprocal_or_zero(float unit) { return unit > 0 ? 1.0f / unit : 0.0f; }
 
 }  // namespace SCRUPLE_UNIT

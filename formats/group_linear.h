@@ -25,8 +25,9 @@ struct GroupLinear {
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const i32 code = round_by(clamp(x * gain, -top, top), coin);
-    return static_cast<u32>(code < top ? code : top) & ((1u << Bits) - 1u);
+    const i32 code = round_by(x * gain, coin);
+    const i32 below = code < top ? code : top;  // absmax itself may land an ulp outside
+    return static_cast<u32>(below > -top ? below : -top) & ((1u << Bits) - 1u);
   }
   static SCRUPLE_HD float number(u32 code) {
     return static_cast<float>(static_cast<i32>(code << (32 - Bits)) >> (32 - Bits));

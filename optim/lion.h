@@ -34,8 +34,8 @@ struct Lion {
   template <unsigned Active>
   static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k) {
     const float c = fma(k.b1, e.s[0], k.c1 * g);
-    const float positive = c > 0 ? 1.0f : c;
-    const float sign = c < 0 ? -1.0f : positive;
+    const bool zero_or_nan = magnitude_bits(c) - 1u >= 0x7f800000u;
+    const float sign = zero_or_nan ? c : with_sign_of(c, 1.0f);
     e.w = fma(-k.lr, sign, e.w * k.keep);
     e.s[0] = fma(k.b2, e.s[0], k.c2 * g);
     return e;
