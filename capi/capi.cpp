@@ -67,10 +67,11 @@ void use_format(scruple_array& array, const char* format, Rounding rounding) {
 }
 
 void check_scaler(const scruple_scaler& s) {
-  if (!(s.scale >= kSmallestScale && s.scale <= kLargestScale) || !(s.growth >= 1 && std::isfinite(s.growth)) ||
-      !(s.backoff > 0 && s.backoff <= 1) || s.interval < 1 || s.clean < 0)
-    fail(SCRUPLE_INVALID, "loss scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff, ", interval ",
-         s.interval, ", clean ", s.clean,
+  if (!(s.scale >= kSmallestScale && s.scale <= kLargestScale) ||
+      !(s.growth >= 1 && std::isfinite(s.growth)) || !(s.backoff > 0 && s.backoff <= 1) || s.interval < 1 ||
+      s.clean < 0)
+    fail(SCRUPLE_INVALID, "loss scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff,
+         ", interval ", s.interval, ", clean ", s.clean,
          "}: needs scale in [2^-126, 2^127], growth >= 1, backoff in (0, 1], interval >= 1, clean >= 0");
 }
 
@@ -107,7 +108,7 @@ const char* scruple_version(void) { return SCRUPLE_VERSION; }
 int scruple_abi_version(void) { return SCRUPLE_ABI_VERSION; }
 const char* scruple_last_error(void) { return last_error.c_str(); }
 
-// ---- Registry ---------------------------------------------------------------------------------------------------
+// ---- Registry ----
 
 int scruple_format_count(void) { return static_cast<int>(formats().size()); }
 
@@ -142,9 +143,11 @@ scruple_status scruple_get_format_info(const scruple_format* format, scruple_for
   });
 }
 
-scruple_status scruple_format_bytes(const scruple_format* format, int64_t size, int64_t* codes, int64_t* aux) {
+scruple_status scruple_format_bytes(const scruple_format* format, int64_t size, int64_t* codes,
+                                    int64_t* aux) {
   return guarded([&] {
-    if (size < 0 || size > int64_t{1} << 50) fail(SCRUPLE_INVALID, "size is ", size, "; it must be 0 to 2^50");
+    if (size < 0 || size > int64_t{1} << 50)
+      fail(SCRUPLE_INVALID, "size is ", size, "; it must be 0 to 2^50");
     const Bytes bytes = bytes_of(required(format, "format"), size);
     int64_t &codes_out = required(codes, "codes"), &aux_out = required(aux, "aux");
     codes_out = bytes.codes;
@@ -175,14 +178,16 @@ int scruple_rule_count(void) { return static_cast<int>(rules().size()); }
 scruple_status scruple_rule_at(int rule, scruple_rule_info* out) {
   return guarded([&] {
     const RuleInfo& r = entry(rules(), rule, "optimizer");
-    required(out, "out") = {r.name, r.doc, static_cast<int32_t>(r.slots.size()), static_cast<int32_t>(r.hypers.size())};
+    required(out, "out") = {r.name, r.doc, static_cast<int32_t>(r.slots.size()),
+                            static_cast<int32_t>(r.hypers.size())};
   });
 }
 
 scruple_status scruple_rule_slot(int rule, int slot, scruple_slot_info* out) {
   return guarded([&] {
     const Slot& s = entry(entry(rules(), rule, "optimizer").slots, slot, "slot");
-    required(out, "out") = {s.name, s.sign == Sign::nonneg ? SCRUPLE_ROLE_NONNEG : SCRUPLE_ROLE_SIGNED, s.optional};
+    required(out, "out") = {s.name, s.sign == Sign::nonneg ? SCRUPLE_ROLE_NONNEG : SCRUPLE_ROLE_SIGNED,
+                            s.optional};
   });
 }
 
@@ -202,7 +207,7 @@ scruple_status scruple_engine_at(int index, scruple_engine_info* out) {
   });
 }
 
-// ---- Engines and optimizers --------------------------------------------------------------------------------------
+// ---- Engines and optimizers ----
 
 scruple_status scruple_engine_create(const char* name, int threads, scruple_engine** out) {
   return guarded([&] {
@@ -211,7 +216,9 @@ scruple_status scruple_engine_create(const char* name, int threads, scruple_engi
   });
 }
 void scruple_engine_destroy(scruple_engine* engine) { delete engine; }
-const char* scruple_engine_name(const scruple_engine* engine) { return engine == nullptr ? "" : engine->name(); }
+const char* scruple_engine_name(const scruple_engine* engine) {
+  return engine == nullptr ? "" : engine->name();
+}
 int scruple_engine_threads(const scruple_engine* engine) { return engine == nullptr ? 0 : engine->threads(); }
 
 scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, int64_t bytes) {
@@ -245,7 +252,7 @@ uint64_t scruple_optimizer_seed(const scruple_optimizer* optimizer) {
   return optimizer == nullptr ? 0 : optimizer->seed;
 }
 
-// ---- Tensors ----------------------------------------------------------------------------------------------------
+// ---- Tensors ----
 
 scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe) {
   return guarded([&] {
@@ -266,8 +273,8 @@ scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe) {
           for (const Slot& slot : other.slots) fits = fits && slot.sign != Sign::nonneg;
           if (fits) suited += (suited.empty() ? "" : ", ") + std::string(other.name);
         }
-        fail(SCRUPLE_UNSUPPORTED, "recipe ", wanted.name, " has no format for ", rule.slots[s].name, " of ", rule.name,
-             ", ", role_name(SCRUPLE_ROLE_NONNEG), "; it serves: ", suited,
+        fail(SCRUPLE_UNSUPPORTED, "recipe ", wanted.name, " has no format for ", rule.slots[s].name, " of ",
+             rule.name, ", ", role_name(SCRUPLE_ROLE_NONNEG), "; it serves: ", suited,
              "; or choose another recipe, or each format yourself");
       }
       use_format(t.arrays[SCRUPLE_SLOT + s], nonneg ? r.nonneg : r.moment, r.moment_rounding);
@@ -276,7 +283,8 @@ scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe) {
   });
 }
 
-scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name, int* role, int* used) {
+scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name, int* role,
+                                    int* used) {
   return guarded([&] {
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
@@ -321,7 +329,8 @@ scruple_status scruple_tensor_reset(scruple_engine* engine, const scruple_tensor
   });
 }
 
-scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, int64_t size, scruple_tensor* out) {
+scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, int64_t size,
+                                   scruple_tensor* out) {
   return guarded([&] {
     const scruple_tensor& t = required(tensor, "tensor");
     check_tensor(t, 0);
@@ -342,7 +351,8 @@ scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, 
   });
 }
 
-scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tensor, int array, const float* values) {
+scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tensor, int array,
+                              const float* values) {
   return guarded([&] {
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
@@ -352,7 +362,8 @@ scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tens
   });
 }
 
-scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array, float* values) {
+scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array,
+                              float* values) {
   return guarded([&] {
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
@@ -362,7 +373,7 @@ scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tens
   });
 }
 
-// ---- The step and its gradients ------------------------------------------------------------------------------------
+// ---- The step and its gradients ----
 
 scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
                             const scruple_step_options* options) {
@@ -371,8 +382,8 @@ scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensor
     scruple_step_options all = SCRUPLE_STEP_OPTIONS_INIT;
     if (options != nullptr) {
       if (options->struct_size == 0 || options->struct_size > sizeof all)
-        fail(SCRUPLE_INVALID, "step options of ", options->struct_size, " bytes, this library knows ", sizeof all,
-             "; start from SCRUPLE_STEP_OPTIONS_INIT");
+        fail(SCRUPLE_INVALID, "step options of ", options->struct_size, " bytes, this library knows ",
+             sizeof all, "; start from SCRUPLE_STEP_OPTIONS_INIT");
       std::memcpy(&all, options, options->struct_size);
     }
     if (!std::isfinite(all.multiplier) || all.multiplier == 0)
@@ -383,8 +394,8 @@ scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensor
   });
 }
 
-scruple_status scruple_norm(scruple_engine* engine, const scruple_tensor* tensors, int64_t count, double* norm,
-                            float* found_inf) {
+scruple_status scruple_norm(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
+                            double* norm, float* found_inf) {
   return guarded([&] {
     scruple_engine& e = required(engine, "engine");
     check_gradients(tensors, count);
@@ -396,8 +407,8 @@ scruple_status scruple_norm(scruple_engine* engine, const scruple_tensor* tensor
 
 float scruple_clip_factor(double norm, double max_norm) { return clip_factor(norm, max_norm); }
 
-scruple_status scruple_fold(scruple_engine* engine, const scruple_tensor* tensors, const scruple_array* incoming,
-                            int64_t count, float multiplier) {
+scruple_status scruple_fold(scruple_engine* engine, const scruple_tensor* tensors,
+                            const scruple_array* incoming, int64_t count, float multiplier) {
   return guarded([&] {
     scruple_engine& e = required(engine, "engine");
     check_fold(tensors, incoming, count, multiplier);
@@ -418,7 +429,7 @@ scruple_status scruple_clear(scruple_engine* engine, const scruple_tensor* tenso
   });
 }
 
-// ---- Loss scaling --------------------------------------------------------------------------------------------------
+// ---- Loss scaling ----
 
 scruple_scaler scruple_scaler_dynamic(void) { return kDynamicScaler; }
 

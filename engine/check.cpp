@@ -17,8 +17,8 @@ struct Interval {
   int array;
 };
 
-void add_planes(std::vector<Interval>& intervals, const scruple_array& array, i64 size, bool written, i64 tensor,
-                int which) {
+void add_planes(std::vector<Interval>& intervals, const scruple_array& array, i64 size, bool written,
+                i64 tensor, int which) {
   const Bytes bytes = bytes_of(*array.format, size);
   const auto add = [&](const void* plane, i64 count) {
     const auto* begin = static_cast<const unsigned char*>(plane);
@@ -30,7 +30,8 @@ void add_planes(std::vector<Interval>& intervals, const scruple_array& array, i6
 
 // A plane that is written may not share a byte with any other plane; planes that are only read may.
 void check_overlap(std::vector<Interval>& intervals, const scruple_tensor* tensors) {
-  std::sort(intervals.begin(), intervals.end(), [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
+  std::sort(intervals.begin(), intervals.end(),
+            [](const Interval& a, const Interval& b) { return a.begin < b.begin; });
   const Interval *read = nullptr, *written = nullptr;  // of those seen, the ones that reach furthest
   for (const Interval& now : intervals) {
     const Interval* other = nullptr;
@@ -47,12 +48,15 @@ void check_overlap(std::vector<Interval>& intervals, const scruple_tensor* tenso
 
 void check_table(const void* tensors, i64 count) {
   if (count < 0) fail(SCRUPLE_INVALID, "count is ", count, "; it must be at least 0");
-  if (tensors == nullptr && count > 0) fail(SCRUPLE_INVALID, "the table of tensors is null but count is ", count);
+  if (tensors == nullptr && count > 0)
+    fail(SCRUPLE_INVALID, "the table of tensors is null but count is ", count);
 }
 
-void check_format(const scruple_array& array, unsigned role, i64 size, bool memory, const std::string& where) {
+void check_format(const scruple_array& array, unsigned role, i64 size, bool memory,
+                  const std::string& where) {
   if (array.format == nullptr)
-    fail(SCRUPLE_INVALID, where, ": no format is set; call scruple_tensor_use, or choose one of ", formats_for(role));
+    fail(SCRUPLE_INVALID, where, ": no format is set; call scruple_tensor_use, or choose one of ",
+         formats_for(role));
   const scruple_format& format = *array.format;
   if ((format.roles & role) == 0)
     fail(SCRUPLE_UNSUPPORTED, where, ": format ", format.name, " cannot hold ", role_name(role),
@@ -61,9 +65,10 @@ void check_format(const scruple_array& array, unsigned role, i64 size, bool memo
   if (array.rounding < 0 || array.rounding >= kRoundings || (roundings >> array.rounding & 1u) == 0) {
     std::string supported;
     for (int r = 0; r < kRoundings; ++r)
-      if ((roundings >> r & 1u) != 0) supported += (supported.empty() ? "" : ", ") + std::string(rounding_name(r));
-    fail(SCRUPLE_UNSUPPORTED, where, ": format ", format.name, " does not round by ", rounding_name(array.rounding),
-         " (", array.rounding, "); it can: ", supported);
+      if ((roundings >> r & 1u) != 0)
+        supported += (supported.empty() ? "" : ", ") + std::string(rounding_name(r));
+    fail(SCRUPLE_UNSUPPORTED, where, ": format ", format.name, " does not round by ",
+         rounding_name(array.rounding), " (", array.rounding, "); it can: ", supported);
   }
   if (!memory || size == 0) return;
   if (array.codes == nullptr) fail(SCRUPLE_INVALID, where, ": codes is null");
@@ -119,7 +124,8 @@ void check_step(const scruple_tensor* tensors, i64 count) {
     const scruple_tensor& t = tensors[i];
     check_tensor(t, i);
     if (t.step < 1)
-      fail(SCRUPLE_INVALID, "tensor ", i, ": step is ", t.step, "; it counts from 1, the step about to be taken");
+      fail(SCRUPLE_INVALID, "tensor ", i, ": step is ", t.step,
+           "; it counts from 1, the step about to be taken");
     if (const char* problem = t.optimizer->problem())
       fail(SCRUPLE_INVALID, "tensor ", i, ": ", t.optimizer->rule().name, ": ", problem);
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
@@ -151,7 +157,8 @@ void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i6
     const std::string where = "tensor " + std::to_string(i) + ", incoming gradient";
     check_format(incoming[i], SCRUPLE_ROLE_GRADIENT, t.size, true, where);
     if (incoming[i].rounding == kDither)
-      fail(SCRUPLE_UNSUPPORTED, where, ": a dithered accumulator cannot be folded into another; decode it first");
+      fail(SCRUPLE_UNSUPPORTED, where,
+           ": a dithered accumulator cannot be folded into another; decode it first");
     add_planes(intervals, into, t.size, true, i, SCRUPLE_GRADIENT);
     add_planes(intervals, incoming[i], t.size, false, i, SCRUPLE_GRADIENT);
   }

@@ -1,5 +1,5 @@
-// The CPU engine: joins formats and optimizers at run time, tile by tile. Any format meets any optimizer here, and no
-// product of the two is ever compiled.
+// The CPU engine: joins formats and optimizers at run time, tile by tile. Any format meets any optimizer
+// here, and no product of the two is ever compiled.
 #include "engine/cpu.h"
 
 #include <algorithm>
@@ -63,12 +63,13 @@ class CpuEngine final : public scruple_engine {
 
   void step(const scruple_tensor* tensors, i64 count, const scruple_step_options& options) override {
     std::vector<TensorWork> work(static_cast<std::size_t>(count));
-    for (i64 i = 0; i < count; ++i) work[static_cast<std::size_t>(i)] = tensor_work(tensors[i], options.multiplier);
+    for (i64 i = 0; i < count; ++i)
+      work[static_cast<std::size_t>(i)] = tensor_work(tensors[i], options.multiplier);
     for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
       TileBuffers buffers;
       for (i64 at = first; at < first + n; at += kTile)
-        step_tile(work[static_cast<std::size_t>(tensor)], at, static_cast<int>(std::min<i64>(kTile, first + n - at)),
-                  buffers);
+        step_tile(work[static_cast<std::size_t>(tensor)], at,
+                  static_cast<int>(std::min<i64>(kTile, first + n - at)), buffers);
     });
   }
 
@@ -93,7 +94,8 @@ class CpuEngine final : public scruple_engine {
     return total;
   }
 
-  void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier) override {
+  void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count,
+            float multiplier) override {
     for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
       const scruple_tensor& t = tensors[tensor];
       const ArrayWork before = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
@@ -209,14 +211,16 @@ class CpuEngine final : public scruple_engine {
     work.decode(work.planes, at, n, work.k, out, random);
   }
 
-  void encode_tile(const float* in, const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers) const {
+  void encode_tile(const float* in, const ArrayWork& work, i64 offset, i64 at, int n,
+                   TileBuffers& buffers) const {
     const u16* random = work.random_encode ? randoms(work, offset, at, n, buffers) : nullptr;
     work.encode(in, work.planes, at, n, work.k, random);
   }
 
   // Where the update finds an array: in its own memory, or decoded into a buffer.
   float* open(const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers, float* buffer) const {
-    if (work.in_place) return reinterpret_cast<float*>(work.planes.codes + at * static_cast<i64>(sizeof(float)));
+    if (work.in_place)
+      return reinterpret_cast<float*>(work.planes.codes + at * static_cast<i64>(sizeof(float)));
     decode_tile(work, offset, at, n, buffers, buffer);
     return buffer;
   }

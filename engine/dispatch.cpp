@@ -9,9 +9,9 @@
 
 namespace scruple {
 
-#define SCRUPLE_DECLARE_UNIT(unit)  \
-  namespace unit {                  \
-  extern const Unit kUnit;          \
+#define SCRUPLE_DECLARE_UNIT(unit) \
+  namespace unit {                 \
+  extern const Unit kUnit;         \
   }
 SCRUPLE_DECLARE_UNIT(baseline)
 #if defined(__x86_64__)
@@ -43,12 +43,12 @@ constexpr int kMaxThreads = 1024;
 
 const std::vector<CpuUnit>& cpu_units() {
   static const std::vector<CpuUnit> kUnits = {
-      {"cpu-baseline", "any processor of this architecture", &baseline::kUnit, always},
+    {"cpu-baseline", "any processor of this architecture", &baseline::kUnit, always},
 #if defined(__x86_64__)
-      {"cpu-x86-64-v3", "AVX2 and FMA", &x86_64_v3::kUnit, has_v3},
-      {"cpu-x86-64-v4", "AVX-512", &x86_64_v4::kUnit, has_v4},
+    {"cpu-x86-64-v3", "AVX2 and FMA", &x86_64_v3::kUnit, has_v3},
+    {"cpu-x86-64-v4", "AVX-512", &x86_64_v4::kUnit, has_v4},
 #elif defined(__aarch64__)
-      {"cpu-neon", "NEON", &neon::kUnit, always},
+    {"cpu-neon", "NEON", &neon::kUnit, always},
 #endif
   };
   return kUnits;
@@ -58,7 +58,8 @@ const std::vector<EngineInfo>& engines() {
   static const std::vector<EngineInfo> kEngines = [] {
     std::vector<EngineInfo> list;
     for (const CpuUnit& unit : cpu_units())
-      list.push_back({unit.name, unit.doc, unit.available() ? "" : "this processor lacks " + std::string(unit.doc)});
+      list.push_back(
+          {unit.name, unit.doc, unit.available() ? "" : "this processor lacks " + std::string(unit.doc)});
     return list;
   }();
   return kEngines;
@@ -70,14 +71,16 @@ std::unique_ptr<scruple_engine> make_engine(const char* name, int threads) {
   if (threads == 0) threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   std::string wanted = name == nullptr ? "cpu" : name;
   if (wanted == "cpu")
-    if (const char* forced = std::getenv("SCRUPLE_ENGINE"); forced != nullptr && *forced != 0) wanted = forced;
+    if (const char* forced = std::getenv("SCRUPLE_ENGINE"); forced != nullptr && *forced != 0)
+      wanted = forced;
 
   const CpuUnit* best = nullptr;
   std::string known = "cpu";
   for (const CpuUnit& unit : cpu_units()) {
     known += std::string(", ") + unit.name;
     if (wanted == unit.name && !unit.available())
-      fail(SCRUPLE_UNAVAILABLE, "engine ", wanted, ": this processor lacks ", unit.doc, "; use cpu, the best it has");
+      fail(SCRUPLE_UNAVAILABLE, "engine ", wanted, ": this processor lacks ", unit.doc,
+           "; use cpu, the best it has");
     if ((wanted == "cpu" || wanted == unit.name) && unit.available()) best = &unit;
   }
   if (best == nullptr) fail(SCRUPLE_INVALID, "unknown engine '", wanted, "'; known: ", known);

@@ -1,5 +1,5 @@
-// What every engine can do, over the public table of tensors, and the checks that stand before all of them: an engine
-// is only ever given a table that passed.
+// What every engine can do, over the public table of tensors, and the checks that stand before all of them:
+// an engine is only ever given a table that passed.
 #pragma once
 
 #include <memory>
@@ -15,8 +15,10 @@ struct scruple_engine {
   virtual const char* name() const = 0;
   virtual int threads() const = 0;
 
-  virtual void step(const scruple_tensor* tensors, scruple::i64 count, const scruple_step_options& options) = 0;
-  virtual double sum_squares(const scruple_tensor* tensors, scruple::i64 count) = 0;  // of the gradients as stored
+  virtual void step(const scruple_tensor* tensors, scruple::i64 count,
+                    const scruple_step_options& options) = 0;
+  virtual double sum_squares(const scruple_tensor* tensors,
+                             scruple::i64 count) = 0;  // of the gradients as stored
   virtual void fold(const scruple_tensor* tensors, const scruple_array* incoming, scruple::i64 count,
                     float multiplier) = 0;
   virtual void encode(const scruple_tensor& tensor, int array, const float* values) = 0;
@@ -38,7 +40,7 @@ struct EngineInfo {
 const std::vector<EngineInfo>& engines();
 std::unique_ptr<scruple_engine> make_engine(const char* name, int threads);
 
-// ---- Checks: each throws a Failure that says what was asked, what was found, what to do --------------------------
+// ---- Checks: each throws a Failure that says what was asked, what was found, what to do ----
 
 unsigned role_of(const scruple_tensor& tensor, int array);
 const char* array_name(const scruple_tensor& tensor, int array);

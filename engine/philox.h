@@ -1,6 +1,6 @@
-// Random bits from a counter: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
-// Element e of an array gets 16 bits, number e % 8 of the block with counter (e / 8, folds, array, step, tensor id) under
-// the key `seed`. Nothing depends on threads, chunks, shards or the order of calls.
+// Random bits from a counter: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC'11). Element e of an array gets 16 bits, number e % 8 of the block with counter (e / 8, folds, array,
+// step, tensor id) under the key `seed`. Nothing depends on threads, chunks, shards or the order of calls.
 #pragma once
 
 #include "formats/codec.h"
@@ -32,8 +32,8 @@ struct PhiloxKey {
 
 SCRUPLE_HD PhiloxBlock philox_round(PhiloxBlock c, PhiloxKey k) {
   const u64 a = static_cast<u64>(0xd2511f53u) * c.x[0], b = static_cast<u64>(0xcd9e8d57u) * c.x[2];
-  return {{static_cast<u32>(b >> 32) ^ c.x[1] ^ k.x[0], static_cast<u32>(b), static_cast<u32>(a >> 32) ^ c.x[3] ^ k.x[1],
-           static_cast<u32>(a)}};
+  return {{static_cast<u32>(b >> 32) ^ c.x[1] ^ k.x[0], static_cast<u32>(b),
+           static_cast<u32>(a >> 32) ^ c.x[3] ^ k.x[1], static_cast<u32>(a)}};
 }
 
 SCRUPLE_HD PhiloxBlock philox(PhiloxBlock c, PhiloxKey k) {
@@ -46,8 +46,8 @@ SCRUPLE_HD PhiloxKey philox_key(const RandomKey& key) {
 }
 
 SCRUPLE_HD PhiloxBlock random_counter(const RandomKey& key, u64 block) {
-  return {{static_cast<u32>(block), static_cast<u32>(block >> 32) | (key.folds & 0xfffu) << 16 | key.array << 28,
-           key.step, key.id}};
+  return {{static_cast<u32>(block),
+           static_cast<u32>(block >> 32) | (key.folds & 0xfffu) << 16 | key.array << 28, key.step, key.id}};
 }
 
 }  // namespace SCRUPLE_UNIT

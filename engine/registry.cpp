@@ -37,7 +37,8 @@ constexpr scruple_format row(const char* name, const char* roles, int k, int ind
 
 constexpr int kFirstRow = __COUNTER__ + 1;
 constexpr scruple_format kFormats[] = {
-#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg) row<Signed, Nonneg>(name, roles, k, __COUNTER__ - kFirstRow),
+#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg) \
+  row<Signed, Nonneg>(name, roles, k, __COUNTER__ - kFirstRow),
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
 };

@@ -1,4 +1,5 @@
-// The lists formats.def and recipes.def as tables: what each format looks like from outside, which roles it serves.
+// The lists formats.def and recipes.def as tables: what each format looks like from outside, which roles it
+// serves.
 #pragma once
 
 #include <span>

@@ -80,7 +80,8 @@ struct OptimizerOf final : scruple_optimizer {
     }
     if (found) return;
     std::string known;
-    for (const HyperField& field : info_.hypers) known += (known.empty() ? "" : ", ") + std::string(field.name);
+    for (const HyperField& field : info_.hypers)
+      known += (known.empty() ? "" : ", ") + std::string(field.name);
     fail(SCRUPLE_INVALID, Rule::name, " has no hyperparameter '", wanted == nullptr ? "(null)" : wanted,
          "'; it has: ", known);
   }

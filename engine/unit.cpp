@@ -1,6 +1,6 @@
-// The leaf loops of the CPU engine, compiled once per instruction set with SCRUPLE_UNIT naming it. Plain loops over
-// the formulas in formats/ and optim/, written so that compilers vectorise them; nothing here may call a library
-// template, or the linker could hand one unit's instructions to another.
+// The leaf loops of the CPU engine, compiled once per instruction set with SCRUPLE_UNIT naming it. Plain
+// loops over the formulas in formats/ and optim/, written so that compilers vectorise them; nothing here may
+// call a library template, or the linker could hand one unit's instructions to another.
 #include "engine/unit.h"
 
 #include <type_traits>
@@ -33,7 +33,8 @@ SCRUPLE_HD Loose<T>* at(u8* plane, i64 index) {
 }
 SCRUPLE_HD u8* at_bit(u8* plane, i64 bit) { return plane + bit / 8; }
 
-// ---- Strings of K bits: value i at bit i K of a little-endian string, moved 32 values (K words) at a time -----------
+// ---- Strings of K bits ----
+// Value i stands at bit i K of a little-endian string; 32 values (K words) are moved at a time.
 
 template <int K>
 void unpack32(const Loose<u32>* from, u16* to) {
@@ -77,8 +78,11 @@ void pack32(const u16* from, Loose<u32>* to) {
 
 using UnpackFn = void (*)(const Loose<u32>*, u16*);
 using PackFn = void (*)(const u16*, Loose<u32>*);
-#define SCRUPLE_BITS(f) \
-  { nullptr, f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>, f<9>, f<10>, f<11>, f<12>, f<13>, f<14>, f<15>, f<16> }
+#define SCRUPLE_BITS(f)                                                                                      \
+  {                                                                                                          \
+    nullptr, f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>, f<9>, f<10>, f<11>, f<12>, f<13>, f<14>, f<15>, \
+        f<16>                                                                                                \
+  }
 constexpr UnpackFn kUnpack[] = SCRUPLE_BITS(unpack32);
 constexpr PackFn kPack[] = SCRUPLE_BITS(pack32);
 #undef SCRUPLE_BITS
@@ -106,7 +110,7 @@ void pack(const u16* from, int k, int n, u8* to) {
   for (int j = 0; j < bytes; ++j) to[i / 8 * k + j] = last[j];
 }
 
-// ---- Codecs over a tile -----------------------------------------------------------------------------------------
+// ---- Codecs over a tile ----
 
 template <class C>
 struct Tile;
@@ -133,7 +137,8 @@ struct Tile<Rounded<Half>> {
     for (int i = 0; i < n; ++i) out[i] = Half::decode(codes[i]);
   }
   template <Rounding R>
-  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, const u16* __restrict random) {
+  static void encode(const float* __restrict in, Planes p, i64 first, int n, int,
+                     const u16* __restrict random) {
     auto* codes = at<u16>(p.codes, first);
     for (int i = 0; i < n; ++i)
       codes[i] = Rounded<Half>::template encode<R>(in[i], R == kStochastic ? random[i] : u16{0});
@@ -161,8 +166,8 @@ struct Tile<Master<Half>> {
 template <class Half>
 struct Tile<Split<Half>> {
   template <Rounding R, class Extra>
-  static SCRUPLE_HD void join_all(const Loose<u16>* __restrict visible, const Loose<Extra>* __restrict extra, int n, int k,
-                                  float* __restrict out) {
+  static SCRUPLE_HD void join_all(const Loose<u16>* __restrict visible, const Loose<Extra>* __restrict extra,
+                                  int n, int k, float* __restrict out) {
     for (int i = 0; i < n; ++i) out[i] = Half::value(join<R>(visible[i], extra[i], k));
   }
   template <Rounding R, class Extra>
@@ -213,7 +218,8 @@ struct Tile {
         out[i] = C::decode(codes[i], unit);
     }
   }
-  // Magnitudes compare as integers: exact, in any order, and a NaN wins. In two rounds, so that the first has no chain.
+  // Magnitudes compare as integers: exact, in any order, and a NaN wins. In two rounds, so that the first has
+  // no chain.
   static SCRUPLE_HD float absmax_of(const float* __restrict in) {
     constexpr int kLanes = 16;
     i32 lanes[kLanes];
@@ -290,7 +296,8 @@ struct Tile {
       codes = p.codes + first;
     else
       codes = unpacked;
-    for (int i = 0; i < whole; ++i) encode_group<R>(in + i * G, absmax[i], gain[i], random + i * G, codes + i * G);
+    for (int i = 0; i < whole; ++i)
+      encode_group<R>(in + i * G, absmax[i], gain[i], random + i * G, codes + i * G);
     if (whole < groups) {
       u16 last_random[G] = {};
       Code last[G];
@@ -321,10 +328,11 @@ constexpr CodecFns codec_fns() {
   return fns;
 }
 
-// ---- Optimizers over a tile ---------------------------------------------------------------------------------------
+// ---- Optimizers over a tile ----
 
 template <class Rule, unsigned Active, bool Scaled>
-void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, const void* step, float multiplier) {
+void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, const void* step,
+                 float multiplier) {
   constexpr int kSlots = sizeof(Rule::slots) / sizeof(Slot);
   const typename Rule::Step k = *static_cast<const typename Rule::Step*>(step);
   auto* __restrict w = reinterpret_cast<Loose<float>*>(w_at);
@@ -378,7 +386,7 @@ constexpr void add_update(UpdateFn* fns) {
   if constexpr (Active + 1 < 1u << kMaxSlots) add_update<Rule, Active + 1>(fns);
 }
 
-// ---- Random bits, norms, folds ------------------------------------------------------------------------------------
+// ---- Random bits, norms, folds ----
 
 // Blocks side by side, so that the rounds vectorise.
 void random_blocks(const RandomKey& key, u64 block, int blocks, u16* out) {
@@ -408,7 +416,8 @@ void random_blocks(const RandomKey& key, u64 block, int blocks, u16* out) {
   }
 }
 
-// Squares of floats are exact in double and their sum cannot overflow, so the sum is finite if and only if every x is.
+// Squares of floats are exact in double and their sum cannot overflow, so the sum is finite if and only if
+// every x is.
 double sum_squares(const float* x, int n) {
   constexpr int kLanes = 256, kRows = kSegment / kLanes;
   float padded[kSegment];

@@ -1,5 +1,6 @@
-// What an instruction-set unit offers: the leaf loops of the CPU engine over one tile of values, as function tables.
-// engine/unit.cpp is compiled once per instruction set; engine/cpu.cpp joins the leaves, tile by tile, at run time.
+// What an instruction-set unit offers: the leaf loops of the CPU engine over one tile of values, as function
+// tables. engine/unit.cpp is compiled once per instruction set; engine/cpu.cpp joins the leaves, tile by
+// tile, at run time.
 #pragma once
 
 #include "engine/philox.h"
@@ -7,7 +8,8 @@
 
 namespace scruple {
 
-// Values decoded, updated and encoded at a time; they stay in the first-level cache. A multiple of every group size.
+// Values decoded, updated and encoded at a time; they stay in the first-level cache. A multiple of every
+// group size.
 inline constexpr int kTile = 1024;
 // Work is handed to threads in chunks; the reduction tree of norms is built on them too.
 inline constexpr i64 kChunk = 1 << 16;
@@ -30,8 +32,8 @@ struct Planes {
   u8* aux;
 };
 
-// `first` is a multiple of kTile, 0 < n <= kTile; `random` has 16 bits for each value, or is null where the rounding
-// needs none.
+// `first` is a multiple of kTile, 0 < n <= kTile; `random` has 16 bits for each value, or is null where the
+// rounding needs none.
 using DecodeFn = void (*)(Planes planes, i64 first, int n, int k, float* out, const u16* random);
 using EncodeFn = void (*)(const float* in, Planes planes, i64 first, int n, int k, const u16* random);
 
@@ -41,10 +43,11 @@ struct CodecFns {
 };
 
 // w, slots and g at any alignment; `step` is the rule's Step; g is multiplied by `multiplier` first.
-using UpdateFn = void (*)(float* w, float* const* slots, const float* g, int n, const void* step, float multiplier);
+using UpdateFn = void (*)(float* w, float* const* slots, const float* g, int n, const void* step,
+                          float multiplier);
 
 struct Unit {
-  CodecFns codecs[kFormatCount][2];           // [format][0 signed, 1 non-negative]
+  CodecFns codecs[kFormatCount][2];             // [format][0 signed, 1 non-negative]
   UpdateFn update[kRuleCount][1 << kMaxSlots];  // [rule][active slots]
   void (*random)(const RandomKey& key, u64 block, int blocks, u16* out);
   double (*sum_squares)(const float* x, int n);                               // n <= kSegment

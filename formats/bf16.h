@@ -1,5 +1,5 @@
-// bf16: the upper half of an fp32; 8 exponent bits, 8 significant bits. Nearest rounds ties to even, as hardware does;
-// the largest finite fp32 values round to infinity.
+// bf16: the upper half of an fp32; 8 exponent bits, 8 significant bits. Nearest rounds ties to even, as
+// hardware does; the largest finite fp32 values round to infinity.
 #pragma once
 
 #include "formats/codec.h"
@@ -12,8 +12,8 @@ struct Bf16 {
   static constexpr int fraction_bits = 16;  // of fp32 below the last bit of bf16
   static constexpr double relative = 0x1p-8, absolute = 0x1p-134;
 
-  // A value's place on the line of bf16 numbers, in units of 2^-16 of the gap between two of them. For bf16 that is
-  // the fp32 pattern itself.
+  // A value's place on the line of bf16 numbers, in units of 2^-16 of the gap between two of them. For bf16
+  // that is the fp32 pattern itself.
   static SCRUPLE_HD u32 position(float x) { return bits_of(x); }
   static SCRUPLE_HD float value(u32 position) { return float_of(position); }
 

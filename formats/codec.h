@@ -1,5 +1,6 @@
-// What every format is written with: bit access, rounding by a coin, the layout and error bound that each codec states.
-// A codec is pure arithmetic on one value or one group; it knows neither optimizers nor engines.
+// What every format is written with: bit access, rounding by a coin, the layout and error bound that each
+// codec states. A codec is pure arithmetic on one value or one group; it knows neither optimizers nor
+// engines.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,8 @@
 #define SCRUPLE_HD inline __attribute__((always_inline))
 #endif
 
-// Each instruction-set unit compiles these headers again under its own name, so that the linker cannot mix them.
+// Each instruction-set unit compiles these headers again under its own name, so that the linker cannot mix
+// them.
 #ifndef SCRUPLE_UNIT
 #define SCRUPLE_UNIT common
 #endif
@@ -46,20 +48,23 @@ SCRUPLE_HD u32 magnitude_bits(float x) { return bits_of(x) & 0x7fffffffu; }
 SCRUPLE_HD float magnitude(float x) { return __builtin_fabsf(x); }
 SCRUPLE_HD float with_sign_of(float sign, float x) { return __builtin_copysignf(x, sign); }
 
+SCRUPLE_HD float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
 // Processors disagree about the bits of a NaN; every stored NaN is this one.
 inline constexpr u32 kNaNBits = 0x7fc00000u;
 SCRUPLE_HD float canonical(float x) { return x == x ? x : float_of(kNaNBits); }
 
-// Rounding as one formula: add `coin` / 2^17 of a step, drop the rest. Nearest is the coin that always shows one half
-// (ties go up); a stochastic coin is 2 r + 1 for 16 random bits r, centred so that exact values stay exact.
+// Rounding as one formula: add `coin` / 2^17 of a step, drop the rest. Nearest is the coin that always shows
+// one half (ties go up); a stochastic coin is 2 r + 1 for 16 random bits r, centred so that exact values stay
+// exact.
 inline constexpr u32 kHalf = 0x10000u;
 SCRUPLE_HD u32 coin_of(u16 random) { return 2u * random + 1u; }
 SCRUPLE_HD float coin_fraction(u32 coin) { return static_cast<float>(coin) * 0x1p-17f; }
 
 // floor(x + coin), for |x| < 2^22.
-SCRUPLE_HD i32 round_by(float x, u32 coin) { return static_cast<i32>(__builtin_floorf(x + coin_fraction(coin))); }
-
-SCRUPLE_HD float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+SCRUPLE_HD i32 round_by(float x, u32 coin) {
+  return static_cast<i32>(__builtin_floorf(x + coin_fraction(coin)));
+}
 
 // Comparisons are written so that a NaN takes the bound: no code is ever made from a NaN.
 SCRUPLE_HD float clamp(float x, float low, float high) {
@@ -67,8 +72,9 @@ SCRUPLE_HD float clamp(float x, float low, float high) {
   return x > low ? x : low;
 }
 
-// The unit of a group: its largest magnitude over the top level. Zero for a group of zeros, NaN if anything in the
-// group is not finite (the engine then writes codes of zero), and never subnormal, so that its reciprocal is finite.
+// The unit of a group: its largest magnitude over the top level. Zero for a group of zeros, NaN if anything
+// in the group is not finite (the engine then writes codes of zero), and never subnormal, so that its
+// reciprocal is finite.
 SCRUPLE_HD float group_unit(float absmax, float inverse_top) {
   const float unit = absmax * inverse_top;
   const float floored = unit > 0x1p-126f ? unit : 0x1p-126f;

@@ -1,14 +1,17 @@
-// companded8: our 8-bit moments. Groups of 64 share an fp32 unit = absmax / top. In units, a magnitude t is coded as the
-// float 1 + t with 4 mantissa bits: even steps of 1/16 near zero that double with every power of two, the curve of
-// telephony's mu-law (ITU-T G.711). Coding and decoding are one fma and a shift, with one division per group.
-//   signed        sign and 7 bits: levels 0 .. 247. A value keeps 3 % down to 1/250 of its group's maximum and is coded
+// companded8: our 8-bit moments. Groups of 64 share an fp32 unit = absmax / top. In units, a magnitude t is
+// coded as the float 1 + t with 4 mantissa bits: even steps of 1/16 near zero that double with every power of
+// two, the curve of telephony's mu-law (ITU-T G.711). Coding and decoding are one fma and a shift, with one
+// division per group.
+//   signed        sign and 7 bits: levels 0 .. 247. A value keeps 3 % down to 1/250 of its group's maximum
+//   and is coded
 //                 in even steps of 1/4,000 of it below.
-//   non-negative  8 bits of v itself: levels 1/16 .. 63487. v keeps 3 % over a range of 63,000 to 1 (250 to 1 in its
+//   non-negative  8 bits of v itself: levels 1/16 .. 63487. v keeps 3 % over a range of 63,000 to 1 (250 to 1
+//   in its
 //                 root) and never becomes zero: a step too small, never one that explodes.
-// Adam divides each element by its own history, so it is the relative error of small elements that counts; codes of even
-// steps (linear8) or of sqrt(v) (flash8) lose it. What else it mends in flash8: group maxima from 1e-30 to 1e30 work; an
-// fp32 unit carries the decay of an EMA however slow; values are divided by the unit as stored; groups of zeros decode to
-// zeros; a group with a NaN or an infinity decodes to NaN.
+// Adam divides each element by its own history, so it is the relative error of small elements that counts;
+// codes of even steps (linear8) or of sqrt(v) (flash8) lose it. What else it mends in flash8: group maxima
+// from 1e-30 to 1e30 work; an fp32 unit carries the decay of an EMA however slow; values are divided by the
+// unit as stored; groups of zeros decode to zeros; a group with a NaN or an infinity decodes to NaN.
 #pragma once
 
 #include "formats/codec.h"
@@ -16,23 +19,26 @@
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-// Bits 19 and up of the fp32 pattern of 1 + t, over those of 1, are the code; the bits below are what rounding decides.
-// Codes and the patterns they stand for need the upper 16 bits alone, and saying so keeps the vectors narrow.
-// The group's maximum may land 3 ulps above `top`, where a coin leaves 4 to the next code: nothing wraps (tested for
-// every mantissa).
+// Bits 19 and up of the fp32 pattern of 1 + t, over those of 1, are the code; the bits below are what
+// rounding decides. Codes and the patterns they stand for need the upper 16 bits alone, and saying so keeps
+// the vectors narrow. The group's maximum may land 3 ulps above `top`, where a coin leaves 4 to the next
+// code: nothing wraps (tested for every mantissa).
 struct MuLaw {
   static constexpr u32 one = 127u << 23;
   // The code in the uppermost bits after the sign's place.
-  static SCRUPLE_HD u32 encode(float t_plus_1, u32 coin) { return (bits_of(t_plus_1) - one + (coin << 2)) << 5; }
+  static SCRUPLE_HD u32 encode(float t_plus_1, u32 coin) {
+    return (bits_of(t_plus_1) - one + (coin << 2)) << 5;
+  }
   static SCRUPLE_HD u16 upper(u32 bits) { return static_cast<u16>(bits >> 16); }
   static SCRUPLE_HD float from_upper(u16 bits) { return float_of(static_cast<u32>(bits) << 16); }
   static SCRUPLE_HD float decode(u16 code, float unit) {
-    return fused(from_upper(static_cast<u16>((code << 3) + (one >> 16))), unit, -unit);
+    return fma(from_upper(static_cast<u16>((code << 3) + (one >> 16))), unit, -unit);
   }
 };
 
 struct Companded8 {
-  static constexpr const char* doc = "8-bit mu-law floats; as a non-negative moment without a zero; groups of 64";
+  static constexpr const char* doc =
+      "8-bit mu-law floats; as a non-negative moment without a zero; groups of 64";
   static constexpr int group = 64, bits = 8;
   static constexpr float top = 247.0f;
   using Scale = float;
@@ -44,7 +50,7 @@ struct Companded8 {
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const float code = float_of(MuLaw::encode(fused(magnitude(x), gain, 1.0f), coin));
+    const float code = float_of(MuLaw::encode(fma(magnitude(x), gain, 1.0f), coin));
     return static_cast<u32>(MuLaw::upper(bits_of(with_sign_of(x, code))) >> 8);
   }
   static SCRUPLE_HD float decode(u32 code, float unit) {
@@ -66,7 +72,7 @@ struct Companded8Nonneg {
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
-    const u16 code = MuLaw::upper(MuLaw::encode(fused(magnitude(v), gain, 1.0f), coin)) >> 8;
+    const u16 code = MuLaw::upper(MuLaw::encode(fma(magnitude(v), gain, 1.0f), coin)) >> 8;
     return code > 1u ? code : 1u;
   }
   static SCRUPLE_HD float decode(u32 code, float unit) { return MuLaw::decode(static_cast<u16>(code), unit); }

@@ -1,5 +1,5 @@
-// fp16: IEEE half precision; 5 exponent bits, 11 significant bits, subnormals down to 2^-24. As a format of weights or
-// gradients a finite value beyond 65504 is stored as 65504, never as infinity.
+// fp16: IEEE half precision; 5 exponent bits, 11 significant bits, subnormals down to 2^-24. As a format of
+// weights or gradients a finite value beyond 65504 is stored as 65504, never as infinity.
 #pragma once
 
 #include "formats/codec.h"
@@ -12,15 +12,15 @@ struct Fp16 {
   static constexpr int fraction_bits = 13;
   static constexpr double relative = 0x1p-11, absolute = 0x1p-25;
 
-  static constexpr u32 kMinNormal = 113u << 23;    // 2^-14 as fp32
-  static constexpr u32 kMax = 0x477fe000u;         // 65504 as fp32
-  static constexpr u32 kRebias = 112u << 23;       // between the two exponent biases
-  static constexpr u32 kInfinity = 0x7c000000u;    // positions
+  static constexpr u32 kMinNormal = 113u << 23;  // 2^-14 as fp32
+  static constexpr u32 kMax = 0x477fe000u;       // 65504 as fp32
+  static constexpr u32 kRebias = 112u << 23;     // between the two exponent biases
+  static constexpr u32 kInfinity = 0x7c000000u;  // positions
   static constexpr u32 kNaN = 0x7e000000u;
   static constexpr u32 kFirstNormal = 0x04000000u;
 
-  // A value's place on the line of fp16 numbers, in units of 2^-16 of a gap, the sign in bit 31. Normal values keep
-  // all 13 lower bits of fp32; below 2^-14 the line is linear and bits under 2^-40 are dropped.
+  // A value's place on the line of fp16 numbers, in units of 2^-16 of a gap, the sign in bit 31. Normal
+  // values keep all 13 lower bits of fp32; below 2^-14 the line is linear and bits under 2^-40 are dropped.
   static SCRUPLE_HD u32 position(float x) {
     const u32 a = magnitude_bits(x), sign = bits_of(x) & 0x80000000u;
     const float tiny = float_of(a < kMinNormal ? a : 0u) * 0x1p40f;

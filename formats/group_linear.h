@@ -1,8 +1,8 @@
-// int8..int12 and the signed linear8: groups of 64 share an fp32 unit u = absmax / B, B = 2^(bits-1) - 1; code =
-// round(x / u) in two's complement, packed `bits` to a value; back: code * u. LPMM (Li et al., ICLR 2023 submission)
-// with its noise mended: it is added before the floor and not before a clamp, so the element at absmax is unbiased too.
-// Read with dither, the random number that rounding added is subtracted again (subtractive dither): the error is then
-// uniform, bounded by half a step and independent of the value.
+// int8..int12 and the signed linear8: groups of 64 share an fp32 unit u = absmax / B, B = 2^(bits-1) - 1;
+// code = round(x / u) in two's complement, packed `bits` to a value; back: code * u. LPMM (Li et al., ICLR
+// 2023 submission) with its noise mended: it is added before the floor and not before a clamp, so the element
+// at absmax is unbiased too. Read with dither, the random number that rounding added is subtracted again
+// (subtractive dither): the error is then uniform, bounded by half a step and independent of the value.
 #pragma once
 
 #include "formats/codec.h"
@@ -16,8 +16,7 @@ struct GroupLinear {
   static constexpr int group = 64, bits = Bits;
   static constexpr i32 top = (1 << (Bits - 1)) - 1;
   using Scale = float;
-  static constexpr unsigned roundings =
-      1u << kNearest | 1u << kStochastic | (Bits == 8 ? 1u << kDither : 0u);
+  static constexpr unsigned roundings = 1u << kNearest | 1u << kStochastic | (Bits == 8 ? 1u << kDither : 0u);
   static constexpr Layout layout(int) { return {Bits, 32, group}; }
   static constexpr Bound bound(int) { return {0, 0.5 / top + 0x1p-22, 0x1p-126}; }
 

@@ -1,5 +1,6 @@
-// linear8 for non-negative moments: groups of 64 share an fp32 unit absmax / 255; code = round(x / unit). Kept as the
-// ablation: an element far below its group's maximum becomes zero. (Signed moments: GroupLinear<8>.)
+// linear8 for non-negative moments: groups of 64 share an fp32 unit absmax / 255; code = round(x / unit).
+// Kept as the ablation: an element far below its group's maximum becomes zero. (Signed moments:
+// GroupLinear<8>.)
 #pragma once
 
 #include "formats/group_linear.h"

@@ -1,8 +1,8 @@
-// log4: 4-bit non-negative moments, logarithmic and without a zero: v = D 2^-code, code 0..15, D = the group's maximum
-// in fp32, groups of 128, two codes to a byte, the first in the low nibble. Coding reads the exponent; rounding decides
-// the mantissa. Values under D 2^-15, zeros included, take D 2^-15: a step too small, never one that explodes. A group
-// of zeros decodes to zeros.
-// The base is fixed at 1/2 where the papers fit it to a quantile: see docs/formats.md for the measurement.
+// log4: 4-bit non-negative moments, logarithmic and without a zero: v = D 2^-code, code 0..15, D = the
+// group's maximum in fp32, groups of 128, two codes to a byte, the first in the low nibble. Coding reads the
+// exponent; rounding decides the mantissa. Values under D 2^-15, zeros included, take D 2^-15: a step too
+// small, never one that explodes. A group of zeros decodes to zeros. The base is fixed at 1/2 where the
+// papers fit it to a quantile: see docs/formats.md for the measurement.
 #pragma once
 
 #include "formats/codec.h"
@@ -31,7 +31,9 @@ struct Log4 {
     const u32 most = static_cast<u32>(code < 15 ? code : 15);
     return code > 0 ? most : 0u;
   }
-  static SCRUPLE_HD float decode(u32 code, float scale) { return float_of((127u - (code & 15u)) << 23) * scale; }
+  static SCRUPLE_HD float decode(u32 code, float scale) {
+    return float_of((127u - (code & 15u)) << 23) * scale;
+  }
 };
 
 }  // namespace SCRUPLE_UNIT

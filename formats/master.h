@@ -1,5 +1,6 @@
 // bf16+fp32 and fp16+fp32: a 16-bit weight beside a whole fp32 master copy, as in Mixed Precision Training
-// (Micikevicius et al., 1710.03740, section 3.1). The visible half is the master rounded to nearest, ties to even.
+// (Micikevicius et al., 1710.03740, section 3.1). The visible half is the master rounded to nearest, ties to
+// even.
 #pragma once
 
 #include "formats/bf16.h"

@@ -1,5 +1,5 @@
-// nf4: 4-bit signed moments on the quantiles of a normal distribution (Dettmers et al., 2305.14314, appendix E). Groups
-// of 64 share an fp32 scale = absmax; two codes to a byte, the first in the low nibble.
+// nf4: 4-bit signed moments on the quantiles of a normal distribution (Dettmers et al., 2305.14314, appendix
+// E). Groups of 64 share an fp32 scale = absmax; two codes to a byte, the first in the low nibble.
 #pragma once
 
 #include "formats/codec.h"
@@ -27,7 +27,7 @@ struct Nf4 {
     const float y = x * gain, share = 1.0f - coin_fraction(coin);
     u32 code = 0;
     for (int i = 0; i < 15; ++i) {
-      const float threshold = __builtin_fmaf(share, kNf4Levels[i + 1] - kNf4Levels[i], kNf4Levels[i]);
+      const float threshold = fma(share, kNf4Levels[i + 1] - kNf4Levels[i], kNf4Levels[i]);
       code += y >= threshold ? 1u : 0u;
     }
     return code;

@@ -1,4 +1,5 @@
-// bf16 and fp16 alone, as a format of weights, moments or gradients: nearest (ties to even), truncated or stochastic.
+// bf16 and fp16 alone, as a format of weights, moments or gradients: nearest (ties to even), truncated or
+// stochastic.
 #pragma once
 
 #include "formats/bf16.h"

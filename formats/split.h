@@ -1,19 +1,22 @@
-// bf16+K and fp16+K: a weight as a 16-bit visible half, which the model computes with, and K extra bits that only the
-// optimizer reads. Together they hold the weight to 16 + K bits.
+// bf16+K and fp16+K: a weight as a 16-bit visible half, which the model computes with, and K extra bits that
+// only the optimizer reads. Together they hold the weight to 16 + K bits.
 //
 // Lewandowski and Kosson (2309.12381) keep the difference between the fp32 and the 16-bit weight; FlashOptim
-// (2602.23349) bounds it by the ulp. Here both halves are one integer, the weight's position p on the line of 16-bit
-// numbers in units of 2^-16 of a gap (Half::position), so that splitting needs no floating-point arithmetic, is right
-// for subnormals, and with K = 16 returns every bit. p is first rounded to the bits that can be kept; then the split
-// is exact:
-//   nearest     visible = the nearest 16-bit number, ties away from zero; extra = the signed rest. Zero extra bits
+// (2602.23349) bounds it by the ulp. Here both halves are one integer, the weight's position p on the line of
+// 16-bit numbers in units of 2^-16 of a gap (Half::position), so that splitting needs no floating-point
+// arithmetic, is right for subnormals, and with K = 16 returns every bit. p is first rounded to the bits that
+// can be kept; then the split is exact:
+//   nearest     visible = the nearest 16-bit number, ties away from zero; extra = the signed rest. Zero extra
+//   bits
 //               mean that the wide value is the visible one.
 //   truncate    visible = the next 16-bit number towards zero; extra = the rest.
-//   stochastic  visible = one of the two neighbours, drawn so that its mean is the wide value; the lowest extra bit
-//               records the direction, the other K - 1 hold the rest, themselves rounded stochastically with the random
-//               bits that the direction does not use.
-// Specials: NaN stays NaN and infinity infinity in both halves. In bf16+K the visible half of a finite value at or
-// above 0x1.ffp127 is infinity while the wide value stays finite; in fp16+K finite values saturate at 65504.
+//   stochastic  visible = one of the two neighbours, drawn so that its mean is the wide value; the lowest
+//   extra bit
+//               records the direction, the other K - 1 hold the rest, themselves rounded stochastically with
+//               the random bits that the direction does not use.
+// Specials: NaN stays NaN and infinity infinity in both halves. In bf16+K the visible half of a finite value
+// at or above 0x1.ffp127 is infinity while the wide value stays finite; in fp16+K finite values saturate at
+// 65504.
 #pragma once
 
 #include "formats/bf16.h"

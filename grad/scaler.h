@@ -1,4 +1,5 @@
-// Loss scaling (Micikevicius et al., 1710.03740, section 3.2): grow after a run of clean steps, back off on overflow.
+// Loss scaling (Micikevicius et al., 1710.03740, section 3.2): grow after a run of clean steps, back off on
+// overflow.
 #pragma once
 
 #include "include/scruple/scruple.h"

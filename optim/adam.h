@@ -1,4 +1,5 @@
-// Adam with coupled decay (Kingma and Ba, 1412.6980, algorithm 1; AMSGrad: Reddi et al., 1904.09237), as torch.optim.Adam.
+// Adam with coupled decay (Kingma and Ba, 1412.6980, algorithm 1; AMSGrad: Reddi et al., 1904.09237), as
+// torch.optim.Adam.
 #pragma once
 
 #include "optim/optimizer.h"
@@ -24,9 +25,12 @@ struct AdamMoments {
 
   static SCRUPLE_HD AdamMoments prepare(const auto& h, i64 t) {
     const double correction1 = 1 - power(h.beta1, t), correction2 = 1 - power(h.beta2, t);
-    return {static_cast<float>(h.beta1), static_cast<float>(1 - h.beta1),
-            static_cast<float>(h.beta2), static_cast<float>(1 - h.beta2),
-            static_cast<float>(h.lr / correction1), static_cast<float>(1 / __builtin_sqrt(correction2)),
+    return {static_cast<float>(h.beta1),
+            static_cast<float>(1 - h.beta1),
+            static_cast<float>(h.beta2),
+            static_cast<float>(1 - h.beta2),
+            static_cast<float>(h.lr / correction1),
+            static_cast<float>(1 / __builtin_sqrt(correction2)),
             static_cast<float>(h.eps)};
   }
   // `kept` is the weight after decay.

@@ -1,10 +1,10 @@
 // What every optimizer is written with. An optimizer is a struct with
 //   name, doc, slots    what it is called and which moments it keeps
-//   Hyper, visit        hyperparameters; visit is the one list that the ABI, the command line and the docs read
-//   active(h)           which slots these hyperparameters need, as a bit mask
-//   problem(h)          why these hyperparameters contradict each other, or nullptr
-//   Step, prepare(h, t) the constants of step t, in double with + - * / sqrt only, so that every engine gets the same
-//   update<Active>      the formula: floats in, floats out, no storage. A NaN in the gradient or in any slot must reach the
+//   Hyper, visit        hyperparameters; visit is the one list that the ABI, the command line and the docs
+//   read active(h)           which slots these hyperparameters need, as a bit mask problem(h)          why
+//   these hyperparameters contradict each other, or nullptr Step, prepare(h, t) the constants of step t, in
+//   double with + - * / sqrt only, so that every engine gets the same update<Active>      the formula: floats
+//   in, floats out, no storage. A NaN in the gradient or in any slot must reach the
 //                       weight: the engines look for one there alone.
 // All arithmetic is IEEE; fma is written where it is wanted and the compiler may not add any.
 #pragma once
@@ -33,7 +33,6 @@ struct Elem {
   float s[N];
 };
 
-SCRUPLE_HD float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 SCRUPLE_HD float root(float x) { return __builtin_sqrtf(x); }
 
 // base^t by squaring: the same bits everywhere, which std::pow does not promise.
@@ -44,8 +43,9 @@ SCRUPLE_HD double power(double base, i64 t) {
   return result;
 }
 
-// What decoupled decay leaves of a weight. Tied to the rate as in torch (1 - lr decay), or, where max_lr is given,
-// independent of the peak rate (1 - decay lr / max_lr; Loshchilov and Hutter, 1711.05101, algorithm 2).
+// What decoupled decay leaves of a weight. Tied to the rate as in torch (1 - lr decay), or, where max_lr is
+// given, independent of the peak rate (1 - decay lr / max_lr; Loshchilov and Hutter, 1711.05101, algorithm
+// 2).
 SCRUPLE_HD double decay_keep(double lr, double weight_decay, double max_lr) {
   return 1 - weight_decay * (max_lr > 0 ? lr / max_lr : lr);
 }
@@ -56,6 +56,7 @@ inline constexpr const char* kDocLr = "learning rate";
 inline constexpr const char* kDocEps = "added to the denominator";
 inline constexpr const char* kDocDecoupled = "decoupled weight decay";
 inline constexpr const char* kDocCoupled = "weight decay added to the gradient (L2)";
-inline constexpr const char* kDocMaxLr = "if above 0, decay is weight_decay * lr / max_lr instead of weight_decay * lr";
+inline constexpr const char* kDocMaxLr =
+    "if above 0, decay is weight_decay * lr / max_lr instead of weight_decay * lr";
 
 }  // namespace scruple

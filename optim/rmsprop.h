@@ -22,15 +22,16 @@ struct RmsProp {
     f("momentum", h.momentum, Range::nonneg, "0: no momentum buffer");
     f("centered", h.centered, Range::flag, "divide by the standard deviation instead");
   }
-  static unsigned active(const Hyper& h) { return 1u | (h.momentum != 0 ? 2u : 0u) | (h.centered != 0 ? 4u : 0u); }
+  static unsigned active(const Hyper& h) {
+    return 1u | (h.momentum != 0 ? 2u : 0u) | (h.centered != 0 ? 4u : 0u);
+  }
   static const char* problem(const Hyper&) { return nullptr; }
   struct Step {
     float a, c, eps, decay, momentum, lr;
   };
   static SCRUPLE_HD Step prepare(const Hyper& h, i64) {
-    return {static_cast<float>(h.alpha),        static_cast<float>(1 - h.alpha),
-            static_cast<float>(h.eps),          static_cast<float>(h.weight_decay),
-            static_cast<float>(h.momentum),     static_cast<float>(h.lr)};
+    return {static_cast<float>(h.alpha),        static_cast<float>(1 - h.alpha), static_cast<float>(h.eps),
+            static_cast<float>(h.weight_decay), static_cast<float>(h.momentum),  static_cast<float>(h.lr)};
   }
   template <unsigned Active>
   static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k) {
@@ -40,7 +41,8 @@ struct RmsProp {
     if constexpr (Active & 4) {
       e.s[2] = fma(k.a, e.s[2], k.c * g);
       const float variance = fma(-e.s[2], e.s[2], mean_square);
-      mean_square = variance < 0 ? 0.0f : variance;  // stored moments are rounded: the difference may dip below zero
+      mean_square =
+          variance < 0 ? 0.0f : variance;  // stored moments are rounded: the difference may dip below zero
     }
     float direction = g / (root(mean_square) + k.eps);
     if constexpr (Active & 2) direction = e.s[1] = fma(k.momentum, e.s[1], direction);

@@ -1,16 +1,18 @@
 /* Scruple's whole C interface: number formats, optimizers and the fused step over raw pointers.
  *
- * The model in four sentences. A `scruple_tensor` is a table row: one parameter tensor with the arrays that belong to
- * it (weight, moments, gradient), each array in a format of its own, in memory that the caller or the library owns.
- * A `scruple_optimizer` is an update rule with its hyperparameters; several tensors may share one, or each have its
- * own (that is how learning rate, decay and every other hyperparameter are set per tensor). A `scruple_engine` is
- * where the work runs. Every call that does work takes an engine and a table of tensors.
+ * The model in four sentences. A `scruple_tensor` is a table row: one parameter tensor with the arrays that
+ * belong to it (weight, moments, gradient), each array in a format of its own, in memory that the caller or
+ * the library owns. A `scruple_optimizer` is an update rule with its hyperparameters; several tensors may
+ * share one, or each have its own (that is how learning rate, decay and every other hyperparameter are set
+ * per tensor). A `scruple_engine` is where the work runs. Every call that does work takes an engine and a
+ * table of tensors.
  *
  * Conventions
- * - Functions return a `scruple_status`; on failure `scruple_last_error()` of the same thread says what was asked,
- *   what was found and what to do, and nothing has been written.
+ * - Functions return a `scruple_status`; on failure `scruple_last_error()` of the same thread says what was
+ * asked, what was found and what to do, and nothing has been written.
  * - The library never prints, aborts or exits. Names are UTF-8 and live as long as the library.
- * - Engines never change the bits: same inputs, same outputs on every instruction set, thread count and device.
+ * - Engines never change the bits: same inputs, same outputs on every instruction set, thread count and
+ * device.
  * - Pointers may have any alignment; sizes are 64-bit; a tensor of size 0 is legal and does nothing.
  * - An engine may be used from several threads; calls on one engine run one after another.
  */
@@ -33,30 +35,31 @@ extern "C" {
 #define SCRUPLE_VERSION "0.1.0"
 #define SCRUPLE_ABI_VERSION 1
 
-/* ---- Status and version ------------------------------------------------------------------------------------- */
+/* ---- Status and version ---- */
 
 typedef enum scruple_status {
   SCRUPLE_OK = 0,
-  SCRUPLE_INVALID = 1,      /* an argument is wrong; the message says which */
-  SCRUPLE_UNSUPPORTED = 2,  /* a combination that does not exist; the message lists those that do */
+  SCRUPLE_INVALID = 1,     /* an argument is wrong; the message says which */
+  SCRUPLE_UNSUPPORTED = 2, /* a combination that does not exist; the message lists those that do */
   SCRUPLE_OUT_OF_MEMORY = 3,
-  SCRUPLE_UNAVAILABLE = 4,  /* this machine cannot run that engine; the message says why */
+  SCRUPLE_UNAVAILABLE = 4, /* this machine cannot run that engine; the message says why */
   SCRUPLE_INTERNAL = 5
 } scruple_status;
 
-SCRUPLE_API const char *scruple_version(void);
+SCRUPLE_API const char* scruple_version(void);
 SCRUPLE_API int scruple_abi_version(void);
-/* The message of this thread's last failed call; "" before the first. Valid until the next call on this thread. */
-SCRUPLE_API const char *scruple_last_error(void);
+/* The message of this thread's last failed call; "" before the first. Valid until the next call on this
+ * thread. */
+SCRUPLE_API const char* scruple_last_error(void);
 
-/* ---- Registry: what this library knows ------------------------------------------------------------------------ */
+/* ---- Registry: what this library knows ---- */
 
 /* How the bits below a format's last kept bit are decided. */
 typedef enum scruple_rounding {
   SCRUPLE_NEAREST = 0,
-  SCRUPLE_TRUNCATE = 1,    /* fp16, bf16 and their +K splits */
-  SCRUPLE_STOCHASTIC = 2,  /* unbiased; random bits come from (seed, step, id, element), never from threads */
-  SCRUPLE_DITHER = 3       /* int8 accumulators: stochastic, and the reader subtracts the same random number */
+  SCRUPLE_TRUNCATE = 1,   /* fp16, bf16 and their +K splits */
+  SCRUPLE_STOCHASTIC = 2, /* unbiased; random bits come from (seed, step, id, element), never from threads */
+  SCRUPLE_DITHER = 3      /* int8 accumulators: stochastic, and the reader subtracts the same random number */
 } scruple_rounding;
 
 /* What an array is for; a format serves one or more roles. */
@@ -70,124 +73,136 @@ enum {
 
 typedef struct scruple_format scruple_format;
 
-/* With nearest rounding |decode(encode(x)) - x| <= relative * |x| + group * (largest |x| of its group) + absolute. */
+/* With nearest rounding |decode(encode(x)) - x| <= relative * |x| + group * (largest |x| of its group) +
+ * absolute. */
 typedef struct scruple_bound {
   double relative, group, absolute;
 } scruple_bound;
 
 typedef struct scruple_format_info {
-  const char *name;
-  const char *doc;
-  uint32_t roles;         /* SCRUPLE_ROLE_* bits */
-  uint32_t roundings;     /* bit r: rounding r is supported */
-  int32_t group_size;     /* values that share a scale; 1: none */
-  int32_t code_bits;      /* per value */
-  int32_t aux_bits;       /* per group: its scale; per value where group_size is 1: the extra bits */
-  int32_t aux_is_scale;   /* 1: scales; 0: extra bits of a weight */
-  double bits_per_value;  /* code_bits + aux_bits / group_size */
-  scruple_bound bound;    /* as a weight or gradient or signed moment, whichever it serves */
+  const char* name;
+  const char* doc;
+  uint32_t roles;             /* SCRUPLE_ROLE_* bits */
+  uint32_t roundings;         /* bit r: rounding r is supported */
+  int32_t group_size;         /* values that share a scale; 1: none */
+  int32_t code_bits;          /* per value */
+  int32_t aux_bits;           /* per group: its scale; per value where group_size is 1: the extra bits */
+  int32_t aux_is_scale;       /* 1: scales; 0: extra bits of a weight */
+  double bits_per_value;      /* code_bits + aux_bits / group_size */
+  scruple_bound bound;        /* as a weight or gradient or signed moment, whichever it serves */
   scruple_bound bound_nonneg; /* as a non-negative moment */
 } scruple_format_info;
 
 SCRUPLE_API int scruple_format_count(void);
-SCRUPLE_API const scruple_format *scruple_format_at(int index);          /* NULL out of range */
-SCRUPLE_API const scruple_format *scruple_format_find(const char *name); /* NULL and a message if unknown */
-SCRUPLE_API scruple_status scruple_get_format_info(const scruple_format *format, scruple_format_info *out);
+SCRUPLE_API const scruple_format* scruple_format_at(int index);          /* NULL out of range */
+SCRUPLE_API const scruple_format* scruple_format_find(const char* name); /* NULL and a message if unknown */
+SCRUPLE_API scruple_status scruple_get_format_info(const scruple_format* format, scruple_format_info* out);
 /* Bytes of the two planes of an array of `size` values. */
-SCRUPLE_API scruple_status scruple_format_bytes(const scruple_format *format, int64_t size, int64_t *codes,
-                                                int64_t *aux);
+SCRUPLE_API scruple_status scruple_format_bytes(const scruple_format* format, int64_t size, int64_t* codes,
+                                                int64_t* aux);
 
 typedef struct scruple_recipe_info {
-  const char *name;
-  const char *doc;
-  const char *weight;    /* format names; NULL where the recipe has no format for that kind of slot */
-  const char *moment;    /* signed slots */
-  const char *nonneg;    /* non-negative slots */
-  const char *gradient;
+  const char* name;
+  const char* doc;
+  const char* weight; /* format names; NULL where the recipe has no format for that kind of slot */
+  const char* moment; /* signed slots */
+  const char* nonneg; /* non-negative slots */
+  const char* gradient;
   scruple_rounding weight_rounding, moment_rounding, gradient_rounding;
-  int64_t small;         /* tensors of at most this many elements stay fp32 */
+  int64_t small; /* tensors of at most this many elements stay fp32 */
 } scruple_recipe_info;
 
 SCRUPLE_API int scruple_recipe_count(void);
-SCRUPLE_API scruple_status scruple_recipe_at(int index, scruple_recipe_info *out);
+SCRUPLE_API scruple_status scruple_recipe_at(int index, scruple_recipe_info* out);
 
 typedef struct scruple_rule_info {
-  const char *name;
-  const char *doc;
+  const char* name;
+  const char* doc;
   int32_t slots;
   int32_t hypers;
 } scruple_rule_info;
 
 typedef struct scruple_slot_info {
-  const char *name;
+  const char* name;
   int32_t role;     /* SCRUPLE_ROLE_SIGNED or SCRUPLE_ROLE_NONNEG */
   int32_t optional; /* 1: present only when a hyperparameter asks for it */
 } scruple_slot_info;
 
 typedef struct scruple_hyper_info {
-  const char *name;
-  const char *doc;
+  const char* name;
+  const char* doc;
   double value; /* the default */
   int32_t flag; /* 1: 0 or 1 */
 } scruple_hyper_info;
 
 SCRUPLE_API int scruple_rule_count(void);
-SCRUPLE_API scruple_status scruple_rule_at(int rule, scruple_rule_info *out);
-SCRUPLE_API scruple_status scruple_rule_slot(int rule, int slot, scruple_slot_info *out);
-SCRUPLE_API scruple_status scruple_rule_hyper(int rule, int hyper, scruple_hyper_info *out);
+SCRUPLE_API scruple_status scruple_rule_at(int rule, scruple_rule_info* out);
+SCRUPLE_API scruple_status scruple_rule_slot(int rule, int slot, scruple_slot_info* out);
+SCRUPLE_API scruple_status scruple_rule_hyper(int rule, int hyper, scruple_hyper_info* out);
 
 typedef struct scruple_engine_info {
-  const char *name;
-  const char *doc;
+  const char* name;
+  const char* doc;
   int32_t available;
-  const char *reason; /* why not, where it is not available */
+  const char* reason; /* why not, where it is not available */
 } scruple_engine_info;
 
 SCRUPLE_API int scruple_engine_count(void);
-SCRUPLE_API scruple_status scruple_engine_at(int index, scruple_engine_info *out);
+SCRUPLE_API scruple_status scruple_engine_at(int index, scruple_engine_info* out);
 
-/* ---- Engines -------------------------------------------------------------------------------------------------- */
+/* ---- Engines ---- */
 
 typedef struct scruple_engine scruple_engine;
 
-/* `name`: "cpu" (the best unit this machine has, or the one SCRUPLE_ENGINE names) or any name in the registry.
- * `threads`: 0 for one per core. */
-SCRUPLE_API scruple_status scruple_engine_create(const char *name, int threads, scruple_engine **out);
-SCRUPLE_API void scruple_engine_destroy(scruple_engine *engine);
-SCRUPLE_API const char *scruple_engine_name(const scruple_engine *engine);
-SCRUPLE_API int scruple_engine_threads(const scruple_engine *engine);
+/* `name`: "cpu" (the best unit this machine has, or the one SCRUPLE_ENGINE names) or any name in the
+ * registry. `threads`: 0 for one per core. */
+SCRUPLE_API scruple_status scruple_engine_create(const char* name, int threads, scruple_engine** out);
+SCRUPLE_API void scruple_engine_destroy(scruple_engine* engine);
+SCRUPLE_API const char* scruple_engine_name(const scruple_engine* engine);
+SCRUPLE_API int scruple_engine_threads(const scruple_engine* engine);
 /* Copies with all of the engine's threads: the yardstick of `scruple bench`. */
-SCRUPLE_API scruple_status scruple_copy(scruple_engine *engine, void *to, const void *from, int64_t bytes);
+SCRUPLE_API scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, int64_t bytes);
 
-/* ---- Optimizers ----------------------------------------------------------------------------------------------- */
+/* ---- Optimizers ---- */
 
 typedef struct scruple_optimizer scruple_optimizer;
 
-SCRUPLE_API scruple_status scruple_optimizer_create(const char *rule, scruple_optimizer **out);
-SCRUPLE_API void scruple_optimizer_destroy(scruple_optimizer *optimizer);
-SCRUPLE_API int scruple_optimizer_rule(const scruple_optimizer *optimizer); /* its index in the registry */
-/* Hyperparameters by name. A value out of range is refused at once; values that contradict each other, at the step. */
-SCRUPLE_API scruple_status scruple_optimizer_set(scruple_optimizer *optimizer, const char *name, double value);
-SCRUPLE_API scruple_status scruple_optimizer_get(const scruple_optimizer *optimizer, const char *name, double *out);
+SCRUPLE_API scruple_status scruple_optimizer_create(const char* rule, scruple_optimizer** out);
+SCRUPLE_API void scruple_optimizer_destroy(scruple_optimizer* optimizer);
+SCRUPLE_API int scruple_optimizer_rule(const scruple_optimizer* optimizer); /* its index in the registry */
+/* Hyperparameters by name. A value out of range is refused at once; values that contradict each other, at the
+ * step. */
+SCRUPLE_API scruple_status scruple_optimizer_set(scruple_optimizer* optimizer, const char* name,
+                                                 double value);
+SCRUPLE_API scruple_status scruple_optimizer_get(const scruple_optimizer* optimizer, const char* name,
+                                                 double* out);
 /* The seed of every random number drawn for this optimizer's tensors; 0 unless set. */
-SCRUPLE_API scruple_status scruple_optimizer_set_seed(scruple_optimizer *optimizer, uint64_t seed);
-SCRUPLE_API uint64_t scruple_optimizer_seed(const scruple_optimizer *optimizer);
+SCRUPLE_API scruple_status scruple_optimizer_set_seed(scruple_optimizer* optimizer, uint64_t seed);
+SCRUPLE_API uint64_t scruple_optimizer_seed(const scruple_optimizer* optimizer);
 
-/* ---- Tensors -------------------------------------------------------------------------------------------------- */
+/* ---- Tensors ---- */
 
-enum { SCRUPLE_WEIGHT = 0, SCRUPLE_SLOT = 1, SCRUPLE_MAX_SLOTS = 3, SCRUPLE_GRADIENT = 4, SCRUPLE_ARRAYS = 5 };
+enum {
+  SCRUPLE_WEIGHT = 0,
+  SCRUPLE_SLOT = 1,
+  SCRUPLE_MAX_SLOTS = 3,
+  SCRUPLE_GRADIENT = 4,
+  SCRUPLE_ARRAYS = 5
+};
 
-/* One encoded array: its codes and, for formats that have them, its scales or extra bits. Layouts: docs/formats.md. */
+/* One encoded array: its codes and, for formats that have them, its scales or extra bits. Layouts:
+ * docs/formats.md. */
 typedef struct scruple_array {
-  const scruple_format *format; /* NULL: absent */
-  void *codes;
-  void *aux;
-  int32_t rounding; /* scruple_rounding; also how it is read: a split weight and a dithered accumulator differ by it */
+  const scruple_format* format; /* NULL: absent */
+  void* codes;
+  void* aux;
+  int32_t rounding; /* scruple_rounding; also how it is read: a split weight and a dithered accumulator differ
+                       by it */
   int32_t owned;    /* written by scruple_tensor_alloc, read by scruple_tensor_free; leave 0 */
 } scruple_array;
 
 typedef struct scruple_tensor {
-  const scruple_optimizer *optimizer;
+  const scruple_optimizer* optimizer;
   int64_t size;
   int64_t step;   /* the step about to be taken: 1 for the first */
   int64_t offset; /* index of the first element in the whole tensor, for shards: random numbers follow it */
@@ -197,73 +212,79 @@ typedef struct scruple_tensor {
   scruple_array arrays[SCRUPLE_ARRAYS]; /* weight, slots in the rule's order, gradient */
 } scruple_tensor;
 
-/* Fills in format and rounding of every array that the tensor's optimizer uses, by a recipe's name; tensor->optimizer
- * and tensor->size must be set. Arrays may be changed one by one afterwards. */
-SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor *tensor, const char *recipe);
-/* What `array` holds: its name ("weight", "exp_avg", "gradient") and role; *used is 0 for a slot that the optimizer's
- * hyperparameters do not ask for. Any of the outputs may be NULL. */
-SCRUPLE_API scruple_status scruple_tensor_array(const scruple_tensor *tensor, int array, const char **name, int *role,
-                                                int *used);
+/* Fills in format and rounding of every array that the tensor's optimizer uses, by a recipe's name;
+ * tensor->optimizer and tensor->size must be set. Arrays may be changed one by one afterwards. */
+SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe);
+/* What `array` holds: its name ("weight", "exp_avg", "gradient") and role; *used is 0 for a slot that the
+ * optimizer's hyperparameters do not ask for. Any of the outputs may be NULL. */
+SCRUPLE_API scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name,
+                                                int* role, int* used);
 /* Allocates, zeroes and then owns the planes that are still NULL of the arrays in `mask` (bit i: arrays[i]);
  * slots also get their initial value. */
-SCRUPLE_API scruple_status scruple_tensor_alloc(scruple_engine *engine, scruple_tensor *tensor, uint32_t mask);
-SCRUPLE_API void scruple_tensor_free(scruple_engine *engine, scruple_tensor *tensor);
+SCRUPLE_API scruple_status scruple_tensor_alloc(scruple_engine* engine, scruple_tensor* tensor,
+                                                uint32_t mask);
+SCRUPLE_API void scruple_tensor_free(scruple_engine* engine, scruple_tensor* tensor);
 /* Writes the initial value of every slot, for memory that the caller owns. */
-SCRUPLE_API scruple_status scruple_tensor_reset(scruple_engine *engine, const scruple_tensor *tensor);
-/* A view of `size` elements from `first`, a multiple of 128, in the same memory and with the same random numbers. */
-SCRUPLE_API scruple_status scruple_tensor_view(const scruple_tensor *tensor, int64_t first, int64_t size,
-                                               scruple_tensor *out);
+SCRUPLE_API scruple_status scruple_tensor_reset(scruple_engine* engine, const scruple_tensor* tensor);
+/* A view of `size` elements from `first`, a multiple of 128, in the same memory and with the same random
+ * numbers. */
+SCRUPLE_API scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, int64_t size,
+                                               scruple_tensor* out);
 /* Every plane to and from fp32. Encoding draws its random numbers from the tensor's step. */
-SCRUPLE_API scruple_status scruple_encode(scruple_engine *engine, const scruple_tensor *tensor, int array,
-                                          const float *values);
-SCRUPLE_API scruple_status scruple_decode(scruple_engine *engine, const scruple_tensor *tensor, int array,
-                                          float *values);
+SCRUPLE_API scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tensor, int array,
+                                          const float* values);
+SCRUPLE_API scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array,
+                                          float* values);
 
-/* ---- The step ------------------------------------------------------------------------------------------------- */
+/* ---- The step ---- */
 
 typedef struct scruple_step_options {
-  size_t struct_size;     /* sizeof(scruple_step_options): lets this struct grow */
-  float multiplier;       /* every gradient is multiplied by it: a clip factor, 1 / loss scale, their product */
-  const float *found_inf; /* where set and not 0, the call writes nothing */
-  void *stream;           /* CUDA engines: the caller's stream */
+  size_t struct_size; /* sizeof(scruple_step_options): lets this struct grow */
+  float multiplier;   /* every gradient is multiplied by it: a clip factor, 1 / loss scale, their product */
+  const float* found_inf; /* where set and not 0, the call writes nothing */
+  void* stream;           /* CUDA engines: the caller's stream */
 } scruple_step_options;
 
-#define SCRUPLE_STEP_OPTIONS_INIT {sizeof(scruple_step_options), 1.0f, NULL, NULL}
+#define SCRUPLE_STEP_OPTIONS_INIT \
+  { sizeof(scruple_step_options), 1.0f, NULL, NULL }
 
-/* One optimizer step of all tensors. `options` NULL: the defaults. Planes that the step writes may not overlap.
- * A non-finite gradient is not an error: it makes that element (and the scale group of its moments) NaN, visibly;
- * pass found_inf from scruple_norm to skip such a step. */
-SCRUPLE_API scruple_status scruple_step(scruple_engine *engine, const scruple_tensor *tensors, int64_t count,
-                                        const scruple_step_options *options);
+/* One optimizer step of all tensors. `options` NULL: the defaults. Planes that the step writes may not
+ * overlap. A non-finite gradient is not an error: it makes that element (and the scale group of its moments)
+ * NaN, visibly; pass found_inf from scruple_norm to skip such a step. */
+SCRUPLE_API scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
+                                        const scruple_step_options* options);
 
-/* ---- Gradients ------------------------------------------------------------------------------------------------ */
+/* ---- Gradients ---- */
 
-/* The 2-norm of all gradients as stored, in double, by a fixed reduction tree; *found_inf is 1 if any is not finite,
- * else 0. Either output may be NULL. */
-SCRUPLE_API scruple_status scruple_norm(scruple_engine *engine, const scruple_tensor *tensors, int64_t count,
-                                        double *norm, float *found_inf);
+/* The 2-norm of all gradients as stored, in double, by a fixed reduction tree; *found_inf is 1 if any is not
+ * finite, else 0. Either output may be NULL. */
+SCRUPLE_API scruple_status scruple_norm(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
+                                        double* norm, float* found_inf);
 /* min(1, max_norm / (norm + 1e-6)), as torch clips; 1 where norm is not finite. */
 SCRUPLE_API float scruple_clip_factor(double norm, double max_norm);
-/* tensors[i]'s gradient += multiplier * incoming[i]. With folds == 0 it is overwritten, so clearing is optional.
- * The caller adds 1 to `folds` after each call. */
-SCRUPLE_API scruple_status scruple_fold(scruple_engine *engine, const scruple_tensor *tensors,
-                                        const scruple_array *incoming, int64_t count, float multiplier);
+/* tensors[i]'s gradient += multiplier * incoming[i]. With folds == 0 it is overwritten, so clearing is
+ * optional. The caller adds 1 to `folds` after each call. */
+SCRUPLE_API scruple_status scruple_fold(scruple_engine* engine, const scruple_tensor* tensors,
+                                        const scruple_array* incoming, int64_t count, float multiplier);
 /* Zeroes the gradient arrays. The caller sets `folds` to 0. */
-SCRUPLE_API scruple_status scruple_clear(scruple_engine *engine, const scruple_tensor *tensors, int64_t count);
+SCRUPLE_API scruple_status scruple_clear(scruple_engine* engine, const scruple_tensor* tensors,
+                                         int64_t count);
 
-/* Loss scaling (Micikevicius et al., 1710.03740, section 3.2). The struct is its whole state: save it, restore it. */
+/* Loss scaling (Micikevicius et al., 1710.03740, section 3.2). The struct is its whole state: save it,
+ * restore it. */
 typedef struct scruple_scaler {
   float scale;
-  float growth;     /* factor after `interval` clean steps; 1: static */
-  float backoff;    /* factor after an overflow; 1: static */
+  float growth;  /* factor after `interval` clean steps; 1: static */
+  float backoff; /* factor after an overflow; 1: static */
   int32_t interval;
-  int32_t clean;    /* clean steps since the last change */
+  int32_t clean; /* clean steps since the last change */
 } scruple_scaler;
 
-SCRUPLE_API scruple_scaler scruple_scaler_dynamic(void); /* 2^16, x2 after 2,000 clean steps, x0.5 on overflow */
-SCRUPLE_API scruple_status scruple_scaler_static(float scale, scruple_scaler *out);
+SCRUPLE_API scruple_scaler
+scruple_scaler_dynamic(void); /* 2^16, x2 after 2,000 clean steps, x0.5 on overflow */
+SCRUPLE_API scruple_status scruple_scaler_static(float scale, scruple_scaler* out);
 /* Call after each step with the flag that decided it. */
-SCRUPLE_API scruple_status scruple_scaler_update(scruple_scaler *scaler, float found_inf);
+SCRUPLE_API scruple_status scruple_scaler_update(scruple_scaler* scaler, float found_inf);
 
 #ifdef __cplusplus
 }
