@@ -72,11 +72,11 @@ SCRUPLE_HD float clamp(float x, float low, float high) {
   return x > low ? x : low;
 }
 
-// The unit of a group: its largest magnitude over the top level. Zero for a group of zeros, NaN if anything
-// in the group is not finite (the engine then writes codes of zero), and never subnormal, so that its
-// reciprocal is finite.
-SCRUPLE_HD float group_unit(float absmax, float inverse_top) {
-  const float unit = absmax * inverse_top;
+// The unit of a group: its largest magnitude over the top level, by a division: a rounded 1 / top would make
+// the maximum drift a little with every step. Zero for a group of zeros, NaN if anything in the group is not
+// finite (the engine then writes codes of zero), and never subnormal, so that its reciprocal is finite.
+SCRUPLE_HD float group_unit(float absmax, float top) {
+  const float unit = absmax / top;
   const float floored = unit > 0x1p-126f ? unit : 0x1p-126f;
   const float finite = absmax > 0 ? floored : 0.0f;
   return magnitude_bits(absmax) < 0x7f800000u ? finite : float_of(kNaNBits);

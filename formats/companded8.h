@@ -46,7 +46,7 @@ struct Companded8 {
   static constexpr Layout layout(int) { return {8, 32, group}; }
   static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 32 / top + 0x1p-22, 0x1p-126}; }
 
-  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f / top); }
+  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
@@ -68,7 +68,7 @@ struct Companded8Nonneg {
   static constexpr Layout layout(int) { return Companded8::layout(8); }
   static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 16 / top + 0x1p-22, 0x1p-126}; }
 
-  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f / top); }
+  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
   static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {

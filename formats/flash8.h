@@ -43,8 +43,9 @@ struct Flash8Nonneg {
   using Scale = u16;
   static constexpr unsigned roundings = Flash8::roundings;
   static constexpr Layout layout(int) { return Flash8::layout(8); }
-  // (r + d)^2 - r^2 <= d (2 r + d) for a root r <= s and an error d <= s / 510, plus the rounding of s.
-  static constexpr Bound bound(int) { return {0x1p-9, 2.05 / 510, 0x1p-49 + 1e-24}; }
+  // (r + d)^2 - r^2 <= d (2 r + d) for a root r <= s and an error d <= s / 510, plus the rounding of s:
+  // relative, or, where its fp16 is subnormal, 2 r 2^-25 <= 2^-9 r^2 + 2^-41.
+  static constexpr Bound bound(int) { return {0x1p-9, 2.05 / 510, 0x1p-41 + 0x1p-49}; }
 
   static SCRUPLE_HD float root(float v) { return __builtin_sqrtf(v > 0 ? v : 0.0f); }
   static SCRUPLE_HD Scale scale(float absmax) { return Flash8::scale(__builtin_sqrtf(absmax)); }

@@ -17,7 +17,9 @@ struct Nf4 {
   using Scale = float;
   static constexpr unsigned roundings = 1u << kNearest | 1u << kStochastic;
   static constexpr Layout layout(int) { return {4, 32, group}; }
-  static constexpr Bound bound(int) { return {0, 0.5 * (1.0 - 0.6961928), 0x1p-126}; }  // half the widest gap
+  static constexpr Bound bound(int) {
+    return {0, 0.5 * (1.0 - 0.6961928) + 0x1p-22, 0x1p-126};
+  }  // half the widest gap
 
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f); }
   static SCRUPLE_HD float gain(float, Scale scale) { return reciprocal_or_zero(scale); }

@@ -15,7 +15,8 @@
 //               records the direction, the other K - 1 hold the rest, themselves rounded stochastically with
 //               the random bits that the direction does not use.
 // Specials: NaN stays NaN and infinity infinity in both halves. In bf16+K the visible half of a finite value
-// at or above 0x1.ffp127 is infinity while the wide value stays finite; in fp16+K finite values saturate at
+// at or above 0x1.ffp127 is infinity; the wide value stays finite for K = 16, and for fewer bits rounds to
+// infinity only within half a kept step of the largest float, as in IEEE. In fp16+K finite values saturate at
 // 65504.
 #pragma once
 
