@@ -184,10 +184,11 @@ SCRUPLE_API uint64_t scruple_optimizer_seed(const scruple_optimizer* optimizer);
 
 enum {
   SCRUPLE_WEIGHT = 0,
-  SCRUPLE_SLOT = 1,
+  SCRUPLE_SLOT = 1, /* the first of up to SCRUPLE_MAX_SLOTS, in the rule's order */
   SCRUPLE_MAX_SLOTS = 3,
   SCRUPLE_GRADIENT = 4,
-  SCRUPLE_ARRAYS = 5
+  SCRUPLE_ARRAYS = 5,
+  SCRUPLE_STATE = 0xf /* the bits of weight and slots, for scruple_tensor_alloc */
 };
 
 /* One encoded array: its codes and, for formats that have them, its scales or extra bits. Layouts:
@@ -219,8 +220,8 @@ SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char
  * optimizer's hyperparameters do not ask for. Any of the outputs may be NULL. */
 SCRUPLE_API scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name,
                                                 int* role, int* used);
-/* Allocates, zeroes and then owns the planes that are still NULL of the arrays in `mask` (bit i: arrays[i]);
- * slots also get their initial value. */
+/* Allocates, zeroes and then owns the planes that are still NULL of the arrays in `mask` (bit i: arrays[i];
+ * SCRUPLE_STATE: all but the gradient); slots also get their initial value. */
 SCRUPLE_API scruple_status scruple_tensor_alloc(scruple_engine* engine, scruple_tensor* tensor,
                                                 uint32_t mask);
 SCRUPLE_API void scruple_tensor_free(scruple_engine* engine, scruple_tensor* tensor);

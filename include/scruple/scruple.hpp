@@ -1,5 +1,6 @@
-// The C++ face of scruple.h: handles that free themselves, and exceptions in place of status codes. Everything here is
-// a thin call into the C interface; raw() gives the C object for what this layer does not name.
+// The C++ face of scruple.h: handles that free themselves, and exceptions in place of status codes.
+// Everything here is a thin call into the C interface; raw() gives the C object for what this layer does not
+// name.
 #ifndef SCRUPLE_SCRUPLE_HPP
 #define SCRUPLE_SCRUPLE_HPP
 
@@ -78,18 +79,20 @@ class Optimizer {
   std::unique_ptr<scruple_optimizer, Destroy> handle_;
 };
 
-// One parameter tensor that owns its weight and moments; its gradient is the caller's memory, or an accumulator of its
-// own. The engine and the optimizer must outlive it. `id` names it to the random numbers: give each tensor its own.
+// One parameter tensor that owns its weight and moments; its gradient is the caller's memory, or an
+// accumulator of its own. The engine and the optimizer must outlive it. `id` names it to the random numbers:
+// give each tensor its own.
 class Tensor {
  public:
-  Tensor(Engine& engine, const Optimizer& optimizer, std::int64_t size, const char* recipe, std::uint32_t id = 0)
+  Tensor(Engine& engine, const Optimizer& optimizer, std::int64_t size, const char* recipe,
+         std::uint32_t id = 0)
       : Tensor(engine, describe(optimizer, size, recipe, id)) {}
 
   // From a description whose formats are chosen one by one; planes that are still null are allocated.
   Tensor(Engine& engine, const scruple_tensor& description) : engine_(engine.raw()), tensor_(description) {
     for (scruple_array& array : tensor_.arrays) array.owned = 0;
     if (tensor_.step == 0) tensor_.step = 1;
-    check(scruple_tensor_alloc(engine_, &tensor_, ~(1u << SCRUPLE_GRADIENT)));
+    check(scruple_tensor_alloc(engine_, &tensor_, SCRUPLE_STATE));
   }
   Tensor(Tensor&& other) noexcept
       : engine_(std::exchange(other.engine_, nullptr)), tensor_(std::exchange(other.tensor_, {})) {}
@@ -108,7 +111,8 @@ class Tensor {
 
   // Steps read the gradient from here, in the caller's memory; `aux` for formats that have scales.
   void gradient(const void* codes, const char* format, const void* aux = nullptr) {
-    set_gradient({format_named(format), const_cast<void*>(codes), const_cast<void*>(aux), SCRUPLE_NEAREST, 0});
+    set_gradient(
+        {format_named(format), const_cast<void*>(codes), const_cast<void*>(aux), SCRUPLE_NEAREST, 0});
   }
   // Steps read the gradient from an accumulator that the tensor owns; fold() adds to it.
   void accumulator(const char* format, scruple_rounding rounding) {
@@ -116,7 +120,8 @@ class Tensor {
     check(scruple_tensor_alloc(engine_, &tensor_, 1u << SCRUPLE_GRADIENT));
   }
   void fold(const void* codes, const char* format, float multiplier = 1) {
-    const scruple_array incoming = {format_named(format), const_cast<void*>(codes), nullptr, SCRUPLE_NEAREST, 0};
+    const scruple_array incoming = {format_named(format), const_cast<void*>(codes), nullptr, SCRUPLE_NEAREST,
+                                    0};
     check(scruple_fold(engine_, &tensor_, &incoming, 1, multiplier));
     ++tensor_.folds;
   }
@@ -125,7 +130,8 @@ class Tensor {
   const scruple_tensor& raw() const { return tensor_; }
 
  private:
-  static scruple_tensor describe(const Optimizer& optimizer, std::int64_t size, const char* recipe, std::uint32_t id) {
+  static scruple_tensor describe(const Optimizer& optimizer, std::int64_t size, const char* recipe,
+                                 std::uint32_t id) {
     scruple_tensor made = {};
     made.optimizer = optimizer.raw();
     made.size = size;
@@ -176,7 +182,8 @@ inline Norm norm(Engine& engine, std::span<const Tensor> tensors) {
   const std::vector<scruple_tensor> table = table_of(tensors);
   double value = 0;
   float found_inf = 0;
-  check(scruple_norm(engine.raw(), table.data(), static_cast<std::int64_t>(table.size()), &value, &found_inf));
+  check(
+      scruple_norm(engine.raw(), table.data(), static_cast<std::int64_t>(table.size()), &value, &found_inf));
   return {value, found_inf == 0};
 }
 
