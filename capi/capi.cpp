@@ -146,8 +146,7 @@ scruple_status scruple_get_format_info(const scruple_format* format, scruple_for
 scruple_status scruple_format_bytes(const scruple_format* format, int64_t size, int64_t* codes,
                                     int64_t* aux) {
   return guarded([&] {
-    if (size < 0 || size > int64_t{1} << 50)
-      fail(SCRUPLE_INVALID, "size is ", size, "; it must be 0 to 2^50");
+    if (size < 0 || size > kMaxElements) fail(SCRUPLE_INVALID, "size is ", size, "; it must be 0 to 2^50");
     const Bytes bytes = bytes_of(required(format, "format"), size);
     int64_t &codes_out = required(codes, "codes"), &aux_out = required(aux, "aux");
     codes_out = bytes.codes;

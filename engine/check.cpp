@@ -8,8 +8,6 @@
 namespace scruple {
 namespace {
 
-constexpr i64 kMaxElements = i64{1} << 50;
-
 struct Interval {
   const unsigned char *begin, *end;
   bool written;

@@ -25,7 +25,7 @@ struct ArrayWork {
 };
 
 struct TensorWork {
-  i64 size, offset;
+  i64 offset;
   ArrayWork weight, gradient, slots[kMaxSlots];
   UpdateFn update;
   StepConstants step;
@@ -185,7 +185,6 @@ class CpuEngine final : public scruple_engine {
 
   TensorWork tensor_work(const scruple_tensor& t, float multiplier) const {
     TensorWork work{};
-    work.size = t.size;
     work.offset = t.offset;
     work.weight = array_work(unit_, t, t.arrays[SCRUPLE_WEIGHT], SCRUPLE_WEIGHT);
     work.gradient = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);

@@ -29,6 +29,9 @@ struct Recipe {
   const char* doc;
 };
 
+// Elements of a tensor, shards of it included: what byte counts and random counters can address.
+inline constexpr i64 kMaxElements = i64{1} << 50;
+
 struct Bytes {
   i64 codes, aux;
 };
