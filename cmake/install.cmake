@@ -1,0 +1,27 @@
+# What `cmake --install` leaves: library, headers, command line, and what find_package and pkg-config look
+# for. The whole tree may be moved afterwards.
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/scruple)
+set(pkgconfig_dir ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+install(TARGETS scruple EXPORT scruple-targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(FILES include/scruple/scruple.h include/scruple/scruple.hpp
+        DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/scruple)
+if(SCRUPLE_CLI)
+  install(TARGETS scruple_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
+
+install(EXPORT scruple-targets NAMESPACE scruple:: DESTINATION ${package_dir})
+configure_package_config_file(cmake/scruple-config.cmake.in ${CMAKE_BINARY_DIR}/scruple-config.cmake
+                              INSTALL_DESTINATION ${package_dir})
+# Before 1.0 a minor version may break its users.
+write_basic_package_version_file(${CMAKE_BINARY_DIR}/scruple-config-version.cmake
+                                 COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_BINARY_DIR}/scruple-config.cmake ${CMAKE_BINARY_DIR}/scruple-config-version.cmake
+        DESTINATION ${package_dir})
+
+file(RELATIVE_PATH prefix_from_pkgconfig /${pkgconfig_dir} /)
+configure_file(cmake/scruple.pc.in ${CMAKE_BINARY_DIR}/scruple.pc @ONLY)
+install(FILES ${CMAKE_BINARY_DIR}/scruple.pc DESTINATION ${pkgconfig_dir})

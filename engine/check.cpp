@@ -59,7 +59,9 @@ void check_format(const scruple_array& array, unsigned role, i64 size, bool memo
   if ((format.roles & role) == 0)
     fail(SCRUPLE_UNSUPPORTED, where, ": format ", format.name, " cannot hold ", role_name(role),
          "; formats that can: ", formats_for(role));
-  const unsigned roundings = format.roundings[role == SCRUPLE_ROLE_NONNEG ? 1 : 0];
+  unsigned roundings = format.roundings[role == SCRUPLE_ROLE_NONNEG ? 1 : 0];
+  if (role != SCRUPLE_ROLE_GRADIENT && role != SCRUPLE_ROLE_ACCUMULATOR)
+    roundings &= ~(1u << kDither);  // reading it needs the number of writes, which gradients alone count
   if (array.rounding < 0 || array.rounding >= kRoundings || (roundings >> array.rounding & 1u) == 0) {
     std::string supported;
     for (int r = 0; r < kRoundings; ++r)

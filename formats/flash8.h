@@ -3,7 +3,8 @@
 //   signed        x = m / s, y = 2x / (1 + |x|), code = floor(127 y + 1/2);  m = s y / (2 - |y|), y = code /
 //   127 non-negative  of sqrt(v): code = floor(255 sqrt(v) / s + 1/2);           v = (s code / 255)^2
 // Its flaws come with it: coding divides by s before s is rounded, fp16 scales under 3e-8 are zero and over
-// 65504 infinite, and small v decode to zero. companded8 mends them.
+// 65504 infinite, and small v decode to zero. companded8 mends them. Stochastic rounding, which FlashOptim
+// does not have, is unbiased in y and in sqrt(v), not quite in m and v.
 #pragma once
 
 #include "formats/fp16.h"

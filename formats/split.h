@@ -42,7 +42,8 @@ SCRUPLE_HD Halves split(u32 p, int k, u16 random) {
   }
   const u32 dropped = (1u << (16 - k)) - 1u;
   if constexpr (R == kTruncate) return {p >> 16, (p & 0xffffu) >> (16 - k)};
-  const u32 wide = (p + ((dropped + 1u) >> 1)) & ~dropped;
+  // Ties to even: with few bits dropped ties are common, and upwards they would make weights grow.
+  const u32 wide = (p + (dropped >> 1) + (p >> (16 - k) & dropped & 1u)) & ~dropped;
   const u32 visible = (wide + 0x8000u) >> 16;
   return {visible, (wide & 0xffffu) >> (16 - k)};
 }
