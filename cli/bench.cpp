@@ -1,4 +1,5 @@
-// `scruple bench`: how fast the optimizer step runs here, against the copy bandwidth measured in the same run.
+// `scruple bench`: how fast the optimizer step runs here, against the copy bandwidth measured in the same
+// run.
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,7 +24,7 @@ constexpr const char* kFooter =
     "  M params/s  millions of parameters stepped per second; the median of the repeats after a warm-up\n"
     "  moved B     bytes that must move per parameter: weight and moments read and written, gradient read\n"
     "  GB/s        params/s * moved B\n"
-    "  copy GB/s   what a plain copy of 256 MiB reaches with the same threads in the same run, read + written\n"
+    "  copy GB/s   what a plain copy of 256 MiB reaches, same threads, same run, read + written\n"
     "  of copy     GB/s over copy GB/s: 1 would mean that the step runs at the speed of memory\n"
     "\n"
     "Examples:\n"
@@ -58,7 +59,8 @@ double seconds(const Body& body) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Values like those of training: a bell around 0 (the sum of four uniform numbers), from a linear congruential generator.
+// Values like those of training: a bell around 0 (four uniform numbers summed), by a linear congruential
+// generator.
 class Values {
  public:
   explicit Values(float spread) : spread_(spread) {}
@@ -114,11 +116,13 @@ class Workload {
 class Copy {
  public:
   explicit Copy(Engine& engine) : engine_(engine), from_(kCopyBytes / 8), to_(kCopyBytes / 8) {
-    for (std::size_t i = 0; i < from_.size(); ++i) from_[i] = i * 0x9E3779B97F4A7C15u;  // touched, and no zero pages
+    for (std::size_t i = 0; i < from_.size(); ++i)
+      from_[i] = i * 0x9E3779B97F4A7C15u;  // touched, and no zero pages
     run();
   }
   double run() {
-    const double time = seconds([&] { check(scruple_copy(engine_.raw(), to_.data(), from_.data(), kCopyBytes)); });
+    const double time =
+        seconds([&] { check(scruple_copy(engine_.raw(), to_.data(), from_.data(), kCopyBytes)); });
     return 2e-9 * static_cast<double>(kCopyBytes) / time;
   }
 
@@ -127,8 +131,9 @@ class Copy {
   std::vector<std::uint64_t> from_, to_;
 };
 
-std::vector<scruple_tensor> describe_all(const Options& options, const Optimizer& optimizer, const std::string& recipe,
-                                         std::int64_t params, std::int64_t tensors) {
+std::vector<scruple_tensor> describe_all(const Options& options, const Optimizer& optimizer,
+                                         const std::string& recipe, std::int64_t params,
+                                         std::int64_t tensors) {
   std::vector<scruple_tensor> all;
   for (std::int64_t i = 0; i < tensors; ++i) {
     const std::int64_t size = params / tensors + (i < params % tensors ? 1 : 0);
@@ -154,7 +159,8 @@ Traffic traffic_of(const std::vector<scruple_tensor>& tensors) {
   return sum;
 }
 
-// Linux kills a process that overcommits, without a word: ask first. Elsewhere, or where it cannot be read: no limit.
+// Linux kills a process that overcommits, without a word: ask first. Elsewhere, or where it cannot be read:
+// no limit.
 void check_fits(std::int64_t bytes, const std::string& recipe) {
   std::ifstream file("/proc/meminfo");
   std::string key, unit;
@@ -162,9 +168,9 @@ void check_fits(std::int64_t bytes, const std::string& recipe) {
   while (file >> key >> kilobytes && std::getline(file, unit)) {
     if (key != "MemAvailable:") continue;
     if (bytes / 1024 > kilobytes)
-      throw std::runtime_error("recipe " + recipe + " needs " + fixed(static_cast<double>(bytes) * 0x1p-30, 1) +
-                               " GiB and " + fixed(static_cast<double>(kilobytes) * 0x1p-20, 1) +
-                               " GiB are free; choose fewer --params");
+      throw std::runtime_error(
+          "recipe " + recipe + " needs " + fixed(static_cast<double>(bytes) * 0x1p-30, 1) + " GiB and " +
+          fixed(static_cast<double>(kilobytes) * 0x1p-20, 1) + " GiB are free; choose fewer --params");
     return;
   }
 }
@@ -217,22 +223,25 @@ void print_json(const std::vector<Row>& rows, const std::vector<Refusal>& refusa
 
 void print_table(const std::vector<Row>& rows, const std::vector<Refusal>& refusals, const Options& options,
                  const Engine& engine, std::int64_t params, std::int64_t tensors) {
-  std::cout << options.choice.optimizer << ", " << plural(params, "parameter") << " in " << plural(tensors, "tensor")
-            << ", " << options.choice.gradient << " gradients, " << engine.name() << ", "
-            << plural(engine.threads(), "thread") << "\n\n";
+  std::cout << options.choice.optimizer << ", " << plural(params, "parameter") << " in "
+            << plural(tensors, "tensor") << ", " << options.choice.gradient << " gradients, " << engine.name()
+            << ", " << plural(engine.threads(), "thread") << "\n\n";
   Table table;
   table.rows = {{"recipe", "M params/s", "moved B", "GB/s", "copy GB/s", "of copy"}};
   for (const Row& row : rows)
-    table.rows.push_back({row.recipe, fixed(row.params_per_s / 1e6, 1), fixed(row.moved, 3), fixed(row.gb_per_s(), 2),
-                          fixed(row.copy_gb_per_s, 2), fixed(row.gb_per_s() / row.copy_gb_per_s, 3)});
+    table.rows.push_back({row.recipe, fixed(row.params_per_s / 1e6, 1), fixed(row.moved, 3),
+                          fixed(row.gb_per_s(), 2), fixed(row.copy_gb_per_s, 2),
+                          fixed(row.gb_per_s() / row.copy_gb_per_s, 3)});
   table.print(std::cout);
-  for (const Refusal& refusal : refusals) std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
+  for (const Refusal& refusal : refusals)
+    std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
 }
 
 void run(const Options& options) {
   const std::int64_t params = parse_count(options.params, "--params");
   const std::int64_t tensors = parse_count(options.tensors, "--tensors");
-  if (tensors > params || tensors > 1'000'000) throw UsageError("--tensors must be 1 to --params and at most 1000000");
+  if (tensors > params || tensors > 1'000'000)
+    throw UsageError("--tensors must be 1 to --params and at most 1000000");
   const Optimizer optimizer = options.choice.make_optimizer();
   Engine engine(options.engine.c_str(), options.threads);
   std::unique_ptr<Copy> copy;  // once the first recipe is known to be sound
@@ -252,7 +261,8 @@ void run(const Options& options) {
 }  // namespace
 
 void add_bench(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("bench", "Measure the optimizer step against this machine's copy bandwidth");
+  CLI::App* command =
+      program.add_subcommand("bench", "Measure the optimizer step against this machine's copy bandwidth");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   options->choice.gradient = "bf16";
@@ -263,7 +273,7 @@ void add_bench(CLI::App& program) {
   add("--params", options->params, "COUNT", "number of parameters, such as 64M");
   add("--tensors", options->tensors, "COUNT", "split them evenly over this many tensors");
   add("--gradient-format", options->choice.gradient, "FORMAT", "format of the gradients");
-  add("--rounding", options->choice.rounding, "", "of every weight and moment that can round so")
+  add("--rounding", options->choice.rounding, "MODE", "of every weight and moment that can round so")
       ->check(CLI::IsMember({"nearest", "truncate", "stochastic"}));
   add("--engine", options->engine, "NAME", "engine, as 'scruple list' names it");
   add("--threads", options->threads, "COUNT", "threads; 0: one per core");

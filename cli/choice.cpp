@@ -25,8 +25,8 @@ void use_format(scruple_array& array, const char* name) {
   if ((info_of(array.format).roundings >> array.rounding & 1u) == 0) array.rounding = SCRUPLE_NEAREST;
 }
 
-// Gives a format to every used slot of these roles that it can hold. Where it can hold none, the first one gets it all
-// the same: the library then says what would fit.
+// Gives a format to every used slot of these roles that it can hold. Where it can hold none, the first one
+// gets it all the same: the library then says what would fit.
 void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned roles) {
   const unsigned serves = info_of(format_named(name.c_str())).roles;
   scruple_array* first = nullptr;
@@ -39,7 +39,8 @@ void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned rol
     use_format(tensor.arrays[a], name.c_str());
     served = true;
   }
-  if (!served && first != nullptr) use_format(*first, name.c_str());
+  if (first == nullptr) throw UsageError("there is no moment here for format " + name + " to hold");
+  if (!served) use_format(*first, name.c_str());
 }
 
 // Likewise: every weight and moment that can round this way does.
@@ -55,7 +56,8 @@ void use_rounding(scruple_tensor& tensor, const std::string& name) {
   if (!served) tensor.arrays[SCRUPLE_WEIGHT].rounding = rounding;
 }
 
-// The library checks formats and roundings when it allocates; for a tensor without elements that costs nothing.
+// The library checks formats and roundings when it allocates; for a tensor without elements that costs
+// nothing.
 void check_formats(const scruple_tensor& tensor) {
   static Engine engine("cpu", 1);
   scruple_tensor empty = tensor;
@@ -92,7 +94,7 @@ void Choice::add_options(CLI::App& command) {
   add("--weights", weights, "FORMAT", "format of the weights, in place of the recipe's");
   add("--moments", moments, "FORMAT", "format of every moment that it can hold");
   add("--second-moments", second_moments, "FORMAT", "format of the non-negative moments");
-  add("--set", hypers, "NAME=VALUE", "a hyperparameter, such as amsgrad=1; may be repeated (SGD starts at momentum=0.9)")
+  add("--set", hypers, "NAME=VALUE", "a hyperparameter; may be repeated (SGD starts at momentum=0.9)")
       ->allow_extra_args(false);
 }
 
@@ -108,7 +110,8 @@ Optimizer Choice::make_optimizer() const {
   return made;
 }
 
-scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_recipe, std::int64_t size) const {
+scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_recipe,
+                                std::int64_t size) const {
   scruple_tensor tensor = {};
   tensor.optimizer = rule.raw();
   tensor.size = size;
@@ -126,8 +129,9 @@ scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_r
 
 bool stays_fp32(const std::string& recipe, std::int64_t size) {
   const std::vector<scruple_recipe_info> known = all_recipes();
-  return std::any_of(known.begin(), known.end(),
-                     [&](const scruple_recipe_info& info) { return info.name == recipe && size <= info.small; });
+  return std::any_of(known.begin(), known.end(), [&](const scruple_recipe_info& info) {
+    return info.name == recipe && size <= info.small;
+  });
 }
 
 std::vector<std::string> Choice::recipes() const {

@@ -26,8 +26,7 @@ struct Refusal {
   std::string recipe, reason;
 };
 
-// Calls body with each chosen recipe. Where all are tried, one that does not fit is returned with the reason; one that
-// was chosen must fit.
+// Calls body with each chosen recipe and returns those that do not fit, with the reason. One must fit.
 template <class Body>
 std::vector<Refusal> for_each_recipe(const Choice& choice, const Body& body) {
   std::vector<Refusal> refusals;
@@ -36,14 +35,15 @@ std::vector<Refusal> for_each_recipe(const Choice& choice, const Body& body) {
     try {
       body(name);
     } catch (const Error& error) {
-      if (names.size() == 1 || error.status() != SCRUPLE_UNSUPPORTED) throw;
+      if (refusals.size() + 1 == names.size() || error.status() != SCRUPLE_UNSUPPORTED) throw;
       refusals.push_back({name, error.what()});
     }
   }
   return refusals;
 }
 
-// Whether the recipe leaves a tensor of this size in fp32 because it is small; choices of formats do not reach it then.
+// Whether the recipe leaves a tensor of this size in fp32 because it is small; choices of formats do not
+// reach it then.
 bool stays_fp32(const std::string& recipe, std::int64_t size);
 const char* rounding_name(int rounding);
 scruple_format_info info_of(const scruple_format* format);

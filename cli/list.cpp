@@ -19,9 +19,9 @@ constexpr const char* kFooter =
     "  bits       per value, scales and extra bits included\n"
     "  roles      w weight, s signed moment, n non-negative moment, g gradient, a gradient accumulator\n"
     "  rounding   n nearest, t truncate, s stochastic, d dither\n"
-    "  error      largest error with nearest rounding: of |x|, + g * the largest |x| of its group, + a constant;\n"
-    "             as a non-negative moment after the slash\n"
-    "  B/param    bytes per parameter with gradients stored / released / compressed, for the optimizer named\n"
+    "  error      largest error with nearest rounding: of |x|, + g * the largest |x| of its group,\n"
+    "             + a constant; as a non-negative moment after the slash\n"
+    "  B/param    bytes per parameter of the optimizer named, by what becomes of the gradients\n"
     "\n"
     "Example: scruple list --json";
 
@@ -54,7 +54,8 @@ ordered_json optimizers() {
     for (int h = 0; h < rule.hypers; ++h) {
       scruple_hyper_info hyper;
       check(scruple_rule_hyper(r, h, &hyper));
-      hypers.push_back({{"name", hyper.name}, {"default", hyper.value}, {"flag", hyper.flag != 0}, {"doc", hyper.doc}});
+      hypers.push_back(
+          {{"name", hyper.name}, {"default", hyper.value}, {"flag", hyper.flag != 0}, {"doc", hyper.doc}});
     }
     list.push_back({{"name", rule.name}, {"doc", rule.doc}, {"slots", slots}, {"hyperparameters", hypers}});
   }
@@ -89,7 +90,8 @@ ordered_json formats() {
   return list;
 }
 
-// Bytes per parameter of a recipe: with AdamW, or with SGD where AdamW has a moment that the recipe cannot hold.
+// Bytes per parameter of a recipe: with AdamW, or with SGD where AdamW has a moment that the recipe cannot
+// hold.
 ordered_json bytes_per_param(const char* recipe) {
   for (const char* optimizer : {"adamw", "sgd"}) {
     Choice choice;
@@ -141,7 +143,8 @@ ordered_json engines() {
   return list;
 }
 
-// ---- The same for people ------------------------------------------------------------------------------------------
+// ---- The same for people
+// ------------------------------------------------------------------------------------------
 
 std::string str(const ordered_json& value) { return value.is_null() ? "-" : value.get<std::string>(); }
 
@@ -164,7 +167,7 @@ std::string bound_text(const ordered_json& bound) {
   std::string text;
   const auto add = [&](const char* key, const char* times) {
     const double value = bound[key];
-    if (value != 0) text += (text.empty() ? "" : " + ") + shortest(value) + times;
+    if (value != 0) text += (text.empty() ? "" : " + ") + shortest(value, 3) + times;
   };
   add("relative", "");
   add("group", " g");
@@ -184,9 +187,10 @@ void print_formats(const ordered_json& list) {
         if (name == role.name) roles += role.letter;
     for (const ordered_json& name : format["roundings"]) roundings += str(name)[0];
     if (format.contains("error")) error = bound_text(format["error"]);
-    if (format.contains("error_nonneg")) error += (error.empty() ? "/ " : " / ") + bound_text(format["error_nonneg"]);
-    table.rows.push_back({"  " + str(format["name"]), shortest(format["bits_per_value"]), roles, roundings, error,
-                          str(format["doc"])});
+    if (format.contains("error_nonneg"))
+      error += (error.empty() ? "/ " : " / ") + bound_text(format["error_nonneg"]);
+    table.rows.push_back({"  " + str(format["name"]), shortest(format["bits_per_value"]), roles, roundings,
+                          error, str(format["doc"])});
   }
   table.print(std::cout);
 }
@@ -194,8 +198,8 @@ void print_formats(const ordered_json& list) {
 void print_recipes(const ordered_json& list) {
   std::cout << "\nRecipes\n\n";
   Table table;
-  table.rows = {{"  name", "weight", "moment", "nonneg", "gradient", "for", "B/param stored", "released", "compressed",
-                 "what it is"}};
+  table.rows = {{"  name", "weight", "moment", "nonneg", "gradient", "for", "B/param stored", "released",
+                 "compressed", "what it is"}};
   table.left = {1, 2, 3, 4, 5, 9};
   for (const ordered_json& recipe : list) {
     std::vector<std::string> row = {"  " + str(recipe["name"]), str(recipe["weight"]), str(recipe["moment"]),

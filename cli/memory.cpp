@@ -47,8 +47,8 @@ std::int64_t Memory::total() const {
   return sum;
 }
 
-Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe, const Model& model,
-               const std::string& policy) {
+Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
+               const Model& model, const std::string& policy) {
   Choice folded = choice;
   folded.gradient = "int8";
   Memory memory;

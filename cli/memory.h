@@ -23,8 +23,8 @@ struct Memory {
 inline constexpr const char* kPolicies[] = {"stored", "released", "compressed"};
 
 // `policy`: stored takes the recipe's gradient format, released nothing, compressed int8 accumulators.
-Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe, const Model& model,
-               const std::string& policy);
+Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
+               const Model& model, const std::string& policy);
 
 // Bytes of both planes of one array.
 std::int64_t bytes_of(const scruple_format* format, std::int64_t size);

@@ -29,7 +29,8 @@ std::int64_t multiply(std::int64_t a, std::int64_t b) {
 }
 
 std::int64_t product(const std::vector<std::int64_t>& shape) {
-  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;  // even where the rest would overflow
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end())
+    return 0;  // even where the rest would overflow
   std::int64_t elements = 1;
   for (const std::int64_t dimension : shape) elements = multiply(elements, dimension);
   return elements;
@@ -41,7 +42,8 @@ std::ifstream open(const std::string& path, std::int64_t& size) {
   size = static_cast<std::int64_t>(file.tellg());
   file.seekg(0);
   // A directory opens, but has no end or cannot be read.
-  if (size < 0 || size == INT64_MAX || file.peek() == std::ifstream::traits_type::eof()) fail("it is empty or no file");
+  if (size < 0 || size == INT64_MAX || file.peek() == std::ifstream::traits_type::eof())
+    fail("it is empty or no file");
   return file;
 }
 
@@ -61,17 +63,18 @@ json parse(std::ifstream& file, std::int64_t length) {
   }
 }
 
-// ---- safetensors ------------------------------------------------------------------------------------------------
+// ---- safetensors
+// ------------------------------------------------------------------------------------------------
 
 struct Dtype {
   const char* name;
   int bytes;
   bool trains;  // integers and masks are no parameters
 };
-constexpr Dtype kDtypes[] = {{"F64", 8, true},      {"F32", 4, true},      {"F16", 2, true},  {"BF16", 2, true},
-                             {"F8_E5M2", 1, true},  {"F8_E4M3", 1, true},  {"I64", 8, false}, {"I32", 4, false},
-                             {"I16", 2, false},     {"I8", 1, false},      {"U64", 8, false}, {"U32", 4, false},
-                             {"U16", 2, false},     {"U8", 1, false},      {"BOOL", 1, false}};
+constexpr Dtype kDtypes[] = {{"F64", 8, true},     {"F32", 4, true},     {"F16", 2, true},  {"BF16", 2, true},
+                             {"F8_E5M2", 1, true}, {"F8_E4M3", 1, true}, {"I64", 8, false}, {"I32", 4, false},
+                             {"I16", 2, false},    {"I8", 1, false},     {"U64", 8, false}, {"U32", 4, false},
+                             {"U16", 2, false},    {"U8", 1, false},     {"BOOL", 1, false}};
 
 const Dtype& find_dtype(const json& entry) {
   const json& name = entry.at("dtype");
@@ -84,15 +87,18 @@ std::vector<std::int64_t> shape_of(const json& entry) {
   std::vector<std::int64_t> shape;
   for (const json& dimension : entry.at("shape")) {
     if (!dimension.is_number_unsigned()) fail("its shape is " + entry.at("shape").dump());
-    if (dimension.get<std::uint64_t>() > static_cast<std::uint64_t>(kMaxParams)) fail("more than 2^50 elements");
+    if (dimension.get<std::uint64_t>() > static_cast<std::uint64_t>(kMaxParams))
+      fail("more than 2^50 elements");
     shape.push_back(dimension.get<std::int64_t>());
   }
   return shape;
 }
 
-// Returns where the tensor's data ends. The data itself is never read, but a header that contradicts itself is refused.
+// Returns where the tensor's data ends. The data itself is never read, but a header that contradicts itself
+// is refused.
 std::int64_t add_entry(Model& model, const json& entry, std::int64_t& integers) {
-  if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") || !entry.at("shape").is_array())
+  if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") ||
+      !entry.at("shape").is_array())
     fail("it needs a dtype and a shape");
   const Dtype& dtype = find_dtype(entry);
   const std::vector<std::int64_t> shape = shape_of(entry);
@@ -100,9 +106,11 @@ std::int64_t add_entry(Model& model, const json& entry, std::int64_t& integers) 
   const json offsets = entry.value("data_offsets", json());
   if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() ||
       !offsets[1].is_number_unsigned() || offsets[0] > offsets[1] ||
-      offsets[1].get<std::uint64_t>() - offsets[0].get<std::uint64_t>() != static_cast<std::uint64_t>(bytes) ||
+      offsets[1].get<std::uint64_t>() - offsets[0].get<std::uint64_t>() !=
+          static_cast<std::uint64_t>(bytes) ||
       offsets[1].get<std::uint64_t>() > static_cast<std::uint64_t>(INT64_MAX / 2))
-    fail("its data_offsets are " + offsets.dump() + ", but its shape takes " + std::to_string(bytes) + " bytes");
+    fail("its data_offsets are " + offsets.dump() + ", but its shape takes " + std::to_string(bytes) +
+         " bytes");
   if (dtype.trains)
     model.add(shape);
   else
@@ -114,12 +122,14 @@ void add_safetensors(Model& model, const std::string& path) {
   std::int64_t file_size = 0;
   std::ifstream file = open(path, file_size);
   std::array<unsigned char, 8> prefix{};
-  if (file_size < 8) fail("it has " + plural(file_size, "byte") + "; a safetensors file begins with 8 bytes of length");
+  if (file_size < 8)
+    fail("it has " + plural(file_size, "byte") + "; a safetensors file begins with 8 bytes of length");
   file.read(reinterpret_cast<char*>(prefix.data()), 8);
   std::uint64_t length = 0;
   for (std::size_t i = 8; i-- > 0;) length = length << 8 | prefix[i];
   if (length > static_cast<std::uint64_t>(kMaxHeader))
-    fail("its header claims " + std::to_string(length) + " bytes, over the limit of 100 MB; is it a safetensors file?");
+    fail("its header claims " + std::to_string(length) +
+         " bytes, over the limit of 100 MB; is it a safetensors file?");
   const std::int64_t header = static_cast<std::int64_t>(length);
   if (header > file_size - 8)
     fail("its header claims " + plural(header, "byte") + ", but only " + grouped(file_size - 8) + " follow");
@@ -135,26 +145,29 @@ void add_safetensors(Model& model, const std::string& path) {
       fail("tensor " + json(name).dump() + ": " + error.what());
     }
   }
-  if (integers > 0) model.notes.push_back(path + ": " + plural(integers, "tensor") + " of integers not counted");
+  if (integers > 0)
+    model.notes.push_back(path + ": " + plural(integers, "tensor") + " of integers not counted");
   if (data_end > file_size - 8 - header)
     model.notes.push_back(path + ": the file is cut short; the shapes are those of its header");
 }
 
-// ---- config.json --------------------------------------------------------------------------------------------------
+// ---- config.json
+// --------------------------------------------------------------------------------------------------
 
-// A Llama-like decoder and where the kinds differ. The defaults are those of the Hugging Face config classes, which
-// leave out of the file what equals them.
+// A Llama-like decoder and where the kinds differ. The defaults are those of the Hugging Face config classes,
+// which leave out of the file what equals them.
 struct Decoder {
   const char* type;
   bool tied;
-  std::int64_t head_dim;    // 0: hidden_size / num_attention_heads
-  int bias;                 // 0: where attention_bias is set; 1: q, k and v always
-  int norms;                // per layer
-  bool head_norms;          // q_norm and k_norm
+  std::int64_t head_dim;  // 0: hidden_size / num_attention_heads
+  bool bias;              // q, k and v have biases even without attention_bias
+  int norms;              // per layer
+  bool head_norms;        // q_norm and k_norm
 };
 constexpr Decoder kDecoders[] = {
-    {"llama", false, 0, 0, 2, false},  {"mistral", false, 0, 0, 2, false}, {"qwen2", false, 0, 1, 2, false},
-    {"qwen3", false, 128, 0, 2, true}, {"gemma", true, 256, 0, 2, false},  {"gemma2", true, 256, 0, 4, false},
+    {"llama", false, 0, false, 2, false},  {"mistral", false, 0, false, 2, false},
+    {"qwen2", false, 0, true, 2, false},   {"qwen3", false, 128, false, 2, true},
+    {"gemma", true, 256, false, 2, false}, {"gemma2", true, 256, false, 4, false},
 };
 
 class Config {
@@ -169,10 +182,13 @@ class Config {
       fail(std::string(key) + " is " + value.dump() + "; it must be a whole number from 1 to 2^40");
     return value.get<std::int64_t>();
   }
-  std::int64_t number(const char* key, std::int64_t otherwise) const { return has(key) ? number(key) : otherwise; }
+  std::int64_t number(const char* key, std::int64_t otherwise) const {
+    return has(key) ? number(key) : otherwise;
+  }
   bool flag(const char* key, bool otherwise) const {
     if (!has(key)) return otherwise;
-    if (!root_.at(key).is_boolean()) fail(std::string(key) + " is " + root_.at(key).dump() + "; it must be true or false");
+    if (!root_.at(key).is_boolean())
+      fail(std::string(key) + " is " + root_.at(key).dump() + "; it must be true or false");
     return root_.at(key).get<bool>();
   }
   std::string text(const char* key) const {
@@ -182,7 +198,8 @@ class Config {
     if (has("head_dim")) return number("head_dim");
     if (otherwise > 0) return otherwise;
     if (hidden % heads != 0)
-      fail("hidden_size " + std::to_string(hidden) + " is no multiple of num_attention_heads " + std::to_string(heads));
+      fail("hidden_size " + std::to_string(hidden) + " is no multiple of num_attention_heads " +
+           std::to_string(heads));
     return hidden / heads;
   }
 
@@ -192,19 +209,20 @@ class Config {
 
 void add_decoder(Model& model, const Config& config, const Decoder& kind) {
   const std::int64_t hidden = config.number("hidden_size"), inner = config.number("intermediate_size"),
-                     layers = config.number("num_hidden_layers"), heads = config.number("num_attention_heads"),
-                     vocabulary = config.number("vocab_size");
+                     layers = config.number("num_hidden_layers"),
+                     heads = config.number("num_attention_heads"), vocabulary = config.number("vocab_size");
   const std::int64_t head = config.head_dim(hidden, heads, kind.head_dim);
-  const std::int64_t queries = multiply(heads, head), keys = multiply(config.number("num_key_value_heads", heads), head);
+  const std::int64_t queries = multiply(heads, head),
+                     keys = multiply(config.number("num_key_value_heads", heads), head);
 
   model.add({vocabulary, hidden}, config.flag("tie_word_embeddings", kind.tied) ? 1 : 2);
-  model.add({hidden, queries}, 2 * layers);    // q_proj and o_proj
-  model.add({hidden, keys}, 2 * layers);       // k_proj and v_proj
-  model.add({hidden, inner}, 3 * layers);      // gate_proj, up_proj, down_proj
+  model.add({hidden, queries}, 2 * layers);  // q_proj and o_proj
+  model.add({hidden, keys}, 2 * layers);     // k_proj and v_proj
+  model.add({hidden, inner}, 3 * layers);    // gate_proj, up_proj, down_proj
   model.add({hidden}, kind.norms * layers + 1);
   if (kind.head_norms) model.add({head}, 2 * layers);
   const bool all_biases = config.flag("attention_bias", false);
-  if (all_biases || kind.bias == 1) {
+  if (all_biases || kind.bias) {
     model.add({queries}, layers);
     model.add({keys}, 2 * layers);
   }
@@ -222,8 +240,8 @@ void add_gpt2(Model& model, const Config& config) {
   model.add({config.number("n_positions"), hidden});
   model.add({hidden, multiply(3, hidden)}, layers);  // attn.c_attn
   model.add({multiply(3, hidden)}, layers);
-  model.add({hidden, hidden}, layers);               // attn.c_proj
-  model.add({hidden, inner}, 2 * layers);            // mlp.c_fc and mlp.c_proj
+  model.add({hidden, hidden}, layers);     // attn.c_proj
+  model.add({hidden, inner}, 2 * layers);  // mlp.c_fc and mlp.c_proj
   model.add({inner}, layers);
   model.add({hidden}, 6 * layers + 2);  // two norms with biases and the biases of both c_proj; ln_f
 }
@@ -233,7 +251,8 @@ void add_config(Model& model, const std::string& path) {
   std::ifstream file = open(path, size);
   if (size > kMaxConfig) fail("it has " + plural(size, "byte") + "; a config.json has at most 10 MB");
   json root = parse(file, size);
-  if (root.is_object() && root.contains("weight_map")) fail("it is an index of shards; give the .safetensors files");
+  if (root.is_object() && root.contains("weight_map"))
+    fail("it is an index of shards; give the .safetensors files");
   if (!root.is_object()) fail("it is no JSON object");
   const Config config(std::move(root));
   const std::string type = config.text("model_type");
@@ -243,8 +262,8 @@ void add_config(Model& model, const std::string& path) {
     if (type == kind.type) return add_decoder(model, config, kind);
     known += std::string(kind.type) + ", ";
   }
-  fail((type.empty() ? "it has no model_type" : "unknown model_type " + json(type).dump()) + "; known: " + known +
-       "gpt2; for another model give its .safetensors files or --params");
+  fail((type.empty() ? "it has no model_type" : "unknown model_type " + json(type).dump()) +
+       "; known: " + known + "gpt2; for another model give its .safetensors files or --params");
 }
 
 }  // namespace
@@ -272,7 +291,8 @@ Model read_model(const std::vector<std::string>& paths) {
   Model model;
   for (const std::string& path : paths) {
     try {
-      if (path.ends_with(".json") && paths.size() > 1) fail("a config.json stands for a whole model; give it alone");
+      if (path.ends_with(".json") && paths.size() > 1)
+        fail("a config.json stands for a whole model; give it alone");
       if (path.ends_with(".json"))
         add_config(model, path);
       else

@@ -1,4 +1,5 @@
-// The sizes of a model's tensors: from a number of parameters, safetensors headers, or a Hugging Face config.json.
+// The sizes of a model's tensors: from a number of parameters, safetensors headers, or a Hugging Face
+// config.json.
 #pragma once
 
 #include <cstdint>

@@ -20,13 +20,13 @@ constexpr const char* kFooter =
     "  extra       bits or a master copy that complete a 16-bit weight\n"
     "  exp_avg...  the codes of each moment of the optimizer\n"
     "  scales      the scales of weights and moments\n"
-    "  gradients   gradients, with their scales: stored in the recipe's format until the step, released (freed during\n"
-    "              the backward pass), or compressed (folded into int8 accumulators)\n"
+    "  gradients   with their scales: stored in the recipe's format until the step, released (freed\n"
+    "              during the backward pass), or compressed (folded into int8 accumulators)\n"
     "  total       all of these; activations are not counted\n"
     "  released, compressed   the total with that policy, where --gradients does not choose one\n"
     "\n"
-    "Model files: .safetensors (only the header is read; the shards of one model add up) or a Hugging Face config.json\n"
-    "of a llama, mistral, qwen2, qwen3, gemma, gemma2 or gpt2 model.\n"
+    "Model files: .safetensors (only the header is read; the shards of one model add up) or a Hugging\n"
+    "Face config.json of a llama, mistral, qwen2, qwen3, gemma, gemma2 or gpt2 model.\n"
     "\n"
     "Examples:\n"
     "  scruple plan --params 8.03e9 --optimizer adamw\n"
@@ -59,10 +59,13 @@ Plan make_plan(const Options& options) {
   Plan plan;
   const Choice& choice = options.choice;
   const Optimizer optimizer = choice.make_optimizer();
-  plan.model = options.files.empty() ? one_tensor(parse_count(options.params, "--params")) : read_model(options.files);
+  plan.model =
+      options.files.empty() ? one_tensor(parse_count(options.params, "--params")) : read_model(options.files);
   plan.refusals = for_each_recipe(choice, [&](const std::string& recipe) {
     const std::string policy = options.policy.empty() ? "stored" : options.policy;
-    const auto with = [&](const std::string& other) { return measure(choice, optimizer, recipe, plan.model, other); };
+    const auto with = [&](const std::string& other) {
+      return measure(choice, optimizer, recipe, plan.model, other);
+    };
     plan.rows.push_back({recipe, policy, with(policy), with("released").total(), with("compressed").total()});
   });
   return plan;
@@ -119,23 +122,27 @@ void print_table(const Plan& plan, const Options& options) {
             << plural(plan.model.tensor_count(), "tensor") << ", gradients " << plan.rows.front().policy
             << "; sizes in " << unit.name << "\n\n";
   table.print(std::cout);
-  for (const Refusal& refusal : plan.refusals) std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
+  for (const Refusal& refusal : plan.refusals)
+    std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
   for (const std::string& note : plan.model.notes) std::cout << '\n' << note << '\n';
 }
 
 }  // namespace
 
 void add_plan(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("plan", "Show where every byte of the training state goes, per recipe");
+  CLI::App* command =
+      program.add_subcommand("plan", "Show where every byte of the training state goes, per recipe");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   command->add_option("--params", options->params, "number of parameters: 8.03e9, 8.03B, 125M, 8030261248")
       ->type_name("COUNT");
-  command->add_option("--model,model", options->files, "model files to read the tensor shapes from, in place of --params")
+  command
+      ->add_option("--model,model", options->files,
+                   "model files to read the tensor shapes from, in place of --params")
       ->type_name("FILE");
   options->choice.add_options(*command);
   command->add_option("--gradients", options->policy, "what becomes of gradients (default: stored)")
-      ->type_name("")
+      ->type_name("POLICY")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(kPolicies), std::end(kPolicies))));
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'; sizes in bytes");
   command->callback([options] {

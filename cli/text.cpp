@@ -51,15 +51,16 @@ std::string fixed(double value, int decimals) {
   return text;
 }
 
-std::string shortest(double value) {
+std::string shortest(double value, int digits) {
   char text[64];
-  std::snprintf(text, sizeof text, "%.6g", value);
+  std::snprintf(text, sizeof text, "%.*g", digits, value);
   return text;
 }
 
 std::string grouped(std::int64_t value) {
   std::string text = std::to_string(value);
-  for (std::ptrdiff_t at = std::ptrdiff_t(text.size()) - 3; at > 0; at -= 3) text.insert(std::size_t(at), ",");
+  for (std::ptrdiff_t at = std::ptrdiff_t(text.size()) - 3; at > 0; at -= 3)
+    text.insert(std::size_t(at), ",");
   return text;
 }
 
@@ -79,7 +80,8 @@ double parse_number(const std::string& text, const std::string& what) {
   double value = 0;
   const char* end = text.data() + text.size();
   const auto [stop, problem] = std::from_chars(text.data(), end, value);
-  if (problem != std::errc() || stop != end) throw UsageError(what + " is '" + text + "'; it must be a number");
+  if (problem != std::errc() || stop != end)
+    throw UsageError(what + " is '" + text + "'; it must be a number");
   return value;
 }
 

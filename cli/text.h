@@ -16,8 +16,8 @@ struct Table {
 };
 
 std::string fixed(double value, int decimals);
-std::string shortest(double value);       // 0.001, 1e-08
-std::string grouped(std::int64_t value);  // 8,030,000,000
+std::string shortest(double value, int digits = 6);  // 0.001, 1e-08
+std::string grouped(std::int64_t value);             // 8,030,000,000
 std::string plural(std::int64_t count, const std::string& noun);
 
 // A unit that suits `largest` bytes, for all sizes of one table.
@@ -27,7 +27,8 @@ struct Unit {
 };
 Unit unit_for(std::int64_t largest);
 
-// 8030000000, 8.03e9, 8.03B or 125M (K, M, B or G, T) into a whole number of 1 to 2^50; `what` names it in errors.
+// 8030000000, 8.03e9, 8.03B or 125M (K, M, B or G, T) into a whole number of 1 to 2^50; `what` names it in
+// errors.
 std::int64_t parse_count(const std::string& text, const std::string& what);
 // A number with nothing after it.
 double parse_number(const std::string& text, const std::string& what);

@@ -1,5 +1,6 @@
-// Every optimizer of the registry, in fp32, against a double-precision reference written from the papers (reference.h),
-// over sets of hyperparameters that the registry itself generates; and its defaults against torch's.
+// Every optimizer of the registry, in fp32, against a double-precision reference written from the papers
+// (reference.h), over sets of hyperparameters that the registry itself generates; and its defaults against
+// torch's.
 #include "tests/reference.h"
 #include "tests/support.h"
 
@@ -29,7 +30,8 @@ std::vector<Rule> all_rules() {
     Rule rule;
     rule.index = r;
     CHECK_OK(scruple_rule_at(r, &rule.info));
-    for (int h = 0; h < rule.info.hypers; ++h) CHECK_OK(scruple_rule_hyper(r, h, &rule.hypers.emplace_back()));
+    for (int h = 0; h < rule.info.hypers; ++h)
+      CHECK_OK(scruple_rule_hyper(r, h, &rule.hypers.emplace_back()));
     list.push_back(rule);
   }
   return list;
@@ -44,7 +46,8 @@ Hypers defaults_of(const Rule& rule) {
 // Every hyperparameter away from zero and from its default, and eps where it shows; flags off.
 Hypers non_zero(const Rule& rule) {
   Hypers set;
-  for (const scruple_hyper_info& h : rule.hypers) set[h.name] = h.flag != 0 ? 0 : h.value < 1e-6 ? 0.1 : 0.9 * h.value;
+  for (const scruple_hyper_info& h : rule.hypers)
+    set[h.name] = h.flag != 0 ? 0 : h.value < 1e-6 ? 0.1 : 0.9 * h.value;
   return set;
 }
 
@@ -82,12 +85,13 @@ void set_all(Optimizer& optimizer, const Hypers& set) {
 std::vector<float> initial_weights() {
   Random random(1);
   std::vector<float> w(kElements);
-  for (float& x : w) x = static_cast<float>((random.uniform() < 0.5 ? -1 : 1) * std::exp(-4.6 + 6.9 * random.uniform()));
+  for (float& x : w)
+    x = static_cast<float>((random.uniform() < 0.5 ? -1 : 1) * std::exp(-4.6 + 6.9 * random.uniform()));
   return w;
 }
 
-// Gradients that are never near zero; each element keeps a magnitude of its own (1e-3 to 10) and turns its sign now
-// and then, so that momentum crosses zero in large strides.
+// Gradients that are never near zero; each element keeps a magnitude of its own (1e-3 to 10) and turns its
+// sign now and then, so that momentum crosses zero in large strides.
 std::vector<float> gradients(int t) {
   std::vector<float> g(kElements);
   for (std::size_t i = 0; i < kElements; ++i) {
@@ -128,8 +132,9 @@ struct Trial {
 
 // What rounding to float may do, in units of 2^-24. A weight is rounded at most three times a
 // step (what decay keeps, its product, the sum). Everything else that is rounded
-// (constants, moments, the direction) is off by at most kUlps a step, times what cancellation makes of it, and an error
-// in a moment lives on: after t steps a moment, and the step taken along it, are off by kUlps (t + 4) of the largest.
+// (constants, moments, the direction) is off by at most kUlps a step, times what cancellation makes of it,
+// and an error in a moment lives on: after t steps a moment, and the step taken along it, are off by kUlps (t
+// + 4) of the largest.
 constexpr double kUlp = 0x1p-24, kUlps = 2;
 
 struct Tracked {
@@ -162,8 +167,9 @@ bool follows(const Trial& trial, std::vector<Tracked>& all) {
       const double want = a == SCRUPLE_WEIGHT ? all[i].element.w : all[i].element.slots[name];
       const double bound = a == SCRUPLE_WEIGHT ? all[i].weight_bound : all[i].slot_bound(name);
       if (std::fabs(static_cast<double>(values[i]) - want) <= bound) continue;
-      ADD_FAILURE() << name << "[" << i << "] at step " << all[i].element.t << ": " << values[i] << ", reference "
-                    << want << ", off by " << std::fabs(static_cast<double>(values[i]) - want) << ", bound " << bound;
+      ADD_FAILURE() << name << "[" << i << "] at step " << all[i].element.t << ": " << values[i]
+                    << ", reference " << want << ", off by "
+                    << std::fabs(static_cast<double>(values[i]) - want) << ", bound " << bound;
       return false;
     }
   }
@@ -222,7 +228,8 @@ TEST(Optim, EveryRuleInFp32EqualsItsDoublePrecisionReferenceToFloatRounding) {
     }
     // Nesterov's variant contradicts dampening; a centred mean square of a single sample is zero.
     EXPECT_GT(checked, refused + ill_posed) << rule.info.name << ": too few sets of hyperparameters compared";
-    std::printf("%s: %d sets compared, %d refused, %d ill-posed\n", rule.info.name, checked, refused, ill_posed);
+    std::printf("%s: %d sets compared, %d refused, %d ill-posed\n", rule.info.name, checked, refused,
+                ill_posed);
   }
 }
 
@@ -241,7 +248,8 @@ TEST(Optim, EveryHyperparameterChangesTheResult) {
       }
       // AMSGrad needs a moment that falls, which a later step may bring.
       for (int t = 4; t <= kSteps; ++t) a.step(t), b.step(t);
-      EXPECT_FALSE(same_bytes(a.weights(), b.weights())) << rule.info.name << ": " << h.name << " changes nothing";
+      EXPECT_FALSE(same_bytes(a.weights(), b.weights()))
+          << rule.info.name << ": " << h.name << " changes nothing";
     }
   }
 }
@@ -289,7 +297,8 @@ TEST(Optim, HyperparametersSharedByTwoTensorsOrOwnedByEachGiveTheSameBits) {
     const Hypers slow = non_zero(rule);
     Hypers fast = slow;
     fast["lr"] = 3 * slow.at("lr");
-    Trial a(engine, rule, slow), b(engine, rule, fast), together_a(engine, rule, slow), together_b(engine, rule, fast);
+    Trial a(engine, rule, slow), b(engine, rule, fast), together_a(engine, rule, slow),
+        together_b(engine, rule, fast);
     for (int t = 1; t <= 5; ++t) {
       ASSERT_EQ(a.step(t), SCRUPLE_OK);
       ASSERT_EQ(b.step(t), SCRUPLE_OK);
@@ -307,9 +316,16 @@ TEST(Optim, HyperparametersSharedByTwoTensorsOrOwnedByEachGiveTheSameBits) {
 }
 
 TEST(Optim, DefaultsAreTorchs) {
-  // torch.optim's documented defaults; Lion's from its authors' code; SGDW's are SGD's; max_lr is ours and off.
+  // torch.optim's documented defaults; Lion's from its authors' code; SGDW's are SGD's; max_lr is ours and
+  // off.
   const std::map<std::string, Hypers> documented = {
-      {"sgd", {{"lr", 1e-3}, {"momentum", 0}, {"dampening", 0}, {"weight_decay", 0}, {"nesterov", 0}, {"maximize", 0}}},
+      {"sgd",
+       {{"lr", 1e-3},
+        {"momentum", 0},
+        {"dampening", 0},
+        {"weight_decay", 0},
+        {"nesterov", 0},
+        {"maximize", 0}}},
       {"sgdw",
        {{"lr", 1e-3},
         {"momentum", 0},
@@ -335,7 +351,8 @@ TEST(Optim, DefaultsAreTorchs) {
         {"amsgrad", 0},
         {"max_lr", 0},
         {"maximize", 0}}},
-      {"lion", {{"lr", 1e-4}, {"beta1", 0.9}, {"beta2", 0.99}, {"weight_decay", 0}, {"max_lr", 0}, {"maximize", 0}}},
+      {"lion",
+       {{"lr", 1e-4}, {"beta1", 0.9}, {"beta2", 0.99}, {"weight_decay", 0}, {"max_lr", 0}, {"maximize", 0}}},
       {"adagrad",
        {{"lr", 1e-2},
         {"lr_decay", 0},
@@ -353,8 +370,9 @@ TEST(Optim, DefaultsAreTorchs) {
         {"maximize", 0}}}};
   for (const Rule& rule : all_rules()) {
     const auto found = documented.find(rule.info.name);
-    ASSERT_NE(found, documented.end()) << "optimizer '" << rule.info.name
-                                       << "' has no documented defaults: add them to this table in tests/optim_test.cpp";
+    ASSERT_NE(found, documented.end())
+        << "optimizer '" << rule.info.name
+        << "' has no documented defaults: add them to this table in tests/optim_test.cpp";
     EXPECT_EQ(defaults_of(rule), found->second) << rule.info.name;
     const Optimizer fresh(rule.info.name);
     for (const auto& [name, value] : found->second) {

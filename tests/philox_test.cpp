@@ -1,4 +1,5 @@
-// Philox4x32-10 against the known answers of its authors (Random123, kat_vectors), and how random bits are addressed.
+// Philox4x32-10 against the known answers of its authors (Random123, kat_vectors), and how random bits are
+// addressed.
 #include "engine/philox.h"
 
 #include "tests/support.h"
@@ -8,7 +9,7 @@ namespace {
 using scruple::PhiloxBlock;
 
 void expect_block(PhiloxBlock counter, std::uint32_t key0, std::uint32_t key1, PhiloxBlock expected) {
-  const PhiloxBlock got = scruple::philox(counter, key0, key1);
+  const PhiloxBlock got = scruple::philox(counter, {{key0, key1}});
   for (int i = 0; i < 4; ++i) EXPECT_EQ(got.x[i], expected.x[i]) << "word " << i;
 }
 
@@ -30,8 +31,8 @@ TEST(Philox, counters_differ_in_every_field) {
   };
   add(base, 9);
   add(base, 10);
-  add(base, (std::uint64_t{1} << 32) + 9);            // a tensor of more than 2^35 elements
-  add(base, (std::uint64_t{1} << 47) + 9);            // the last block of the largest tensor, 2^50 elements
+  add(base, (std::uint64_t{1} << 32) + 9);  // a tensor of more than 2^35 elements
+  add(base, (std::uint64_t{1} << 47) + 9);  // the last block of the largest tensor, 2^50 elements
   for (std::uint32_t array = 2; array < 5; ++array) add({7, 5, 3, array, 2}, 9);
   for (std::uint32_t folds = 3; folds < 40; ++folds) add({7, 5, 3, 1, folds}, 9);
   for (std::uint32_t step : {0u, 6u, 0x80000000u, ~0u}) add({7, step, 3, 1, 2}, 9);

@@ -1,5 +1,6 @@
 // Every optimizer in double precision, one element at a time, written from the papers and from the documented
-// behaviour of torch.optim, never from optim/. Found by the rule's name, so that a rule without one fails its test.
+// behaviour of torch.optim, never from optim/. Found by the rule's name, so that a rule without one fails its
+// test.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +19,11 @@ struct Element {
   double w = 0;
   std::map<std::string, double> slots;  // by the rule's slot names; absent: zero
   std::int64_t t = 0;                   // steps taken
-  // How far, relative to its parts, the worst step stood from a point where rounding alone changes the result: the sign
-  // of Lion's direction, the difference of two squares under a centred root.
+  // How far, relative to its parts, the worst step stood from a point where rounding alone changes the
+  // result: the sign of Lion's direction, the difference of two squares under a centred root.
   double margin = std::numeric_limits<double>::infinity();
-  // By how much the worst sum (gradient and decay, a centred mean square) was smaller than its parts: rounding errors
-  // grow by as much.
+  // By how much the worst sum (gradient and decay, a centred mean square) was smaller than its parts:
+  // rounding errors grow by as much.
   double cancellation = 1;
 };
 
@@ -51,8 +52,8 @@ inline double along_momentum(Element& e, double g, const Hypers& h) {
   return is_on(h, "nesterov") ? g + momentum * buffer : buffer;
 }
 
-// Decoupled decay: w <- w - lr decay w (torch), or, with a peak rate given, w <- w - (lr / peak) decay w: the schedule
-// multiplier eta of Loshchilov and Hutter, 1711.05101, without the rate alpha.
+// Decoupled decay: w <- w - lr decay w (torch), or, with a peak rate given, w <- w - (lr / peak) decay w: the
+// schedule multiplier eta of Loshchilov and Hutter, 1711.05101, without the rate alpha.
 inline double decayed(double w, const Hypers& h) {
   const double peak = h.at("max_lr");
   return w - (peak > 0 ? h.at("lr") / peak : h.at("lr")) * h.at("weight_decay") * w;
@@ -112,7 +113,8 @@ inline void lion(Element& e, double g, const Hypers& h) {
   m = beta2 * m + (1 - beta2) * g;
 }
 
-// Duchi et al., 2011, in torch's form: lr_decay counts from the second step, the sum starts from a given value.
+// Duchi et al., 2011, in torch's form: lr_decay counts from the second step, the sum starts from a given
+// value.
 inline void adagrad(Element& e, double g, const Hypers& h) {
   ++e.t;
   g = with_decay(e, g, h);
@@ -151,8 +153,9 @@ inline void rmsprop(Element& e, double g, const Hypers& h) {
 // nullptr where there is none.
 inline Update find(const std::string& rule) {
   static const std::map<std::string, Update> kAll = {
-      {"sgd", detail::sgd},   {"sgdw", detail::sgdw},       {"adam", detail::adam},      {"adamw", detail::adamw},
-      {"lion", detail::lion}, {"adagrad", detail::adagrad}, {"rmsprop", detail::rmsprop}};
+      {"sgd", detail::sgd},        {"sgdw", detail::sgdw}, {"adam", detail::adam},
+      {"adamw", detail::adamw},    {"lion", detail::lion}, {"adagrad", detail::adagrad},
+      {"rmsprop", detail::rmsprop}};
   const auto found = kAll.find(rule);
   return found == kAll.end() ? nullptr : found->second;
 }

@@ -1,5 +1,5 @@
-// RAII over the C ABI for the tests: engine, optimizer, a tensor that owns its planes between canaries; and a small
-// deterministic random generator.
+// RAII over the C ABI for the tests: engine, optimizer, a tensor that owns its planes between canaries; and a
+// small deterministic random generator.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -71,10 +71,11 @@ struct Plane {
   static constexpr std::size_t kMargin = 64;
 
   Plane() = default;
-  explicit Plane(std::size_t bytes, std::size_t shift = 0) : size(bytes), memory(bytes + 3 * kMargin, kCanary) {
+  explicit Plane(std::size_t bytes, std::size_t shift = 0) : size(bytes), memory(bytes + 3 * kMargin) {
     const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
     begin = kMargin + (16 - address % 16) % 16 + shift;
-    std::memset(data(), 0, bytes);
+    for (std::size_t i = 0; i < memory.size(); ++i)
+      if (i < begin || i >= begin + size) memory[i] = kCanary;
   }
   Plane(Plane&&) noexcept = default;
   Plane& operator=(Plane&&) noexcept = default;
@@ -103,8 +104,8 @@ inline scruple_format_info info_of(const scruple_format* format) {
   return info;
 }
 
-// One way to store one kind of array: every format x role x rounding that the registry offers, at an array of AdamW
-// that has the role (accumulators are gradient arrays).
+// One way to store one kind of array: every format x role x rounding that the registry offers, at an array of
+// AdamW that has the role (accumulators are gradient arrays).
 struct Case {
   const scruple_format* format;
   scruple_format_info info;
@@ -158,7 +159,8 @@ inline void bit_string_set(unsigned char* to, std::size_t i, int k, std::uint32_
   }
 }
 
-// A table row and the planes it points to, zeroed. `row` is what the ABI takes; its fields may be changed freely.
+// A table row and the planes it points to, zeroed. `row` is what the ABI takes; its fields may be changed
+// freely.
 struct Tensor {
   Tensor(const scruple_optimizer* optimizer, std::int64_t size) {
     row.optimizer = optimizer;
@@ -184,8 +186,8 @@ struct Tensor {
     return exists && is_used != 0;
   }
   // Gives an array a format and fresh zeroed planes.
-  void use(int array, const scruple_format* format, int rounding = SCRUPLE_NEAREST, std::size_t codes_shift = 0,
-           std::size_t aux_shift = 0) {
+  void use(int array, const scruple_format* format, int rounding = SCRUPLE_NEAREST,
+           std::size_t codes_shift = 0, std::size_t aux_shift = 0) {
     row.arrays[array].format = format;
     row.arrays[array].rounding = rounding;
     allocate(array, codes_shift, aux_shift);
@@ -267,7 +269,8 @@ bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
-// SplitMix64 (Steele et al., OOPSLA 2014): the same numbers on every machine, unlike <random>'s distributions.
+// SplitMix64 (Steele et al., OOPSLA 2014): the same numbers on every machine, unlike <random>'s
+// distributions.
 struct Random {
   explicit Random(std::uint64_t seed) : state(seed) {}
   std::uint64_t next() {

@@ -1,0 +1,52 @@
+# The front door: each target says what it does in `make help`. CMake does the work, in build/.
+BUILD  ?= build
+PREFIX ?= /usr/local
+JOBS   ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+MAKEFLAGS += --no-print-directory
+SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp')
+
+.PHONY: help build test demo bench install format tidy sanitize clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/\1\t\2/p' Makefile | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+build: ## install what is missing (apt), build the library and the command line into build/
+	@scripts/packages.sh build
+	@cmake -S . -B $(BUILD) --log-level=WARNING
+	@cmake --build $(BUILD) -j$(JOBS)
+
+test: ## build everything with warnings as errors and run every test
+	@scripts/packages.sh test
+	@cmake -S . -B $(BUILD) --log-level=WARNING -DSCRUPLE_DEVELOPER=ON
+	@cmake --build $(BUILD) -j$(JOBS)
+	@ctest --test-dir $(BUILD) --output-on-failure
+
+demo: build ## what 8 billion parameters cost in each recipe, and how fast a step runs here
+	$(BUILD)/scruple plan --params 8.03e9 --optimizer adamw
+	@echo
+	$(BUILD)/scruple bench --params 16M --repeat 3
+
+bench: build ## measure every recipe on this machine
+	$(BUILD)/scruple bench
+
+install: build ## install into PREFIX (default /usr/local)
+	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+format: ## format every source file
+	@scripts/packages.sh format
+	@clang-format -i $(SOURCES)
+
+tidy: ## run clang-tidy over every source file
+	@scripts/packages.sh tidy
+	@cmake -S . -B $(BUILD)/tidy --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+	@run-clang-tidy -quiet -p $(BUILD)/tidy -j$(JOBS)
+
+sanitize: ## build with the address and undefined-behaviour sanitizers and run every test
+	@scripts/packages.sh test
+	@cmake --preset sanitize --log-level=WARNING
+	@cmake --build --preset sanitize -j$(JOBS)
+	@ctest --preset sanitize
+
+clean: ## remove build/
+	@rm -rf $(BUILD)

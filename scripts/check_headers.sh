@@ -1,0 +1,27 @@
+#!/bin/sh
+# Each header compiles alone, and the public C header as C99: what a file needs, it includes.
+# usage: check_headers.sh [CXX [CC]]
+set -eu
+cd "$(dirname "$0")/.."
+cxx=${1:-g++}
+cc=${2:-gcc}
+warnings="-Wall -Wextra -Wpedantic -Wshadow -Werror"
+status=0
+
+# Included from a file of its own, so that `#pragma once` in a main file is not a warning.
+compiles() { # language and standard, compiler, header
+  if ! printf '#include "%s"\n' "$3" | $2 $1 -fsyntax-only $warnings -I. -Iinclude -; then
+    echo "$3 does not compile alone ($2)"
+    status=1
+  fi
+}
+
+count=0
+rooms="formats optim engine grad io train cli include"
+for header in $(find $rooms -name '*.h' -o -name '*.hpp' 2> /dev/null | sort); do
+  compiles "-x c++ -std=c++20" "$cxx" "$header"
+  count=$((count + 1))
+done
+compiles "-x c -std=c99" "$cc" include/scruple/scruple.h
+[ $status = 0 ] && echo "$count headers compile alone"
+exit $status

@@ -1,0 +1,8 @@
+# The project of someone who uses an installed Scruple.
+cmake_minimum_required(VERSION 3.22)
+project(example LANGUAGES CXX)
+find_package(scruple 0.1 REQUIRED)
+add_executable(example example.cpp)
+target_compile_features(example PRIVATE cxx_std_20)
+target_compile_options(example PRIVATE -Wall -Wextra -Wpedantic -Wconversion -Werror)
+target_link_libraries(example PRIVATE scruple::scruple)
