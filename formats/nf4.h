@@ -7,10 +7,6 @@
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-inline constexpr float kNf4Levels[16] = {
-    -1.0f,       -0.69619280f, -0.52507305f, -0.39491749f, -0.28444138f, -0.18477343f, -0.09105004f, 0.0f,
-    0.07958030f, 0.16093020f,  0.24611230f,  0.33791524f,  0.44070983f,  0.56261700f,  0.72295684f,  1.0f};
-
 struct Nf4 {
   static constexpr const char* doc = "4-bit normal-float quantiles, groups of 64";
   static constexpr int group = 64, bits = 4;
@@ -21,6 +17,13 @@ struct Nf4 {
     return {0, 0.5 * (1.0 - 0.6961928) + 0x1p-22, 0x1p-126};
   }  // half the widest gap
 
+  static SCRUPLE_HD float level(u32 code) {
+    static constexpr float kLevels[16] = {-1.0f,        -0.69619280f, -0.52507305f, -0.39491749f,
+                                          -0.28444138f, -0.18477343f, -0.09105004f, 0.0f,
+                                          0.07958030f,  0.16093020f,  0.24611230f,  0.33791524f,
+                                          0.44070983f,  0.56261700f,  0.72295684f,  1.0f};
+    return kLevels[code];
+  }
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f); }
   static SCRUPLE_HD float gain(float, Scale scale) { return reciprocal_or_zero(scale); }
   static SCRUPLE_HD float unit(Scale scale) { return scale; }
@@ -28,13 +31,13 @@ struct Nf4 {
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
     const float y = x * gain, share = 1.0f - coin_fraction(coin);
     u32 code = 0;
-    for (int i = 0; i < 15; ++i) {
-      const float threshold = fma(share, kNf4Levels[i + 1] - kNf4Levels[i], kNf4Levels[i]);
+    for (u32 i = 0; i < 15; ++i) {
+      const float threshold = fma(share, level(i + 1) - level(i), level(i));
       code += y >= threshold ? 1u : 0u;
     }
     return code;
   }
-  static SCRUPLE_HD float decode(u32 code, float scale) { return kNf4Levels[code & 15u] * scale; }
+  static SCRUPLE_HD float decode(u32 code, float scale) { return level(code & 15u) * scale; }
 };
 
 }  // namespace SCRUPLE_UNIT
