@@ -32,7 +32,7 @@ struct MuLaw {
   static SCRUPLE_HD u16 upper(u32 bits) { return static_cast<u16>(bits >> 16); }
   static SCRUPLE_HD float from_upper(u16 bits) { return float_of(static_cast<u32>(bits) << 16); }
   static SCRUPLE_HD float decode(u16 code, float unit) {
-    return fma(from_upper(static_cast<u16>((code << 3) + (one >> 16))), unit, -unit);
+    return fma(from_upper(static_cast<u16>((u32{code} << 3) + (one >> 16))), unit, -unit);
   }
 };
 
