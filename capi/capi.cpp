@@ -356,7 +356,7 @@ scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tens
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
     check_array(t, 0, array, true);
-    if (t.size > 0) required(values, "values");
+    if (t.size > 0 && values == nullptr) fail(SCRUPLE_INVALID, "values is null");
     required(engine, "engine").encode(t, array, values);
   });
 }
@@ -367,7 +367,7 @@ scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tens
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
     check_array(t, 0, array, true);
-    if (t.size > 0) required(values, "values");
+    if (t.size > 0 && values == nullptr) fail(SCRUPLE_INVALID, "values is null");
     required(engine, "engine").decode(t, array, values);
   });
 }

@@ -1,6 +1,7 @@
 // The checks that stand before every engine.
 #include <algorithm>
 #include <cmath>
+#include <ostream>
 
 #include "engine/engine.h"
 #include "engine/failure.h"
@@ -50,8 +51,16 @@ void check_table(const void* tensors, i64 count) {
     fail(SCRUPLE_INVALID, "the table of tensors is null but count is ", count);
 }
 
-void check_format(const scruple_array& array, unsigned role, i64 size, bool memory,
-                  const std::string& where) {
+// Which array of which tensor; a message only when something is wrong with it.
+struct Where {
+  i64 tensor;
+  const char* array;
+};
+std::ostream& operator<<(std::ostream& out, const Where& where) {
+  return out << "tensor " << where.tensor << ", " << where.array;
+}
+
+void check_format(const scruple_array& array, unsigned role, i64 size, bool memory, const Where& where) {
   if (array.format == nullptr)
     fail(SCRUPLE_INVALID, where, ": no format is set; call scruple_tensor_use, or choose one of ",
          formats_for(role));
@@ -75,10 +84,6 @@ void check_format(const scruple_array& array, unsigned role, i64 size, bool memo
   if (format.layout.aux_bits > 0 && array.aux == nullptr)
     fail(SCRUPLE_INVALID, where, ": aux is null, but format ", format.name, " keeps ",
          format.aux_is_scale ? "scales" : "extra bits", " there");
-}
-
-std::string where_is(const scruple_tensor& tensor, i64 index, int array) {
-  return "tensor " + std::to_string(index) + ", " + array_name(tensor, array);
 }
 
 }  // namespace
@@ -113,7 +118,7 @@ void check_tensor(const scruple_tensor& t, i64 index) {
 }
 
 void check_array(const scruple_tensor& t, i64 index, int array, bool memory) {
-  check_format(t.arrays[array], role_of(t, array), t.size, memory, where_is(t, index, array));
+  check_format(t.arrays[array], role_of(t, array), t.size, memory, Where{index, array_name(t, array)});
 }
 
 void check_step(const scruple_tensor* tensors, i64 count) {
@@ -153,8 +158,8 @@ void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i6
   for (i64 i = 0; i < count; ++i) {
     const scruple_tensor& t = tensors[i];
     const scruple_array& into = t.arrays[SCRUPLE_GRADIENT];
-    check_format(into, SCRUPLE_ROLE_ACCUMULATOR, t.size, true, where_is(t, i, SCRUPLE_GRADIENT));
-    const std::string where = "tensor " + std::to_string(i) + ", incoming gradient";
+    check_format(into, SCRUPLE_ROLE_ACCUMULATOR, t.size, true, Where{i, "gradient"});
+    const Where where{i, "incoming gradient"};
     check_format(incoming[i], SCRUPLE_ROLE_GRADIENT, t.size, true, where);
     if (incoming[i].rounding == kDither)
       fail(SCRUPLE_UNSUPPORTED, where,

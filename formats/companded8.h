@@ -3,11 +3,9 @@
 // two, the curve of telephony's mu-law (ITU-T G.711). Coding and decoding are one fma and a shift, with one
 // division per group.
 //   signed        sign and 7 bits: levels 0 .. 247. A value keeps 3 % down to 1/250 of its group's maximum
-//   and is coded
-//                 in even steps of 1/4,000 of it below.
-//   non-negative  8 bits of v itself: levels 1/16 .. 63487. v keeps 3 % over a range of 63,000 to 1 (250 to 1
-//   in its
-//                 root) and never becomes zero: a step too small, never one that explodes.
+//                 and is coded in even steps of 1/4,000 of it below.
+//   non-negative  8 bits of v itself: levels 1/16 .. 63487. v keeps 3 % over a range of 63,000 to 1 (250 to
+//                 1 in its root) and never becomes zero: a step too small, never one that explodes.
 // Adam divides each element by its own history, so it is the relative error of small elements that counts;
 // codes of even steps (linear8) or of sqrt(v) (flash8) lose it. What else it mends in flash8: group maxima
 // from 1e-30 to 1e30 work; an fp32 unit carries the decay of an EMA however slow; values are divided by the

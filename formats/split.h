@@ -6,14 +6,12 @@
 // 16-bit numbers in units of 2^-16 of a gap (Half::position), so that splitting needs no floating-point
 // arithmetic, is right for subnormals, and with K = 16 returns every bit. p is first rounded to the bits that
 // can be kept; then the split is exact:
-//   nearest     visible = the nearest 16-bit number, ties away from zero; extra = the signed rest. Zero extra
-//   bits
-//               mean that the wide value is the visible one.
+//   nearest     visible = the nearest 16-bit number, ties away from zero; extra = the signed rest. Zero
+//               extra bits mean that the wide value is the visible one.
 //   truncate    visible = the next 16-bit number towards zero; extra = the rest.
 //   stochastic  visible = one of the two neighbours, drawn so that its mean is the wide value; the lowest
-//   extra bit
-//               records the direction, the other K - 1 hold the rest, themselves rounded stochastically with
-//               the random bits that the direction does not use.
+//               extra bit records the direction, the other K - 1 hold the rest, themselves rounded
+//               stochastically with the random bits that the direction does not use.
 // Specials: NaN stays NaN and infinity infinity in both halves. In bf16+K the visible half of a finite value
 // at or above 0x1.ffp127 is infinity; the wide value stays finite for K = 16, and for fewer bits rounds to
 // infinity only within half a kept step of the largest float, as in IEEE. In fp16+K finite values saturate at

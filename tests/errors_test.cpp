@@ -508,28 +508,32 @@ TEST(Errors, PlanesThatAreWrittenMayNotOverlap) {
                            const std::function<void(StepCase&)>& spoil) {
     expect_step_refused(SCRUPLE_INVALID, {"overlap", first, second}, spoil);
   };
-  const auto moved = [](const void* plane, std::int64_t bytes) {
-    return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(plane) +
-                                   static_cast<std::uintptr_t>(bytes));
-  };
-  overlaps("tensor 0", "tensor 1",
-           [](StepCase& s) { s.table[1] = s.table[0]; });  // a tied weight, listed twice
+  Bytes arena(4096);
+  // A tied weight, listed twice.
+  overlaps("tensor 0", "tensor 1", [](StepCase& s) { s.table[1] = s.table[0]; });
   overlaps("exp_avg", "exp_avg_sq", [](StepCase& s) {
     s.table[1].arrays[SCRUPLE_SLOT + 1].codes = s.table[1].arrays[SCRUPLE_SLOT].codes;
   });
   overlaps("weight", "gradient", [](StepCase& s) {
     s.table[1].arrays[SCRUPLE_GRADIENT].codes = s.table[1].arrays[SCRUPLE_WEIGHT].codes;
   });
-  overlaps("weight", "gradient", [](StepCase& s) {
-    s.table[1].arrays[SCRUPLE_GRADIENT].codes = s.table[0].arrays[SCRUPLE_WEIGHT].codes;
+  overlaps("tensor 1 (weight)", "tensor 0 (gradient)", [](StepCase& s) {
+    s.table[0].arrays[SCRUPLE_GRADIENT].codes = s.table[1].arrays[SCRUPLE_WEIGHT].codes;
   });
-  overlaps("weight", "weight",  // the extra bits begin on the last byte of the codes
-           [&](StepCase& s) { s.table[0].arrays[0].aux = moved(s.table[0].arrays[0].codes, 2 * 300 - 1); });
-  overlaps("tensor 0 (exp_avg)", "tensor 1 (weight)", [&](StepCase& s) {  // one byte, from below
-    s.table[0].arrays[SCRUPLE_SLOT].codes = moved(s.table[1].arrays[SCRUPLE_WEIGHT].codes, -299);
+  // The extra bits begin on the last byte of the codes.
+  overlaps("tensor 0 (weight)", "tensor 0 (weight)", [&](StepCase& s) {
+    s.table[0].arrays[SCRUPLE_WEIGHT].codes = arena.data();
+    s.table[0].arrays[SCRUPLE_WEIGHT].aux = arena.data() + 2 * 300 - 1;
   });
-  overlaps("tensor 0 (exp_avg)", "tensor 1 (weight)", [&](StepCase& s) {  // inside a larger plane
-    s.table[0].arrays[SCRUPLE_SLOT].codes = moved(s.table[1].arrays[SCRUPLE_WEIGHT].codes, 400);
+  // The last byte of one is the first of another.
+  overlaps("tensor 0 (exp_avg)", "tensor 1 (weight)", [&](StepCase& s) {
+    s.table[0].arrays[SCRUPLE_SLOT].codes = arena.data();
+    s.table[1].arrays[SCRUPLE_WEIGHT].codes = arena.data() + 300 - 1;
+  });
+  // One inside the other.
+  overlaps("tensor 1 (weight)", "tensor 0 (exp_avg)", [&](StepCase& s) {
+    s.table[1].arrays[SCRUPLE_WEIGHT].codes = arena.data();
+    s.table[0].arrays[SCRUPLE_SLOT].codes = arena.data() + 400;
   });
 }
 

@@ -110,7 +110,8 @@ TEST(Norm, EqualsALongDoubleSumAndTheFixedTreeToTheBit) {
   EXPECT_NEAR(norm / static_cast<double>(std::sqrt(exact)), 1.0, 1e-12);
   EXPECT_EQ(norm, tree_norm(norm_data())) << "the reduction tree changed: docs and other engines rely on it";
   for (std::size_t i = 0; i < tensors.size(); ++i)
-    EXPECT_EQ(norm_of(engine, {tensors[i]}), tree_norm({norm_data()[i]})) << tensors[i].row.size << " elements";
+    EXPECT_EQ(norm_of(engine, {tensors[i]}), tree_norm({norm_data()[i]}))
+        << tensors[i].row.size << " elements";
 }
 
 TEST(Norm, SameBitsForEveryEngineAndThreadCountInEveryFormat) {

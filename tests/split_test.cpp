@@ -51,9 +51,10 @@ struct Place {
 double magnitude(double x) { return x < 0 ? -x : x; }
 bool is_nan(double x) { return x != x; }
 double whole(double x) { return static_cast<double>(static_cast<std::int64_t>(x)); }  // floor, for x >= 0
+bool all(int a, int b, int c = 1, int d = 1) { return (a & b & c & d) != 0; }
 bool sign_kept(const Split& s) {
   const auto visible = __builtin_bit_cast(std::uint64_t, s.visible);
-  return (bits(s.in) >> 31 == bits(s.out) >> 31) & (visible >> 63 == bits(s.out) >> 31);
+  return all(bits(s.in) >> 31 == bits(s.out) >> 31, visible >> 63 == bits(s.out) >> 31);
 }
 
 // The checks avoid branches, so that the loops over all patterns vectorise.
@@ -61,21 +62,22 @@ bool sign_kept(const Split& s) {
 // The visible half is the wide value to nearest, ties away. At or above 0x1.ffp127 that is infinity.
 bool nearest_ok(const Place& at, const Split& s) {
   const double in = magnitude(s.in), out = magnitude(s.out), visible = magnitude(s.visible);
-  return (magnitude(out - in) <= at.relative * in + at.absolute) & sign_kept(s) &
-         (visible == whole(out * at.inverse_gap + 0.5) * at.gap) & ((s.extra != 0) | (visible == out));
+  return all(magnitude(out - in) <= at.relative * in + at.absolute, sign_kept(s),
+             visible == whole(out * at.inverse_gap + 0.5) * at.gap, (s.extra != 0) + (visible == out) != 0);
 }
 
 bool truncate_ok(const Place& at, const Split& s) {
   const double in = magnitude(s.in), out = magnitude(s.out), visible = magnitude(s.visible);
-  return sign_kept(s) & (out <= in) & (in - out < at.kept_step) &
-         (visible == whole(in * at.inverse_gap) * at.gap);
+  return all(sign_kept(s), out <= in, in - out < at.kept_step,
+             visible == whole(in * at.inverse_gap) * at.gap);
 }
 
 // K - 1 bits of the wide value; the visible half is one of its two neighbours, itself where it is one.
 bool stochastic_ok(const Place& at, const Split& s) {
   const double in = magnitude(s.in), out = magnitude(s.out), visible = magnitude(s.visible);
   const double below = whole(out * at.inverse_gap) * at.gap, above = below < out ? below + at.gap : below;
-  return sign_kept(s) & (magnitude(out - in) < 2 * at.kept_step) & ((visible == below) | (visible == above));
+  return all(sign_kept(s), magnitude(out - in) < 2 * at.kept_step,
+             (visible == below) + (visible == above) != 0);
 }
 
 template <int R>
@@ -260,10 +262,13 @@ constexpr Golden kGolden[] = {
     {"bf16+16", 1, 0x3f80ffff, 0x3f80, 0xffff, 0x3f80ffff, "truncation: the next bf16 towards zero"},
     {"bf16+16", 1, 0x7f7fffff, 0x7f7f, 0xffff, 0x7f7fffff, "truncation never reaches infinity"},
     {"bf16+8", 0, 0x3f80007f, 0x3f80, 0x00, 0x3f800000, "under half a kept step: lost"},
-    {"bf16+8", 0, 0x3f800080, 0x3f80, 0x01, 0x3f800100, "half a kept step: away from zero"},
+    {"bf16+8", 0, 0x3f800080, 0x3f80, 0x00, 0x3f800000, "half a kept step: a tie, to even: down"},
+    {"bf16+8", 0, 0x3f800081, 0x3f80, 0x01, 0x3f800100, "just above it: up"},
+    {"bf16+8", 0, 0x3f800180, 0x3f80, 0x02, 0x3f800200, "a tie, to even: up"},
     {"bf16+8", 0, 0x3f807f80, 0x3f81, 0x80, 0x3f808000, "rounds to the middle first, which then goes up"},
     {"bf16+8", 1, 0x3f8012ff, 0x3f80, 0x12, 0x3f801200, "truncation keeps the top of the rest"},
-    {"bf16+1", 0, 0x3f804000, 0x3f81, 0x1, 0x3f808000, "one bit: a quarter rounds to the middle, -1/2"},
+    {"bf16+1", 0, 0x3f804001, 0x3f81, 0x1, 0x3f808000, "one bit: above a quarter is the middle, -1/2"},
+    {"bf16+1", 0, 0x3f804000, 0x3f80, 0x0, 0x3f800000, "one bit: a quarter is a tie, to even"},
     {"bf16+1", 0, 0x3f803fff, 0x3f80, 0x0, 0x3f800000, "one bit: under a quarter is lost"},
     {"fp16+16", 0, 0x3f801000, 0x3c01, 0x8000, 0x3f801000, "1 + 2^-11, a tie: away from zero"},
     {"fp16+16", 0, 0x3f800001, 0x3c00, 0x0008, 0x3f800001, "one fp32 ulp above 1 is 8 / 2^16 of a gap"},

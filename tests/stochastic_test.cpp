@@ -394,7 +394,7 @@ TEST_F(Stochastic, a_shard_equals_its_slice_of_the_whole) {
     whole.row.offset = 1000003;
     whole.encode(engine, c.array, values);
     const std::vector<float> expected = whole.decode(engine, c.array);
-    for (const std::size_t cut : {1, 3, 8, 13, 100, 1027}) {
+    for (const std::size_t cut : {1u, 3u, 8u, 13u, 100u, 1027u}) {
       const std::size_t first = cut * c.group();
       if (first >= n) continue;
       const std::vector<float> part(values.begin() + static_cast<std::ptrdiff_t>(first), values.end());
