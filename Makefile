@@ -37,10 +37,10 @@ format: ## format every source file
 	@scripts/packages.sh format
 	@clang-format -i $(SOURCES)
 
-tidy: ## run clang-tidy over every source file
+tidy: ## run clang-tidy over the library and the command line
 	@scripts/packages.sh tidy
 	@cmake -S . -B $(BUILD)/tidy --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
-	@run-clang-tidy -quiet -p $(BUILD)/tidy -j$(JOBS)
+	@run-clang-tidy -quiet -p $(BUILD)/tidy -j$(JOBS) '/(engine|capi|cli|bench)/' 
 
 sanitize: ## build with the address and undefined-behaviour sanitizers and run every test
 	@scripts/packages.sh test

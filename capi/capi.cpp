@@ -96,6 +96,7 @@ void allocate(scruple_engine& engine, scruple_tensor& t, uint32_t mask) {
     const Bytes bytes = bytes_of(*array.format, t.size);
     if (array.codes == nullptr) array.codes = engine.alloc(bytes.codes), array.owned |= 1;
     if (array.aux == nullptr && bytes.aux > 0) array.aux = engine.alloc(bytes.aux), array.owned |= 2;
+    if ((array.owned & 1) == 0) mask &= ~(1u << a);  // it may hold state already
   }
   reset_slots(engine, t, mask);
 }
@@ -257,6 +258,9 @@ scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe) {
   return guarded([&] {
     scruple_tensor t = required(tensor, "tensor");
     check_tensor(t, 0);
+    for (const scruple_array& array : t.arrays)
+      if (array.owned != 0)
+        fail(SCRUPLE_INVALID, "this tensor owns planes of another layout; call scruple_tensor_free first");
     const Recipe& wanted = find_recipe(recipe);
     const Recipe& r = t.size <= wanted.small ? find_recipe("fp32") : wanted;
     use_format(t.arrays[SCRUPLE_WEIGHT], r.weight, r.weight_rounding);

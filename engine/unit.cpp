@@ -104,7 +104,7 @@ void pack(const u16* from, int k, int n, u8* to) {
   if (i == n) return;
   u16 padded[32] = {};
   for (int j = 0; j < n - i; ++j) padded[j] = from[i + j];
-  u8 last[64];
+  u8 last[64] = {};
   kPack[k](padded, reinterpret_cast<Loose<u32>*>(last));
   const int bytes = ((n - i) * k + 7) / 8;
   for (int j = 0; j < bytes; ++j) to[i / 8 * k + j] = last[j];
@@ -280,7 +280,7 @@ struct Tile {
     float padded[G] = {};
     for (int j = whole * G; j < n; ++j) padded[j - whole * G] = in[j];
 
-    float absmax[kGroups], gain[kGroups];
+    float absmax[kGroups] = {}, gain[kGroups] = {};
     for (int i = 0; i < whole; ++i) absmax[i] = absmax_of(in + i * G);
     if (whole < groups) absmax[whole] = absmax_of(padded);
     auto* scales = at<Scale>(p.aux, first / G);

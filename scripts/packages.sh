@@ -6,7 +6,7 @@ set -euo pipefail
 build="g++ cmake make pkg-config libcli11-dev nlohmann-json3-dev"
 case "${1:-}" in
   build) wanted="$build" ;;
-  test) wanted="$build libgtest-dev clang python3" ;;
+  test) wanted="$build libgtest-dev clang clang-format python3" ;;
   format) wanted="clang-format" ;;
   tidy) wanted="$build libgtest-dev clang-tidy" ;;
   *) echo "usage: $0 build|test|format|tidy" >&2; exit 2 ;;

@@ -8,6 +8,8 @@ target_link_libraries(header_c PRIVATE scruple m)
 add_test(NAME header_c COMMAND header_c)
 
 add_test(NAME include_rule COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/scripts/check_includes.py)
+add_test(NAME formatted COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_format.sh)
+set_tests_properties(formatted PROPERTIES SKIP_RETURN_CODE 77)
 add_test(NAME headers_alone COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_headers.sh ${CMAKE_CXX_COMPILER}
                                     ${CMAKE_C_COMPILER})
 

@@ -221,7 +221,7 @@ SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char
 SCRUPLE_API scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name,
                                                 int* role, int* used);
 /* Allocates, zeroes and then owns the planes that are still NULL of the arrays in `mask` (bit i: arrays[i];
- * SCRUPLE_STATE: all but the gradient); slots also get their initial value. */
+ * SCRUPLE_STATE: all but the gradient); slots whose codes it allocates get their initial value. */
 SCRUPLE_API scruple_status scruple_tensor_alloc(scruple_engine* engine, scruple_tensor* tensor,
                                                 uint32_t mask);
 SCRUPLE_API void scruple_tensor_free(scruple_engine* engine, scruple_tensor* tensor);
