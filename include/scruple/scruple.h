@@ -214,7 +214,8 @@ typedef struct scruple_tensor {
 } scruple_tensor;
 
 /* Fills in format and rounding of every array that the tensor's optimizer uses, by a recipe's name;
- * tensor->optimizer and tensor->size must be set. Arrays may be changed one by one afterwards. */
+ * tensor->optimizer and tensor->size must be set, and planes that the library owns freed. Arrays may be
+ * changed one by one afterwards. */
 SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe);
 /* What `array` holds: its name ("weight", "exp_avg", "gradient") and role; *used is 0 for a slot that the
  * optimizer's hyperparameters do not ask for. Any of the outputs may be NULL. */
