@@ -26,8 +26,9 @@ def torch_rate(params, threads, repeats=7):
     return params / statistics.median(seconds)
 
 
-def scruple_rows(command, params, threads):
+def scruple_rows(command, params, threads, *more):
     arguments = [command, "bench", "--optimizer", "adamw", "--params", str(params), "--threads", str(threads), "--json"]
+    arguments += more
     return json.loads(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)["rows"]
 
 
@@ -43,7 +44,9 @@ def main():
     print(f"AdamW, {params} parameters, {threads} threads, torch {torch.__version__}")
     print(f"{'':24}{'Mparams/s':>10}{'bytes/param':>13}")
     print(f"{'torch fused fp32':24}{torch_rate(params, threads) / 1e6:10.0f}{16:13.2f}")
-    for row in scruple_rows(command, params, threads):
+    rows = scruple_rows(command, params, threads, "--recipe", "fp32", "--gradient-format", "fp32")  # as torch's
+    rows += [row for row in scruple_rows(command, params, threads) if row["recipe"] != "fp32"]
+    for row in rows:
         held = plan_bytes(command, row["recipe"])["bytes_per_param"]
         print(f"{'scruple ' + row['recipe']:24}{row['params_per_s'] / 1e6:10.0f}{held:13.2f}")
 

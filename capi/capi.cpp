@@ -1,5 +1,6 @@
 // scruple.h implemented over the rooms below: checks, then one call. The only place that catches.
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <new>
 #include <string>
@@ -7,6 +8,7 @@
 #include "engine/engine.h"
 #include "engine/failure.h"
 #include "engine/float_environment.h"
+#include "engine/unit.h"
 #include "grad/clip.h"
 #include "grad/scaler.h"
 
@@ -16,6 +18,15 @@ using namespace scruple;
 
 thread_local std::string last_error;
 
+scruple_status failed(scruple_status status, const char* message) noexcept {
+  try {
+    last_error = message;
+  } catch (...) {
+    last_error.clear();  // no memory for the message: the status must do
+  }
+  return status;
+}
+
 // Runs body in the default floating-point environment; turns whatever it throws into a status and a message.
 template <class Body>
 scruple_status guarded(const Body& body) noexcept {
@@ -24,15 +35,29 @@ scruple_status guarded(const Body& body) noexcept {
     body();
     return SCRUPLE_OK;
   } catch (const Failure& failure) {
-    last_error = failure.what();
-    return failure.status;
+    return failed(failure.status, failure.what());
   } catch (const std::bad_alloc&) {
-    last_error = "out of memory";
-    return SCRUPLE_OUT_OF_MEMORY;
+    return failed(SCRUPLE_OUT_OF_MEMORY, "out of memory");
   } catch (const std::exception& error) {
-    last_error = error.what();
-    return SCRUPLE_INTERNAL;
+    return failed(SCRUPLE_INTERNAL, error.what());
   }
+}
+
+// Whether two ranges of bytes share one.
+bool overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+  const auto *first = static_cast<const char*>(a), *second = static_cast<const char*>(b);
+  return a_bytes > 0 && b_bytes > 0 && first < second + b_bytes && second < first + a_bytes;
+}
+
+void check_values(const scruple_tensor& t, int array, const float* values) {
+  if (t.size > 0 && values == nullptr) fail(SCRUPLE_INVALID, "values is null");
+  const scruple_array& planes = t.arrays[array];
+  const Bytes bytes = bytes_of(*planes.format, t.size);
+  const int64_t value_bytes = t.size * static_cast<int64_t>(sizeof(float));
+  if (overlap(values, value_bytes, planes.codes, bytes.codes) ||
+      overlap(values, value_bytes, planes.aux, bytes.aux))
+    fail(SCRUPLE_INVALID, "values overlaps the planes of ", array_name(t, array),
+         "; give it memory of its own");
 }
 
 template <class T>
@@ -72,7 +97,8 @@ void check_scaler(const scruple_scaler& s) {
       s.clean < 0)
     fail(SCRUPLE_INVALID, "loss scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff,
          ", interval ", s.interval, ", clean ", s.clean,
-         "}: needs scale in [2^-126, 2^127], growth >= 1, backoff in (0, 1], interval >= 1, clean >= 0");
+         "}: needs scale in [2^-126, 2^127], growth >= 1, backoff in (0, 1], interval >= 1, 0 <= clean < "
+         "interval");
 }
 
 void reset_slots(scruple_engine& engine, const scruple_tensor& t, uint32_t mask) {
@@ -173,7 +199,11 @@ scruple_status scruple_recipe_at(int index, scruple_recipe_info* out) {
   });
 }
 
-int scruple_rule_count(void) { return static_cast<int>(rules().size()); }
+int scruple_rule_count(void) {
+  int count = 0;
+  guarded([&] { count = static_cast<int>(rules().size()); });
+  return count;
+}
 
 scruple_status scruple_rule_at(int rule, scruple_rule_info* out) {
   return guarded([&] {
@@ -198,7 +228,11 @@ scruple_status scruple_rule_hyper(int rule, int hyper, scruple_hyper_info* out) 
   });
 }
 
-int scruple_engine_count(void) { return static_cast<int>(engines().size()); }
+int scruple_engine_count(void) {
+  int count = 0;
+  guarded([&] { count = static_cast<int>(engines().size()); });
+  return count;
+}
 
 scruple_status scruple_engine_at(int index, scruple_engine_info* out) {
   return guarded([&] {
@@ -225,6 +259,7 @@ scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, 
   return guarded([&] {
     if (bytes < 0) fail(SCRUPLE_INVALID, "bytes is ", bytes, "; it must be at least 0");
     if (bytes > 0 && (to == nullptr || from == nullptr)) fail(SCRUPLE_INVALID, "cannot copy to or from null");
+    if (overlap(to, bytes, from, bytes)) fail(SCRUPLE_INVALID, "cannot copy between ranges that overlap");
     required(engine, "engine").copy(to, from, bytes);
   });
 }
@@ -337,9 +372,10 @@ scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, 
   return guarded([&] {
     const scruple_tensor& t = required(tensor, "tensor");
     check_tensor(t, 0);
-    if (first < 0 || first % 128 != 0 || size < 0 || first > t.size || size > t.size - first)
+    const bool inside = first >= 0 && size >= 0 && first <= t.size && size <= t.size - first;
+    if (!inside || first % kAlign != 0 || (size % kAlign != 0 && first + size != t.size))
       fail(SCRUPLE_INVALID, "a view of ", size, " elements from ", first, " of a tensor of ", t.size,
-           ": it must lie inside and begin at a multiple of 128");
+           ": it must lie inside, begin at a multiple of ", kAlign, " and end at one or at the tensor's end");
     scruple_tensor view = t;
     view.size = size;
     view.offset += first;
@@ -360,7 +396,7 @@ scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tens
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
     check_array(t, 0, array, true);
-    if (t.size > 0 && values == nullptr) fail(SCRUPLE_INVALID, "values is null");
+    check_values(t, array, values);
     required(engine, "engine").encode(t, array, values);
   });
 }
@@ -371,7 +407,7 @@ scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tens
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
     check_array(t, 0, array, true);
-    if (t.size > 0 && values == nullptr) fail(SCRUPLE_INVALID, "values is null");
+    check_values(t, array, values);
     required(engine, "engine").decode(t, array, values);
   });
 }
@@ -384,7 +420,8 @@ scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensor
     scruple_engine& e = required(engine, "engine");
     scruple_step_options all = SCRUPLE_STEP_OPTIONS_INIT;
     if (options != nullptr) {
-      if (options->struct_size == 0 || options->struct_size > sizeof all)
+      if (options->struct_size < offsetof(scruple_step_options, found_inf) ||
+          options->struct_size > sizeof all)
         fail(SCRUPLE_INVALID, "step options of ", options->struct_size, " bytes, this library knows ",
              sizeof all, "; start from SCRUPLE_STEP_OPTIONS_INIT");
       std::memcpy(&all, options, options->struct_size);

@@ -59,7 +59,7 @@ void use_rounding(scruple_tensor& tensor, const std::string& name) {
 // The library checks formats and roundings when it allocates; for a tensor without elements that costs
 // nothing.
 void check_formats(const scruple_tensor& tensor) {
-  static Engine engine("cpu", 1);
+  static Engine engine("cpu-baseline", 1);  // whatever SCRUPLE_ENGINE says
   scruple_tensor empty = tensor;
   empty.size = 0;
   check(scruple_tensor_alloc(engine.raw(), &empty, ~0u));

@@ -63,8 +63,7 @@ json parse(std::ifstream& file, std::int64_t length) {
   }
 }
 
-// ---- safetensors
-// ------------------------------------------------------------------------------------------------
+// ---- safetensors ----
 
 struct Dtype {
   const char* name;
@@ -151,8 +150,7 @@ void add_safetensors(Model& model, const std::string& path) {
     model.notes.push_back(path + ": the file is cut short; the shapes are those of its header");
 }
 
-// ---- config.json
-// --------------------------------------------------------------------------------------------------
+// ---- config.json ----
 
 // A Llama-like decoder and where the kinds differ. The defaults are those of the Hugging Face config classes,
 // which leave out of the file what equals them.

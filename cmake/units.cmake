@@ -14,8 +14,11 @@ endfunction()
 function(scruple_add_units target)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     scruple_add_unit(${target} baseline -march=x86-64)
-    scruple_add_unit(${target} x86_64_v3 -march=x86-64-v3)
-    scruple_add_unit(${target} x86_64_v4 -march=x86-64-v4 -mprefer-vector-width=512)
+    # Exactly what engine/dispatch.cpp asks the processor for, and no more.
+    set(v3 -mavx2 -mfma -mbmi -mbmi2)
+    scruple_add_unit(${target} x86_64_v3 ${v3})
+    scruple_add_unit(${target} x86_64_v4 ${v3} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl
+                     -mprefer-vector-width=512)
   elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
     # NEON belongs to every aarch64, so the plain unit is the same code with vectorisation off: a second opinion.
     scruple_add_unit(${target} baseline -fno-tree-vectorize -fno-tree-slp-vectorize)

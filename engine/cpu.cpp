@@ -135,6 +135,7 @@ class CpuEngine final : public scruple_engine {
       for (i64 at = first; at < first + n; at += kTile) {
         const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
         decode_tile(work, t.offset, at, in_tile, buffers, buffers.weight);
+        for (int i = 0; i < in_tile; ++i) buffers.weight[i] = canonical(buffers.weight[i]);
         std::memcpy(reinterpret_cast<u8*>(values) + at * static_cast<i64>(sizeof(float)), buffers.weight,
                     static_cast<std::size_t>(in_tile) * sizeof(float));
       }

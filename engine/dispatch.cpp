@@ -70,20 +70,23 @@ std::unique_ptr<scruple_engine> make_engine(const char* name, int threads) {
     fail(SCRUPLE_INVALID, "threads is ", threads, "; it must be 0 (one per core) to ", kMaxThreads);
   if (threads == 0) threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   std::string wanted = name == nullptr ? "cpu" : name;
-  if (wanted == "cpu")
-    if (const char* forced = std::getenv("SCRUPLE_ENGINE"); forced != nullptr && *forced != 0)
-      wanted = forced;
+  const char* source = "";
+  if (const char* forced = std::getenv("SCRUPLE_ENGINE");
+      wanted == "cpu" && forced != nullptr && *forced != 0) {
+    wanted = forced;
+    source = " (from SCRUPLE_ENGINE)";
+  }
 
   const CpuUnit* best = nullptr;
   std::string known = "cpu";
   for (const CpuUnit& unit : cpu_units()) {
     known += std::string(", ") + unit.name;
     if (wanted == unit.name && !unit.available())
-      fail(SCRUPLE_UNAVAILABLE, "engine ", wanted, ": this processor lacks ", unit.doc,
+      fail(SCRUPLE_UNAVAILABLE, "engine ", wanted, source, ": this processor lacks ", unit.doc,
            "; use cpu, the best it has");
     if ((wanted == "cpu" || wanted == unit.name) && unit.available()) best = &unit;
   }
-  if (best == nullptr) fail(SCRUPLE_INVALID, "unknown engine '", wanted, "'; known: ", known);
+  if (best == nullptr) fail(SCRUPLE_INVALID, "unknown engine '", wanted, "'", source, "; known: ", known);
   return make_cpu_engine(*best, threads);
 }
 

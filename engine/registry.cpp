@@ -20,6 +20,8 @@ constexpr unsigned roles_of(const char* letters) {
   return roles;
 }
 
+constexpr unsigned kGradientRoles = SCRUPLE_ROLE_GRADIENT | SCRUPLE_ROLE_ACCUMULATOR;
+
 template <class Signed, class Nonneg>
 constexpr scruple_format row(const char* name, const char* roles, int k, int index) {
   const bool any = Signed::roundings != 0;
@@ -31,7 +33,8 @@ constexpr scruple_format row(const char* name, const char* roles, int k, int ind
           index,
           layout,
           layout.group > 1,
-          {Signed::roundings, Nonneg::roundings},
+          {(roles_of(roles) & kGradientRoles) != 0 ? Signed::roundings : Signed::roundings & ~(1u << kDither),
+           Nonneg::roundings},
           {Signed::bound(k), Nonneg::bound(k)}};
 }
 

@@ -1,7 +1,7 @@
 #include "engine/rule.h"
 
-#include <cmath>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "engine/failure.h"
@@ -26,10 +26,10 @@ RuleInfo describe(int index) {
 void check_range(const char* rule, const char* name, double value, Range range) {
   const bool fits = range == Range::flag       ? value == 0 || value == 1
                     : range == Range::fraction ? value >= 0 && value < 1
-                                               : value >= 0 && std::isfinite(value);
+                                               : value >= 0 && value <= std::numeric_limits<float>::max();
   const char* wanted = range == Range::flag       ? "0 or 1"
                        : range == Range::fraction ? "at least 0 and below 1"
-                                                  : "finite and at least 0";
+                                                  : "at least 0 and finite as a float";
   if (!fits) fail(SCRUPLE_INVALID, rule, ": ", name, " must be ", wanted, ", not ", value);
 }
 

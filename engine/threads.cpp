@@ -88,8 +88,9 @@ Threads::~Threads() {
 
 void Threads::run(i64 pieces, const std::function<void(i64)>& piece) {
   if (pool_->owner != getpid()) {
+    auto fresh = std::make_unique<Pool>(count_ - 1);
     (void)pool_.release();
-    pool_ = std::make_unique<Pool>(count_ - 1);
+    pool_ = std::move(fresh);
   }
   const std::lock_guard lock(pool_->caller);
   if (pieces == 1 || pool_->threads.empty()) {

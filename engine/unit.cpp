@@ -204,6 +204,7 @@ struct Tile<Split<Half>> {
 template <class C>
 struct Tile {
   static constexpr int G = C::group;
+  static_assert(kTile % G == 0 && kAlign % G == 0 && G % 16 == 0);
   using Code = std::conditional_t<C::bits == 8, u8, u16>;
   using Scale = typename C::Scale;
 
@@ -260,7 +261,8 @@ struct Tile {
       codes = unpacked;
     }
     int i = 0;
-    for (; i + G <= n; i += G) decode_group<R>(codes + i, C::unit(scales[i / G]), random + i, out + i);
+    for (; i + G <= n; i += G)
+      decode_group<R>(codes + i, C::unit(scales[i / G]), R == kDither ? random + i : nullptr, out + i);
     if (i == n) return;
     Code last[G] = {};
     u16 last_random[G] = {};
@@ -297,7 +299,8 @@ struct Tile {
     else
       codes = unpacked;
     for (int i = 0; i < whole; ++i)
-      encode_group<R>(in + i * G, absmax[i], gain[i], random + i * G, codes + i * G);
+      encode_group<R>(in + i * G, absmax[i], gain[i], R == kNearest ? nullptr : random + i * G,
+                      codes + i * G);
     if (whole < groups) {
       u16 last_random[G] = {};
       Code last[G];
@@ -465,7 +468,7 @@ constexpr Unit make_unit() {
 }  // namespace
 
 extern const Unit kUnit;
-const Unit kUnit = make_unit();
+constinit const Unit kUnit = make_unit();  // no code of this unit runs at load
 
 }  // namespace SCRUPLE_UNIT
 }  // namespace scruple

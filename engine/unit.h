@@ -11,6 +11,8 @@ namespace scruple {
 // Values decoded, updated and encoded at a time; they stay in the first-level cache. A multiple of every
 // group size.
 inline constexpr int kTile = 1024;
+// Views begin at multiples of it: no group and no byte is cut there.
+inline constexpr int kAlign = 128;
 // Work is handed to threads in chunks; the reduction tree of norms is built on them too.
 inline constexpr i64 kChunk = 1 << 16;
 inline constexpr int kMaxSlots = 3;

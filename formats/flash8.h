@@ -1,7 +1,9 @@
 // flash8: FlashOptim's published 8-bit moments (2602.23349, section 3.2), to the code, so that its states can
 // be read and written. Groups of 32, s = max(absmax, 1e-12), stored as fp16.
-//   signed        x = m / s, y = 2x / (1 + |x|), code = floor(127 y + 1/2);  m = s y / (2 - |y|), y = code /
-//   127 non-negative  of sqrt(v): code = floor(255 sqrt(v) / s + 1/2);           v = (s code / 255)^2
+//   signed        x = m / s, y = 2x / (1 + |x|), code = floor(127 y + 1/2)
+//                 back: y = code / 127, m = s y / (2 - |y|)
+//   non-negative  of sqrt(v): code = floor(255 sqrt(v) / s + 1/2)
+//                 back: v = (s code / 255)^2
 // Its flaws come with it: coding divides by s before s is rounded, fp16 scales under 3e-8 are zero and over
 // 65504 infinite, and small v decode to zero. companded8 mends them. Stochastic rounding, which FlashOptim
 // does not have, is unbiased in y and in sqrt(v), not quite in m and v.

@@ -9,7 +9,7 @@ namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
 struct Linear8Nonneg {
-  static constexpr const char* doc = "scaled integers, groups of 64 (the naive format, for comparison)";
+  static constexpr const char* doc = GroupLinear<8>::doc;
   static constexpr int group = 64, bits = 8;
   static constexpr i32 top = 255;
   using Scale = float;

@@ -7,7 +7,7 @@ namespace scruple {
 
 inline float clip_factor(double norm, double max_norm) {
   const double factor = max_norm / (norm + 1e-6);
-  return factor < 1 && std::isfinite(norm) ? static_cast<float>(factor) : 1.0f;
+  return max_norm > 0 && factor < 1 && std::isfinite(norm) ? static_cast<float>(factor) : 1.0f;
 }
 
 }  // namespace scruple

@@ -40,7 +40,7 @@ struct AdamMoments {
     e.s[1] = fma(b2, e.s[1], c2 * (g * g));
     float v = e.s[1];
     if constexpr (Active & 4) {
-      e.s[2] = e.s[2] > v ? e.s[2] : v;
+      e.s[2] = e.s[2] <= v || v != v ? v : e.s[2];  // the larger; a NaN of either stays
       v = e.s[2];
     }
     e.w = fma(-lr, e.s[0] / fma(root(v), root_correction, eps), kept);

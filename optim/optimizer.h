@@ -1,11 +1,11 @@
 // What every optimizer is written with. An optimizer is a struct with
-//   name, doc, slots    what it is called and which moments it keeps
-//   Hyper, visit        hyperparameters; visit is the one list that the ABI, the command line and the docs
-//   read active(h)           which slots these hyperparameters need, as a bit mask problem(h)          why
-//   these hyperparameters contradict each other, or nullptr Step, prepare(h, t) the constants of step t, in
-//   double with + - * / sqrt only, so that every engine gets the same update<Active>      the formula: floats
-//   in, floats out, no storage. A NaN in the gradient or in any slot must reach the
-//                       weight: the engines look for one there alone.
+//   name, doc, slots     what it is called and which moments it keeps
+//   Hyper, visit         hyperparameters; visit is the one list that the ABI, the command line and the docs read
+//   active(h)            which slots these hyperparameters need, as a bit mask
+//   problem(h)           why these hyperparameters contradict each other, or nullptr
+//   Step, prepare(h, t)  the constants of step t, in double with + - * / sqrt only: the same on every engine
+//   update<Active>       the formula: floats in, floats out, no storage. A NaN in the gradient or in any slot
+//                        must reach the weight: the engines look for one there alone.
 // All arithmetic is IEEE; fma is written where it is wanted and the compiler may not add any.
 #pragma once
 

@@ -7,8 +7,8 @@ namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
 // Sutskever et al., "On the importance of initialization and momentum" (2013), in torch's form:
-//   b = momentum b + (1 - dampening) g, and b = g at the first step;  direction = nesterov ? g + momentum b :
-//   b.
+//   b = momentum b + (1 - dampening) g, and b = g at the first step
+//   direction = g + momentum b with Nesterov, else b
 struct Momentum {
   float momentum, take, nesterov;  // nesterov: momentum, or -1 for plain
 

@@ -260,6 +260,17 @@ TEST(Errors, EncodeAndDecodeRefuseWhatIsMissing) {
   CHECK_OK(scruple_step(engine, &empty, 1, nullptr));
 }
 
+TEST(Errors, ValuesAndCopiesMayNotOverlap) {
+  const Engine engine;
+  const Optimizer optimizer("sgd");
+  Tensor tensor(optimizer, 100, "fp32", engine);
+  auto* codes = static_cast<float*>(tensor.row.arrays[SCRUPLE_WEIGHT].codes);
+  EXPECT_INVALID(scruple_encode(engine, &tensor.row, SCRUPLE_WEIGHT, codes + 1), "overlap");
+  EXPECT_INVALID(scruple_decode(engine, &tensor.row, SCRUPLE_WEIGHT, codes), "overlap");
+  EXPECT_INVALID(scruple_copy(engine, codes + 1, codes, 50), "overlap");
+  CHECK_OK(scruple_copy(engine, codes + 50, codes, 200));
+}
+
 TEST(Errors, ViewsStayInsideAndOnGroups) {
   const Engine engine;
   const Optimizer optimizer("adamw");
@@ -267,12 +278,14 @@ TEST(Errors, ViewsStayInsideAndOnGroups) {
   scruple_tensor out{};
   const scruple_tensor untouched = out;
   const std::pair<std::int64_t, std::int64_t> bad[] = {
-      {64, 10}, {1, 1}, {-128, 10}, {128, -1}, {0, 1001}, {896, 105}, {1024, 0}, {0, std::int64_t{1} << 62}};
+      {64, 10},  {1, 1},     {-128, 10}, {128, -1},
+      {0, 1001}, {896, 105}, {1024, 0},  {0, std::int64_t{1} << 62},
+      {0, 100},  {128, 129}};  // the last two would cut a group
   for (const auto& [first, size] : bad)
     expect_refused(scruple_tensor_view(&tensor.row, first, size, &out), SCRUPLE_INVALID, {"view", "128"},
                    "view");
   EXPECT_INVALID(scruple_tensor_view(nullptr, 0, 1, &out), "tensor");
-  EXPECT_INVALID(scruple_tensor_view(&tensor.row, 0, 1, nullptr), "out");
+  EXPECT_INVALID(scruple_tensor_view(&tensor.row, 0, 128, nullptr), "out");
   EXPECT_EQ(std::memcmp(&out, &untouched, sizeof out), 0);
   CHECK_OK(scruple_tensor_view(&tensor.row, 896, 104, &out));
   EXPECT_EQ(out.offset, 896);

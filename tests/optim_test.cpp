@@ -418,5 +418,32 @@ TEST(Optim, SlotsStartFromTheirInitialValue) {
   }
 }
 
+// The engines look for a NaN in the weight alone (optim/optimizer.h).
+TEST(Optim, ANaNInTheGradientOrInAnySlotReachesTheWeight) {
+  const Engine engine;
+  for (int rule = 0; rule < scruple_rule_count(); ++rule) {
+    scruple_rule_info info{};
+    CHECK_OK(scruple_rule_at(rule, &info));
+    const Optimizer optimizer(info.name);
+    for (const char* on : {"momentum", "amsgrad", "centered"})  // every optional slot in use
+      (void)scruple_optimizer_set(optimizer, on, on == std::string("momentum") ? 0.9 : 1.0);
+    for (int array = SCRUPLE_SLOT; array < SCRUPLE_ARRAYS; ++array) {
+      Tensor tensor(optimizer, 3, "fp32", engine);
+      if (!tensor.used(array)) continue;
+      tensor.row.step = 2;
+      const std::vector<float> ones(3, 1.0f), bad = {1.0f, std::numeric_limits<float>::quiet_NaN(), 1.0f};
+      for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+        if (!tensor.used(a)) continue;
+        CHECK_OK(scruple_encode(engine, &tensor.row, a, (a == array ? bad : ones).data()));
+      }
+      CHECK_OK(scruple_step(engine, &tensor.row, 1, nullptr));
+      std::vector<float> weights(3);
+      CHECK_OK(scruple_decode(engine, &tensor.row, SCRUPLE_WEIGHT, weights.data()));
+      EXPECT_FALSE(std::isnan(weights[0]) || std::isnan(weights[2])) << info.name << ", array " << array;
+      EXPECT_TRUE(std::isnan(weights[1])) << info.name << ", array " << array;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace scruple_tests

@@ -9,10 +9,10 @@
  *
  * Conventions
  * - Functions return a `scruple_status`; on failure `scruple_last_error()` of the same thread says what was
- * asked, what was found and what to do, and nothing has been written.
+ *   asked, what was found and what to do, and nothing has been written.
  * - The library never prints, aborts or exits. Names are UTF-8 and live as long as the library.
  * - Engines never change the bits: same inputs, same outputs on every instruction set, thread count and
- * device.
+ *   device.
  * - Pointers may have any alignment; sizes are 64-bit; a tensor of size 0 is legal and does nothing.
  * - An engine may be used from several threads; calls on one engine run one after another.
  */
@@ -83,7 +83,7 @@ typedef struct scruple_format_info {
   const char* name;
   const char* doc;
   uint32_t roles;             /* SCRUPLE_ROLE_* bits */
-  uint32_t roundings;         /* bit r: rounding r is supported */
+  uint32_t roundings;         /* bit r: rounding r is supported (dither: as a gradient only) */
   int32_t group_size;         /* values that share a scale; 1: none */
   int32_t code_bits;          /* per value */
   int32_t aux_bits;           /* per group: its scale; per value where group_size is 1: the extra bits */
@@ -160,7 +160,7 @@ SCRUPLE_API scruple_status scruple_engine_create(const char* name, int threads, 
 SCRUPLE_API void scruple_engine_destroy(scruple_engine* engine);
 SCRUPLE_API const char* scruple_engine_name(const scruple_engine* engine);
 SCRUPLE_API int scruple_engine_threads(const scruple_engine* engine);
-/* Copies with all of the engine's threads: the yardstick of `scruple bench`. */
+/* Copies with all of the engine's threads: the yardstick of `scruple bench`. The two may not overlap. */
 SCRUPLE_API scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, int64_t bytes);
 
 /* ---- Optimizers ---- */
@@ -207,7 +207,7 @@ typedef struct scruple_tensor {
   int64_t size;
   int64_t step;   /* the step about to be taken: 1 for the first */
   int64_t offset; /* index of the first element in the whole tensor, for shards: random numbers follow it */
-  int64_t folds;  /* gradients folded into arrays[SCRUPLE_GRADIENT] so far; 0: its contents do not count */
+  int64_t folds;  /* gradients folded into arrays[SCRUPLE_GRADIENT] so far; 0: the next fold overwrites */
   uint32_t id;    /* names this tensor to the random numbers; give each parameter its own */
   uint32_t reserved;
   scruple_array arrays[SCRUPLE_ARRAYS]; /* weight, slots in the rule's order, gradient */
@@ -228,11 +228,12 @@ SCRUPLE_API scruple_status scruple_tensor_alloc(scruple_engine* engine, scruple_
 SCRUPLE_API void scruple_tensor_free(scruple_engine* engine, scruple_tensor* tensor);
 /* Writes the initial value of every slot, for memory that the caller owns. */
 SCRUPLE_API scruple_status scruple_tensor_reset(scruple_engine* engine, const scruple_tensor* tensor);
-/* A view of `size` elements from `first`, a multiple of 128, in the same memory and with the same random
- * numbers. */
+/* A view of `size` elements from `first` in the same memory and with the same random numbers. `first` must be
+ * a multiple of 128, and so must `size` unless the view reaches the tensor's end: no group is cut. */
 SCRUPLE_API scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, int64_t size,
                                                scruple_tensor* out);
-/* Every plane to and from fp32. Encoding draws its random numbers from the tensor's step. */
+/* Every plane to and from fp32; `values` may not overlap the planes. Encoding draws its random numbers from
+ * the tensor's step. */
 SCRUPLE_API scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tensor, int array,
                                           const float* values);
 SCRUPLE_API scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array,
@@ -262,7 +263,7 @@ SCRUPLE_API scruple_status scruple_step(scruple_engine* engine, const scruple_te
  * finite, else 0. Either output may be NULL. */
 SCRUPLE_API scruple_status scruple_norm(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
                                         double* norm, float* found_inf);
-/* min(1, max_norm / (norm + 1e-6)), as torch clips; 1 where norm is not finite. */
+/* min(1, max_norm / (norm + 1e-6)), as torch clips; 1 where norm is not finite or max_norm not above 0. */
 SCRUPLE_API float scruple_clip_factor(double norm, double max_norm);
 /* tensors[i]'s gradient += multiplier * incoming[i]. With folds == 0 it is overwritten, so clearing is
  * optional. The caller adds 1 to `folds` after each call. */

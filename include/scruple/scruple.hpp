@@ -4,6 +4,10 @@
 #ifndef SCRUPLE_SCRUPLE_HPP
 #define SCRUPLE_SCRUPLE_HPP
 
+#if __cplusplus < 202002L
+#error "scruple.hpp needs C++20: compile with -std=c++20"
+#endif
+
 #include <scruple/scruple.h>
 
 #include <cstdint>
@@ -157,7 +161,7 @@ inline std::vector<scruple_tensor> table_of(std::span<const Tensor> tensors) {
   return table;
 }
 
-// One step of all tensors in one call; then each counts one step further and its accumulator starts afresh.
+// One step of all tensors in one call; then each counts one step further and its next fold starts afresh.
 // `multiplier` scales every gradient: a clip factor, 1 / loss scale, or their product.
 inline void step(Engine& engine, std::span<Tensor> tensors, float multiplier = 1) {
   const std::vector<scruple_tensor> table = table_of(tensors);
