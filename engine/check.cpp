@@ -9,11 +9,11 @@
 namespace scruple {
 namespace {
 
-struct Interval {
+struct Interval {  // small: thousands are sorted at every step
   const unsigned char *begin, *end;
+  u32 tensor;
+  u16 array;
   bool written;
-  i64 tensor;
-  int array;
 };
 
 void add_planes(std::vector<Interval>& intervals, const scruple_array& array, i64 size, bool written,
@@ -21,7 +21,8 @@ void add_planes(std::vector<Interval>& intervals, const scruple_array& array, i6
   const Bytes bytes = bytes_of(*array.format, size);
   const auto add = [&](const void* plane, i64 count) {
     const auto* begin = static_cast<const unsigned char*>(plane);
-    if (count > 0) intervals.push_back({begin, begin + count, written, tensor, which});
+    if (count > 0)
+      intervals.push_back({begin, begin + count, static_cast<u32>(tensor), static_cast<u16>(which), written});
   };
   add(array.codes, bytes.codes);
   add(array.aux, bytes.aux);
