@@ -103,7 +103,7 @@ void pack(const u16* from, int k, int n, u8* to) {
   for (; i + 32 <= n; i += 32) kPack[k](from + i, reinterpret_cast<Loose<u32>*>(to + i / 8 * k));
   if (i == n) return;
   u16 padded[32] = {};
-  for (int j = 0; j < n - i; ++j) padded[j] = from[i + j];
+  for (int j = 0; j < n - i; ++j) padded[j] = from[i + j];  // NOLINT(*uninitialized.Assign): all n are set
   u8 last[64] = {};
   kPack[k](padded, reinterpret_cast<Loose<u32>*>(last));
   const int bytes = ((n - i) * k + 7) / 8;
