@@ -15,7 +15,6 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::int64_t kMaxParams = std::int64_t{1} << 50;
 constexpr std::int64_t kMaxHeader = 100'000'000;  // what the safetensors library itself accepts
 constexpr std::int64_t kMaxConfig = 10'000'000;
 constexpr int kMaxDepth = 16;  // a header of nothing but brackets must not fill the memory
@@ -24,7 +23,7 @@ constexpr int kMaxDepth = 16;  // a header of nothing but brackets must not fill
 
 std::int64_t multiply(std::int64_t a, std::int64_t b) {
   std::int64_t product = 0;
-  if (__builtin_mul_overflow(a, b, &product) || product > kMaxParams) fail("more than 2^50 elements");
+  if (__builtin_mul_overflow(a, b, &product) || product > kMaxCount) fail("more than 2^50 elements");
   return product;
 }
 
@@ -86,7 +85,7 @@ std::vector<std::int64_t> shape_of(const json& entry) {
   std::vector<std::int64_t> shape;
   for (const json& dimension : entry.at("shape")) {
     if (!dimension.is_number_unsigned()) fail("its shape is " + entry.at("shape").dump());
-    if (dimension.get<std::uint64_t>() > static_cast<std::uint64_t>(kMaxParams))
+    if (dimension.get<std::uint64_t>() > static_cast<std::uint64_t>(kMaxCount))
       fail("more than 2^50 elements");
     shape.push_back(dimension.get<std::int64_t>());
   }
@@ -269,7 +268,7 @@ void add_config(Model& model, const std::string& path) {
 void Model::add(const std::vector<std::int64_t>& shape, std::int64_t count) {
   const std::int64_t size = product(shape);
   params += multiply(size, count);
-  if (params > kMaxParams) fail("more than 2^50 parameters");
+  if (params > kMaxCount) fail("more than 2^50 parameters");
   tensors[size] += count;
 }
 

@@ -11,8 +11,6 @@
 namespace scruple::cli {
 namespace {
 
-constexpr std::int64_t kMaxCount = std::int64_t{1} << 50;  // what one tensor may hold
-
 double suffix_factor(char suffix) {
   switch (suffix) {
     case 'k':

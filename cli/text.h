@@ -27,6 +27,8 @@ struct Unit {
 };
 Unit unit_for(std::int64_t largest);
 
+inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 50;  // what one tensor may hold
+
 // 8030000000, 8.03e9, 8.03B or 125M (K, M, B or G, T) into a whole number of 1 to 2^50; `what` names it in
 // errors.
 std::int64_t parse_count(const std::string& text, const std::string& what);

@@ -532,6 +532,8 @@ TEST_F(Formats, a_value_that_is_not_finite_stays_visible) {
         } else {
           ASSERT_TRUE(std::isnan(out[i])) << c.name() << ": " << bad << " became " << out[i] << " at " << i;
         }
+        // Processors disagree about the bits of a NaN; ours has one pattern.
+        ASSERT_TRUE(!std::isnan(out[i]) || bits(out[i]) == 0x7fc00000u) << c.name() << ": " << bits(out[i]);
       }
     }
 }
