@@ -5,12 +5,12 @@
 #include <new>
 #include <string>
 
+#include "engine/clip.h"
 #include "engine/engine.h"
 #include "engine/failure.h"
 #include "engine/float_environment.h"
+#include "engine/scaler.h"
 #include "engine/unit.h"
-#include "grad/clip.h"
-#include "grad/scaler.h"
 
 namespace {
 
@@ -64,6 +64,18 @@ template <class T>
 T& required(T* pointer, const char* what) {
   if (pointer == nullptr) fail(SCRUPLE_INVALID, what, " is null");
   return *pointer;
+}
+
+// Options as far as the caller's version of the struct goes, over the defaults; `least` bytes must be there.
+template <class Options>
+Options read_options(const Options* given, Options all, std::size_t least, const char* what,
+                     const char* init) {
+  if (given == nullptr) return all;
+  if (given->struct_size < least || given->struct_size > sizeof all)
+    fail(SCRUPLE_INVALID, what, " options of ", given->struct_size, " bytes, this library knows ", sizeof all,
+         "; start from ", init);
+  std::memcpy(&all, given, given->struct_size);
+  return all;
 }
 
 template <class List>
@@ -255,6 +267,13 @@ const char* scruple_engine_name(const scruple_engine* engine) {
 }
 int scruple_engine_threads(const scruple_engine* engine) { return engine == nullptr ? 0 : engine->threads(); }
 
+scruple_status scruple_engine_set_stream(scruple_engine* engine, void* stream) {
+  return guarded([&] { required(engine, "engine").set_stream(stream); });
+}
+scruple_status scruple_engine_synchronize(scruple_engine* engine) {
+  return guarded([&] { required(engine, "engine").synchronize(); });
+}
+
 scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, int64_t bytes) {
   return guarded([&] {
     if (bytes < 0) fail(SCRUPLE_INVALID, "bytes is ", bytes, "; it must be at least 0");
@@ -279,6 +298,9 @@ scruple_status scruple_optimizer_set(scruple_optimizer* optimizer, const char* n
 }
 scruple_status scruple_optimizer_get(const scruple_optimizer* optimizer, const char* name, double* out) {
   return guarded([&] { required(out, "out") = required(optimizer, "optimizer").get(name); });
+}
+scruple_status scruple_optimizer_read_lr(scruple_optimizer* optimizer, const double* lr) {
+  return guarded([&] { required(optimizer, "optimizer").lr_at = lr; });
 }
 scruple_status scruple_optimizer_set_seed(scruple_optimizer* optimizer, uint64_t seed) {
   return guarded([&] { required(optimizer, "optimizer").seed = seed; });
@@ -418,19 +440,13 @@ scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensor
                             const scruple_step_options* options) {
   return guarded([&] {
     scruple_engine& e = required(engine, "engine");
-    scruple_step_options all = SCRUPLE_STEP_OPTIONS_INIT;
-    if (options != nullptr) {
-      if (options->struct_size < offsetof(scruple_step_options, found_inf) ||
-          options->struct_size > sizeof all)
-        fail(SCRUPLE_INVALID, "step options of ", options->struct_size, " bytes, this library knows ",
-             sizeof all, "; start from SCRUPLE_STEP_OPTIONS_INIT");
-      std::memcpy(&all, options, options->struct_size);
-    }
+    const scruple_step_options all = read_options<scruple_step_options>(
+        options, SCRUPLE_STEP_OPTIONS_INIT, offsetof(scruple_step_options, found_inf), "step",
+        "SCRUPLE_STEP_OPTIONS_INIT");
     if (!std::isfinite(all.multiplier) || all.multiplier == 0)
       fail(SCRUPLE_INVALID, "multiplier is ", all.multiplier,
            "; it must be finite and not 0 (start from SCRUPLE_STEP_OPTIONS_INIT)");
-    check_step(tensors, count);
-    if (all.found_inf == nullptr || *all.found_inf == 0) e.step(tensors, count, all);
+    e.step(tensors, count, check_step(tensors, count, e.checked), all);
   });
 }
 
@@ -439,20 +455,35 @@ scruple_status scruple_norm(scruple_engine* engine, const scruple_tensor* tensor
   return guarded([&] {
     scruple_engine& e = required(engine, "engine");
     check_gradients(tensors, count);
-    const double sum = e.sum_squares(tensors, count);
-    if (norm != nullptr) *norm = std::sqrt(sum);
-    if (found_inf != nullptr) *found_inf = std::isfinite(sum) ? 0.0f : 1.0f;
+    const Measured all = measured(e.sum_squares(tensors, count), 1, 0);
+    if (norm != nullptr) *norm = all.norm;
+    if (found_inf != nullptr) *found_inf = all.found_inf;
+  });
+}
+
+scruple_status scruple_measure(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
+                               const scruple_measure_options* options) {
+  return guarded([&] {
+    scruple_engine& e = required(engine, "engine");
+    const scruple_measure_options all = read_options<scruple_measure_options>(
+        &required(options, "options"), SCRUPLE_MEASURE_OPTIONS_INIT, sizeof(scruple_measure_options),
+        "measure", "SCRUPLE_MEASURE_OPTIONS_INIT");
+    if (!(all.max_norm >= 0 && std::isfinite(all.max_norm)))
+      fail(SCRUPLE_INVALID, "max_norm is ", all.max_norm, "; it must be finite and at least 0 (0: no limit)");
+    check_gradients(tensors, count);
+    e.measure(tensors, count, all);
   });
 }
 
 float scruple_clip_factor(double norm, double max_norm) { return clip_factor(norm, max_norm); }
 
 scruple_status scruple_fold(scruple_engine* engine, const scruple_tensor* tensors,
-                            const scruple_array* incoming, int64_t count, float multiplier) {
+                            const scruple_array* incoming, int64_t count, float multiplier,
+                            const int64_t* steps) {
   return guarded([&] {
     scruple_engine& e = required(engine, "engine");
     check_fold(tensors, incoming, count, multiplier);
-    e.fold(tensors, incoming, count, multiplier);
+    e.fold(tensors, incoming, count, multiplier, steps);
   });
 }
 
@@ -460,12 +491,7 @@ scruple_status scruple_clear(scruple_engine* engine, const scruple_tensor* tenso
   return guarded([&] {
     scruple_engine& e = required(engine, "engine");
     check_gradients(tensors, count);
-    for (int64_t i = 0; i < count; ++i) {
-      const scruple_array& array = tensors[i].arrays[SCRUPLE_GRADIENT];
-      const Bytes bytes = bytes_of(*array.format, tensors[i].size);
-      e.zero(array.codes, bytes.codes);
-      e.zero(array.aux, bytes.aux);
-    }
+    e.clear(tensors, count);
   });
 }
 
@@ -487,6 +513,11 @@ scruple_status scruple_scaler_update(scruple_scaler* scaler, float found_inf) {
     check_scaler(s);
     s = updated(s, found_inf != 0);
   });
+}
+
+scruple_status scruple_advance(scruple_engine* engine, const float* found_inf, scruple_scaler* scaler,
+                               int64_t* steps) {
+  return guarded([&] { required(engine, "engine").advance(found_inf, scaler, steps); });
 }
 
 }  // extern "C"

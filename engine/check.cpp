@@ -1,6 +1,7 @@
 // The checks that stand before every engine.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <ostream>
 
 #include "engine/engine.h"
@@ -122,18 +123,46 @@ void check_array(const scruple_tensor& t, i64 index, int array, bool memory) {
   check_format(t.arrays[array], role_of(t, array), t.size, memory, Where{index, array_name(t, array)});
 }
 
-void check_step(const scruple_tensor* tensors, i64 count) {
+namespace {
+
+void check_steppable(const scruple_tensor& t, i64 index) {
+  check_tensor(t, index);
+  if (t.step < 1)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": step is ", t.step,
+         "; it counts from 1, the step about to be taken");
+  if (const char* problem = t.optimizer->problem())
+    fail(SCRUPLE_INVALID, "tensor ", index, ": ", t.optimizer->rule().name, ": ", problem);
+}
+
+bool same_but_for_step(const scruple_tensor& a, const scruple_tensor& b) {
+  return a.optimizer == b.optimizer && a.size == b.size && a.offset == b.offset && a.folds == b.folds &&
+         a.id == b.id && std::memcmp(a.arrays, b.arrays, sizeof a.arrays) == 0;
+}
+
+CheckedTable::Rule rule_of(const scruple_tensor& t) { return {&t.optimizer->rule(), t.optimizer->active()}; }
+
+// Whether this table is the last one at other steps, with hyperparameters that use the same slots.
+bool is_last(const scruple_tensor* tensors, i64 count, const CheckedTable& last) {
+  if (static_cast<std::size_t>(count) != last.rows.size()) return false;
+  for (std::size_t i = 0; i < last.rows.size(); ++i) {
+    if (!same_but_for_step(tensors[i], last.rows[i])) return false;
+    check_steppable(tensors[i], static_cast<i64>(i));
+    if (rule_of(tensors[i]) != last.rules[i]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last) {
   check_table(tensors, count);
+  const std::lock_guard lock(last.mutex);
+  if (is_last(tensors, count, last)) return last.version;
   std::vector<Interval> intervals;
   intervals.reserve(static_cast<std::size_t>(count) * 7);
   for (i64 i = 0; i < count; ++i) {
     const scruple_tensor& t = tensors[i];
-    check_tensor(t, i);
-    if (t.step < 1)
-      fail(SCRUPLE_INVALID, "tensor ", i, ": step is ", t.step,
-           "; it counts from 1, the step about to be taken");
-    if (const char* problem = t.optimizer->problem())
-      fail(SCRUPLE_INVALID, "tensor ", i, ": ", t.optimizer->rule().name, ": ", problem);
+    check_steppable(t, i);
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
       if (!is_used(t, a)) continue;
       check_array(t, i, a, true);
@@ -141,6 +170,10 @@ void check_step(const scruple_tensor* tensors, i64 count) {
     }
   }
   check_overlap(intervals, tensors);
+  last.rows.assign(tensors, tensors + count);
+  last.rules.clear();
+  for (const scruple_tensor& t : last.rows) last.rules.push_back(rule_of(t));
+  return ++last.version;
 }
 
 void check_gradients(const scruple_tensor* tensors, i64 count) {

@@ -7,6 +7,9 @@
 #include <cstring>
 #include <new>
 
+#include "engine/clip.h"
+#include "engine/failure.h"
+#include "engine/scaler.h"
 #include "engine/threads.h"
 
 namespace scruple {
@@ -54,6 +57,11 @@ ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_ar
   return work;
 }
 
+scruple_tensor at_step(scruple_tensor t, i64 steps) {
+  t.step += steps;
+  return t;
+}
+
 class CpuEngine final : public scruple_engine {
  public:
   CpuEngine(const CpuUnit& info, int threads) : info_(info), unit_(*info.unit), threads_(threads) {}
@@ -61,10 +69,14 @@ class CpuEngine final : public scruple_engine {
   const char* name() const override { return info_.name; }
   int threads() const override { return threads_.count(); }
 
-  void step(const scruple_tensor* tensors, i64 count, const scruple_step_options& options) override {
+  void step(const scruple_tensor* tensors, i64 count, u64, const scruple_step_options& options) override {
+    if (value_or(options.found_inf, 0.0f) != 0) return;
+    const float multiplier = gradient_multiplier(options.multiplier, value_or(options.clip, 1.0f),
+                                                 value_or(options.loss_scale, 1.0f));
+    const i64 steps = value_or(options.steps, i64{0});
     std::vector<TensorWork> work(static_cast<std::size_t>(count));
     for (i64 i = 0; i < count; ++i)
-      work[static_cast<std::size_t>(i)] = tensor_work(tensors[i], options.multiplier);
+      work[static_cast<std::size_t>(i)] = tensor_work(at_step(tensors[i], steps), multiplier);
     for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
       TileBuffers buffers;
       for (i64 at = first; at < first + n; at += kTile)
@@ -74,9 +86,12 @@ class CpuEngine final : public scruple_engine {
   }
 
   double sum_squares(const scruple_tensor* tensors, i64 count) override {
+    return sum_squares(tensors, count, 0);
+  }
+  double sum_squares(const scruple_tensor* tensors, i64 count, i64 steps) {
     std::vector<double> sums(static_cast<std::size_t>(chunk_count(tensors, count)));
     for_chunks(tensors, count, [&](i64 tensor, i64 chunk, i64 first, i64 n) {
-      const scruple_tensor& t = tensors[tensor];
+      const scruple_tensor t = at_step(tensors[tensor], steps);
       const ArrayWork gradient = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
       TileBuffers buffers;
       float values[kSegment];
@@ -94,10 +109,24 @@ class CpuEngine final : public scruple_engine {
     return total;
   }
 
-  void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count,
-            float multiplier) override {
+  void measure(const scruple_tensor* tensors, i64 count, const scruple_measure_options& options) override {
+    const Measured out = measured(sum_squares(tensors, count, value_or(options.steps, i64{0})),
+                                  value_or(options.loss_scale, 1.0f), options.max_norm);
+    if (options.norm != nullptr) *options.norm = out.norm;
+    if (options.found_inf != nullptr) *options.found_inf = out.found_inf;
+    if (options.clip != nullptr) *options.clip = out.clip;
+  }
+
+  void advance(const float* found_inf, scruple_scaler* scaler, i64* steps) override {
+    const bool skipped = value_or(found_inf, 0.0f) != 0;
+    if (scaler != nullptr) *scaler = updated(*scaler, skipped);
+    if (steps != nullptr && !skipped) ++*steps;
+  }
+
+  void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier,
+            const i64* steps) override {
     for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
-      const scruple_tensor& t = tensors[tensor];
+      const scruple_tensor t = at_step(tensors[tensor], value_or(steps, i64{0}));
       const ArrayWork before = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
       const ArrayWork arriving = array_work(unit_, t, incoming[tensor], SCRUPLE_GRADIENT);
       ArrayWork after = before;
@@ -114,6 +143,15 @@ class CpuEngine final : public scruple_engine {
         encode_tile(buffers.weight, after, t.offset, at, in_tile, buffers);
       }
     });
+  }
+
+  void clear(const scruple_tensor* tensors, i64 count) override {
+    for (i64 i = 0; i < count; ++i) {
+      const scruple_array& array = tensors[i].arrays[SCRUPLE_GRADIENT];
+      const Bytes bytes = bytes_of(*array.format, tensors[i].size);
+      zero(array.codes, bytes.codes);
+      zero(array.aux, bytes.aux);
+    }
   }
 
   void encode(const scruple_tensor& t, int array, const float* values) override {
@@ -142,15 +180,18 @@ class CpuEngine final : public scruple_engine {
     });
   }
 
+  void set_stream(void* stream) override {
+    if (stream != nullptr)
+      fail(SCRUPLE_INVALID, "engine ", name(), " has no streams; pass NULL, or create engine cuda");
+  }
+  void synchronize() override {}  // every call returns when its work is done
+
   void* alloc(i64 bytes) override {
     void* memory = std::calloc(static_cast<std::size_t>(std::max<i64>(bytes, 1)), 1);
     if (memory == nullptr) throw std::bad_alloc();
     return memory;
   }
   void free(void* memory) override { std::free(memory); }
-  void zero(void* memory, i64 bytes) override {
-    in_blocks(bytes, [&](i64 at, std::size_t n) { std::memset(static_cast<u8*>(memory) + at, 0, n); });
-  }
   void copy(void* to, const void* from, i64 bytes) override {
     in_blocks(bytes, [&](i64 at, std::size_t n) {
       std::memcpy(static_cast<u8*>(to) + at, static_cast<const u8*>(from) + at, n);
@@ -158,6 +199,10 @@ class CpuEngine final : public scruple_engine {
   }
 
  private:
+  void zero(void* memory, i64 bytes) {
+    in_blocks(bytes, [&](i64 at, std::size_t n) { std::memset(static_cast<u8*>(memory) + at, 0, n); });
+  }
+
   // One long block per thread: that is when the C library's copy bypasses the caches, so the yardstick is
   // honest.
   void in_blocks(i64 bytes, const auto& work) {

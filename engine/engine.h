@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -10,25 +11,51 @@
 #include "engine/rule.h"
 #include "include/scruple/scruple.h"
 
+namespace scruple {
+
+// The last table that check_step passed. Most steps come with the planes of the step before, and comparing them
+// costs a tenth of checking them.
+struct CheckedTable {
+  std::mutex mutex;
+  struct Rule {
+    const RuleInfo* info;  // an address may come back as another optimizer's
+    unsigned active;
+    bool operator==(const Rule&) const = default;
+  };
+  std::vector<scruple_tensor> rows;
+  std::vector<Rule> rules;  // of each row
+  u64 version = 0;
+};
+
+}  // namespace scruple
+
 struct scruple_engine {
   virtual ~scruple_engine() = default;
   virtual const char* name() const = 0;
   virtual int threads() const = 0;
 
-  virtual void step(const scruple_tensor* tensors, scruple::i64 count,
+  // `version`: tables of equal versions differ in their steps alone.
+  virtual void step(const scruple_tensor* tensors, scruple::i64 count, scruple::u64 version,
                     const scruple_step_options& options) = 0;
   virtual double sum_squares(const scruple_tensor* tensors,
-                             scruple::i64 count) = 0;  // of the gradients as stored
+                             scruple::i64 count) = 0;  // of the gradients as stored, on the host
+  virtual void measure(const scruple_tensor* tensors, scruple::i64 count,
+                       const scruple_measure_options& options) = 0;
+  virtual void advance(const float* found_inf, scruple_scaler* scaler, scruple::i64* steps) = 0;
   virtual void fold(const scruple_tensor* tensors, const scruple_array* incoming, scruple::i64 count,
-                    float multiplier) = 0;
+                    float multiplier, const scruple::i64* steps) = 0;
+  virtual void clear(const scruple_tensor* tensors, scruple::i64 count) = 0;  // gradients
   virtual void encode(const scruple_tensor& tensor, int array, const float* values) = 0;
   virtual void decode(const scruple_tensor& tensor, int array, float* values) = 0;
   virtual void fill(const scruple_tensor& tensor, int array, float value) = 0;
 
+  virtual void set_stream(void* stream) = 0;
+  virtual void synchronize() = 0;
   virtual void* alloc(scruple::i64 bytes) = 0;  // zeroed
   virtual void free(void* memory) = 0;
-  virtual void zero(void* memory, scruple::i64 bytes) = 0;
   virtual void copy(void* to, const void* from, scruple::i64 bytes) = 0;
+
+  scruple::CheckedTable checked;
 };
 
 namespace scruple {
@@ -49,7 +76,7 @@ bool is_used(const scruple_tensor& tensor, int array);
 void check_tensor(const scruple_tensor& tensor, i64 index);
 // Format, rounding and, with `memory`, planes of one array that is used.
 void check_array(const scruple_tensor& tensor, i64 index, int array, bool memory);
-void check_step(const scruple_tensor* tensors, i64 count);
+u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last);  // the table's version
 void check_gradients(const scruple_tensor* tensors, i64 count);
 void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier);
 

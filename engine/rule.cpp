@@ -56,15 +56,21 @@ struct OptimizerOf final : scruple_optimizer {
     if constexpr (requires { Rule::initial(hyper_, slot); }) return Rule::initial(hyper_, slot);
     return 0;
   }
+  HyperBytes hyper() const override { return packed<HyperBytes>(hyper_); }
   StepConstants prepare(i64 step) const override {
-    static_assert(sizeof(typename Rule::Step) <= sizeof(StepConstants));
-    const typename Rule::Step constants = Rule::prepare(hyper_, step);
-    StepConstants out{};
-    std::memcpy(out.bytes, &constants, sizeof constants);
-    return out;
+    typename Rule::Hyper h = hyper_;
+    if (lr_at != nullptr) h.lr = *lr_at;
+    return packed<StepConstants>(Rule::prepare(h, step));
   }
 
  private:
+  template <class Bytes>
+  static Bytes packed(const auto& value) {
+    static_assert(sizeof value <= sizeof(Bytes));
+    Bytes out{};
+    std::memcpy(out.bytes, &value, sizeof value);
+    return out;
+  }
   void with_field(auto& hyper, auto& maximize_flag, const char* wanted, auto&& use) const {
     bool found = false;
     if (wanted != nullptr) {

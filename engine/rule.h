@@ -25,8 +25,11 @@ struct RuleInfo {
   std::vector<HyperField> hypers;
 };
 
-// The constants of one step of any rule.
+// The constants of one step, and the hyperparameters, of any rule.
 struct alignas(16) StepConstants {
+  unsigned char bytes[64];
+};
+struct alignas(16) HyperBytes {
   unsigned char bytes[64];
 };
 
@@ -40,9 +43,11 @@ struct scruple_optimizer {
   virtual unsigned active() const = 0;  // slots in use, as a bit mask
   virtual const char* problem() const = 0;
   virtual double initial(int slot) const = 0;
-  virtual scruple::StepConstants prepare(scruple::i64 step) const = 0;
+  virtual scruple::HyperBytes hyper() const = 0;
+  virtual scruple::StepConstants prepare(scruple::i64 step) const = 0;  // reads lr_at, where it is set
 
   std::uint64_t seed = 0;
+  const double* lr_at = nullptr;  // in an engine's memory
   bool maximize = false;
 };
 

@@ -606,37 +606,37 @@ TEST(Errors, FoldsRefuseWhatCannotBeFolded) {
   from.use(SCRUPLE_GRADIENT, "fp32");
   const scruple_array good = from.row.arrays[SCRUPLE_GRADIENT];
   const Bytes before = into.bytes(SCRUPLE_GRADIENT);
-  EXPECT_INVALID(scruple_fold(nullptr, &into.row, &good, 1, 1), "engine");
-  EXPECT_INVALID(scruple_fold(engine, nullptr, &good, 1, 1), "null");
-  EXPECT_INVALID(scruple_fold(engine, &into.row, nullptr, 1, 1), "null");
-  EXPECT_INVALID(scruple_fold(engine, &into.row, &good, -1, 1), "-1");
+  EXPECT_INVALID(scruple_fold(nullptr, &into.row, &good, 1, 1, nullptr), "engine");
+  EXPECT_INVALID(scruple_fold(engine, nullptr, &good, 1, 1, nullptr), "null");
+  EXPECT_INVALID(scruple_fold(engine, &into.row, nullptr, 1, 1, nullptr), "null");
+  EXPECT_INVALID(scruple_fold(engine, &into.row, &good, -1, 1, nullptr), "-1");
   for (const double bad : {kNaN, kInf})
-    EXPECT_INVALID(scruple_fold(engine, &into.row, &good, 1, static_cast<float>(bad)), "multiplier");
+    EXPECT_INVALID(scruple_fold(engine, &into.row, &good, 1, static_cast<float>(bad), nullptr), "multiplier");
   scruple_array spoiled = good;
   spoiled.codes = nullptr;
-  EXPECT_INVALID(scruple_fold(engine, &into.row, &spoiled, 1, 1), "incoming", "codes");
+  EXPECT_INVALID(scruple_fold(engine, &into.row, &spoiled, 1, 1, nullptr), "incoming", "codes");
   spoiled = good;
   spoiled.format = nullptr;
-  EXPECT_INVALID(scruple_fold(engine, &into.row, &spoiled, 1, 1), "incoming", "format");
+  EXPECT_INVALID(scruple_fold(engine, &into.row, &spoiled, 1, 1, nullptr), "incoming", "format");
   spoiled.format = scruple_format_find("companded8");
-  EXPECT_REFUSED(scruple_fold(engine, &into.row, &spoiled, 1, 1), SCRUPLE_UNSUPPORTED, "companded8",
+  EXPECT_REFUSED(scruple_fold(engine, &into.row, &spoiled, 1, 1, nullptr), SCRUPLE_UNSUPPORTED, "companded8",
                  "fp32, bf16");
   Tensor dithered(optimizer, 100);
   dithered.use(SCRUPLE_GRADIENT, "int8", SCRUPLE_DITHER);
-  EXPECT_REFUSED(scruple_fold(engine, &into.row, &dithered.row.arrays[SCRUPLE_GRADIENT], 1, 1),
+  EXPECT_REFUSED(scruple_fold(engine, &into.row, &dithered.row.arrays[SCRUPLE_GRADIENT], 1, 1, nullptr),
                  SCRUPLE_UNSUPPORTED, "dither");
   scruple_array overlapping = good;
   overlapping.codes = into.row.arrays[SCRUPLE_GRADIENT].codes;
-  EXPECT_INVALID(scruple_fold(engine, &into.row, &overlapping, 1, 1), "overlap");
+  EXPECT_INVALID(scruple_fold(engine, &into.row, &overlapping, 1, 1, nullptr), "overlap");
   Tensor half(optimizer, 100);
   half.use(SCRUPLE_GRADIENT, "fp16");
-  EXPECT_REFUSED(scruple_fold(engine, &half.row, &good, 1, 1), SCRUPLE_UNSUPPORTED, "fp16", "accumulator",
-                 "fp32, bf16, int8");
+  EXPECT_REFUSED(scruple_fold(engine, &half.row, &good, 1, 1, nullptr), SCRUPLE_UNSUPPORTED, "fp16",
+                 "accumulator", "fp32, bf16, int8");
   const scruple_tensor twice[2] = {into.row, into.row};
   const scruple_array both[2] = {good, good};
-  EXPECT_INVALID(scruple_fold(engine, twice, both, 2, 1), "overlap");
+  EXPECT_INVALID(scruple_fold(engine, twice, both, 2, 1, nullptr), "overlap");
   EXPECT_EQ(into.bytes(SCRUPLE_GRADIENT), before);
-  CHECK_OK(scruple_fold(engine, &into.row, &good, 1, 1));
+  CHECK_OK(scruple_fold(engine, &into.row, &good, 1, 1, nullptr));
 }
 
 // ---- Messages

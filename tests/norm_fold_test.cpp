@@ -230,7 +230,7 @@ struct Accumulator {
   }
   void fold(const std::vector<float>& g, float multiplier = 1) {
     const scruple_array incoming = fp32_array(g);
-    CHECK_OK(scruple_fold(engine, &tensor.row, &incoming, 1, multiplier));
+    CHECK_OK(scruple_fold(engine, &tensor.row, &incoming, 1, multiplier, nullptr));
     ++tensor.row.folds;
   }
   std::vector<float> sum() const { return tensor.decode(engine, SCRUPLE_GRADIENT); }
@@ -429,7 +429,7 @@ TEST(Fold, NormAndStepReadExactlyWhatDecodingShows) {
         for (int fold = 0; fold < 3; ++fold, ++stored.row.folds) {
           const std::vector<float> g = micro_batch(10 * t + fold, 1000);
           const scruple_array incoming = fp32_array(g);
-          CHECK_OK(scruple_fold(engine, &stored.row, &incoming, 1, 0.7f));
+          CHECK_OK(scruple_fold(engine, &stored.row, &incoming, 1, 0.7f, nullptr));
         }
         plain.encode(engine, SCRUPLE_GRADIENT, stored.decode(engine, SCRUPLE_GRADIENT));
         double a = 0, b = 0;
@@ -457,7 +457,7 @@ TEST(Fold, AnIncomingFormatIsFoldedAsItDecodes) {
       Accumulator a(optimizer, engine, k, 1000), b(optimizer, engine, k, 1000);
       a.fold(micro_batch(1, 1000));
       b.fold(micro_batch(1, 1000));
-      CHECK_OK(scruple_fold(engine, &a.tensor.row, &arriving.row.arrays[SCRUPLE_GRADIENT], 1, 0.5f));
+      CHECK_OK(scruple_fold(engine, &a.tensor.row, &arriving.row.arrays[SCRUPLE_GRADIENT], 1, 0.5f, nullptr));
       b.fold(decoded, 0.5f);
       EXPECT_EQ(a.tensor.bytes(SCRUPLE_GRADIENT), b.tensor.bytes(SCRUPLE_GRADIENT))
           << from.name << " into " << k.name;
@@ -501,7 +501,7 @@ TEST(Fold, AMultiplierOfAnyFiniteValueIncludingZero) {
 TEST(Fold, EmptyTensorsAndTables) {
   const Engine engine(2);
   const Optimizer optimizer("sgd");
-  CHECK_OK(scruple_fold(engine, nullptr, nullptr, 0, 1.0f));
+  CHECK_OK(scruple_fold(engine, nullptr, nullptr, 0, 1.0f, nullptr));
   CHECK_OK(scruple_clear(engine, nullptr, 0));
   for (const Kind& k : kinds(SCRUPLE_ROLE_ACCUMULATOR)) {
     Accumulator acc(optimizer, engine, k, 0);

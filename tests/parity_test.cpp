@@ -47,7 +47,7 @@ std::vector<std::string> available_engines() {
   for (int i = 0; i < scruple_engine_count(); ++i) {
     scruple_engine_info info{};
     CHECK_OK(scruple_engine_at(i, &info));
-    if (info.available != 0) names.emplace_back(info.name);
+    if (info.available != 0 && std::string(info.name).starts_with("cpu")) names.emplace_back(info.name);
   }
   return names;
 }
@@ -189,7 +189,7 @@ struct Pack {
     }
     for (int fold = 0; fold < 2; ++fold) {
       CHECK_OK(scruple_fold(engine, table.data(), incoming.data(), static_cast<std::int64_t>(table.size()),
-                            0.375f));
+                            0.375f, nullptr));
       for (std::size_t i = 0; i < table.size(); ++i) table[i].folds = tensors[i].row.folds = fold + 1;
     }
   }

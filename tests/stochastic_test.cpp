@@ -250,7 +250,7 @@ TEST_F(Stochastic, dither_survives_folding) {
   for (int fold = 0; fold < 8; ++fold) {
     const std::vector<float> gradient = random.normals(n);
     incoming.encode(engine, SCRUPLE_GRADIENT, gradient);
-    CHECK_OK(scruple_fold(engine, &t.row, &incoming.row.arrays[SCRUPLE_GRADIENT], 1, 1.0f));
+    CHECK_OK(scruple_fold(engine, &t.row, &incoming.row.arrays[SCRUPLE_GRADIENT], 1, 1.0f, nullptr));
     ++t.row.folds;
     for (std::size_t i = 0; i < n; ++i) exact[i] += gradient[i];
     const std::vector<float> out = t.decode(engine, SCRUPLE_GRADIENT);

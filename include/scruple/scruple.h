@@ -15,6 +15,12 @@
  *   device.
  * - Pointers may have any alignment; sizes are 64-bit; a tensor of size 0 is legal and does nothing.
  * - An engine may be used from several threads; calls on one engine run one after another.
+ * - A table, options and hyperparameters are read before a call returns; only what lies in the engine's memory
+ *   is read later.
+ * - "In the engine's memory" means an address that the engine's processor can read: any for a CPU engine,
+ *   device memory (or pinned or managed host memory) for a CUDA one; plain host memory is refused there. All
+ *   planes lie there. A CUDA engine queues its work on the caller's stream and returns; calls that take values
+ *   from the host's memory or hand values to it wait until they are done with them.
  */
 #ifndef SCRUPLE_SCRUPLE_H
 #define SCRUPLE_SCRUPLE_H
@@ -43,7 +49,8 @@ typedef enum scruple_status {
   SCRUPLE_UNSUPPORTED = 2, /* a combination that does not exist; the message lists those that do */
   SCRUPLE_OUT_OF_MEMORY = 3,
   SCRUPLE_UNAVAILABLE = 4, /* this machine cannot run that engine; the message says why */
-  SCRUPLE_INTERNAL = 5
+  SCRUPLE_INTERNAL = 5,
+  SCRUPLE_DEVICE = 6 /* CUDA reported an error; the message has its words */
 } scruple_status;
 
 SCRUPLE_API const char* scruple_version(void);
@@ -154,13 +161,23 @@ SCRUPLE_API scruple_status scruple_engine_at(int index, scruple_engine_info* out
 
 typedef struct scruple_engine scruple_engine;
 
-/* `name`: "cpu" (the best unit this machine has, or the one SCRUPLE_ENGINE names) or any name in the
- * registry. `threads`: 0 for one per core. */
+/* `name`: "cpu" (the best unit this machine has, or the one SCRUPLE_ENGINE names), any name in the registry,
+ * or "cuda:N" for device N ("cuda": the device that is current). `threads`: 0 for one per core; a CUDA engine
+ * ignores it. */
 SCRUPLE_API scruple_status scruple_engine_create(const char* name, int threads, scruple_engine** out);
 SCRUPLE_API void scruple_engine_destroy(scruple_engine* engine);
 SCRUPLE_API const char* scruple_engine_name(const scruple_engine* engine);
 SCRUPLE_API int scruple_engine_threads(const scruple_engine* engine);
-/* Copies with all of the engine's threads: the yardstick of `scruple bench`. The two may not overlap. */
+/* CUDA: the cudaStream_t that later calls queue their work on, of the engine's device; NULL, as at first: the
+ * default stream. Work queued through one engine keeps its order when the stream changes. A stream that is
+ * being captured into a graph is legal: take one step of the same size outside the capture first, so that the
+ * engine has its memory, and give the graph an engine of its own if it may run beside other calls. */
+SCRUPLE_API scruple_status scruple_engine_set_stream(scruple_engine* engine, void* stream);
+/* Waits for everything the engine has queued, and reports what failed in it. */
+SCRUPLE_API scruple_status scruple_engine_synchronize(scruple_engine* engine);
+/* Copies with all of the engine's threads: the yardstick of `scruple bench`. The two may not overlap. With
+ * CUDA either may be host memory, and the copy is queued: touch pinned host memory, and read what was copied to
+ * the host, only after scruple_engine_synchronize. */
 SCRUPLE_API scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, int64_t bytes);
 
 /* ---- Optimizers ---- */
@@ -176,6 +193,9 @@ SCRUPLE_API scruple_status scruple_optimizer_set(scruple_optimizer* optimizer, c
                                                  double value);
 SCRUPLE_API scruple_status scruple_optimizer_get(const scruple_optimizer* optimizer, const char* name,
                                                  double* out);
+/* The learning rate is read from `lr`, in the engine's memory, when a step runs, and lr as set above is
+ * ignored; NULL: as set above again. */
+SCRUPLE_API scruple_status scruple_optimizer_read_lr(scruple_optimizer* optimizer, const double* lr);
 /* The seed of every random number drawn for this optimizer's tensors; 0 unless set. */
 SCRUPLE_API scruple_status scruple_optimizer_set_seed(scruple_optimizer* optimizer, uint64_t seed);
 SCRUPLE_API uint64_t scruple_optimizer_seed(const scruple_optimizer* optimizer);
@@ -213,7 +233,8 @@ typedef struct scruple_tensor {
   scruple_array arrays[SCRUPLE_ARRAYS]; /* weight, slots in the rule's order, gradient */
 } scruple_tensor;
 
-/* Fills in format and rounding of every array that the tensor's optimizer uses, by a recipe's name;
+/* Fills in format and rounding of every array that the tensor's optimizer has, by a recipe's name (of optional
+ * slots too; scruple_tensor_array says which are used);
  * tensor->optimizer and tensor->size must be set, and planes that the library owns freed. Arrays may be
  * changed one by one afterwards. */
 SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe);
@@ -232,8 +253,8 @@ SCRUPLE_API scruple_status scruple_tensor_reset(scruple_engine* engine, const sc
  * a multiple of 128, and so must `size` unless the view reaches the tensor's end: no group is cut. */
 SCRUPLE_API scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, int64_t size,
                                                scruple_tensor* out);
-/* Every plane to and from fp32; `values` may not overlap the planes. Encoding draws its random numbers from
- * the tensor's step. */
+/* Every plane to and from fp32; `values` may not overlap the planes, and may lie in host memory or in the
+ * engine's. Encoding draws its random numbers from the tensor's step. */
 SCRUPLE_API scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tensor, int array,
                                           const float* values);
 SCRUPLE_API scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array,
@@ -241,34 +262,59 @@ SCRUPLE_API scruple_status scruple_decode(scruple_engine* engine, const scruple_
 
 /* ---- The step ---- */
 
+/* Every gradient is multiplied by multiplier * clip / loss_scale, in fp32 and in this order. */
 typedef struct scruple_step_options {
   size_t struct_size; /* sizeof(scruple_step_options): lets this struct grow */
-  float multiplier;   /* every gradient is multiplied by it: a clip factor, 1 / loss scale, their product */
-  const float* found_inf; /* where set and not 0, the call writes nothing */
-  void* stream;           /* CUDA engines: the caller's stream */
+  float multiplier;
+  /* In the engine's memory, read when the step runs; NULL: no flag, 1, 1, 0. */
+  const float* found_inf;  /* where not 0, the call writes nothing */
+  const float* clip;       /* such as scruple_measure writes */
+  const float* loss_scale; /* such as the first field of a scruple_scaler */
+  const int64_t* steps;    /* added to every tensor's step: the steps taken since the table was made; the sum
+                              must stay below 2^32 */
 } scruple_step_options;
 
 #define SCRUPLE_STEP_OPTIONS_INIT \
-  { sizeof(scruple_step_options), 1.0f, NULL, NULL }
+  { sizeof(scruple_step_options), 1.0f, NULL, NULL, NULL, NULL }
 
 /* One optimizer step of all tensors. `options` NULL: the defaults. Planes that the step writes may not
  * overlap. A non-finite gradient is not an error: it makes that element (and the scale group of its moments)
- * NaN, visibly; pass found_inf from scruple_norm to skip such a step. */
+ * NaN, visibly; pass found_inf from scruple_measure to skip such a step. */
 SCRUPLE_API scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
                                         const scruple_step_options* options);
 
 /* ---- Gradients ---- */
 
-/* The 2-norm of all gradients as stored, in double, by a fixed reduction tree; *found_inf is 1 if any is not
- * finite, else 0. Either output may be NULL. */
+/* The 2-norm of all gradients as stored, in double, by a fixed reduction tree, handed to the host; *found_inf
+ * is 1 if any is not finite, else 0. Either output may be NULL. Where `steps` is in use and gradients are
+ * dithered, take scruple_measure, which knows them. */
 SCRUPLE_API scruple_status scruple_norm(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
                                         double* norm, float* found_inf);
 /* min(1, max_norm / (norm + 1e-6)), as torch clips; 1 where norm is not finite or max_norm not above 0. */
 SCRUPLE_API float scruple_clip_factor(double norm, double max_norm);
+
+/* All pointers in the engine's memory; any may be NULL. */
+typedef struct scruple_measure_options {
+  size_t struct_size;
+  double max_norm;         /* what `clip` keeps the norm under; 0: no limit */
+  const float* loss_scale; /* the gradients are this many times too large; NULL: 1 */
+  const int64_t* steps;    /* as in scruple_step_options: dithered accumulators need it */
+  double* norm;            /* out: the norm over loss_scale */
+  float* found_inf;        /* out: 1 if any gradient is not finite, else 0 */
+  float* clip;             /* out: scruple_clip_factor(*norm, max_norm) */
+} scruple_measure_options;
+
+#define SCRUPLE_MEASURE_OPTIONS_INIT \
+  { sizeof(scruple_measure_options), 0.0, NULL, NULL, NULL, NULL, NULL }
+
+/* What scruple_norm computes, left in the engine's memory for scruple_step to read: no trip to the host. */
+SCRUPLE_API scruple_status scruple_measure(scruple_engine* engine, const scruple_tensor* tensors,
+                                           int64_t count, const scruple_measure_options* options);
 /* tensors[i]'s gradient += multiplier * incoming[i]. With folds == 0 it is overwritten, so clearing is
- * optional. The caller adds 1 to `folds` after each call. */
+ * optional. The caller adds 1 to `folds` after each call. `steps` as in scruple_step_options, or NULL. */
 SCRUPLE_API scruple_status scruple_fold(scruple_engine* engine, const scruple_tensor* tensors,
-                                        const scruple_array* incoming, int64_t count, float multiplier);
+                                        const scruple_array* incoming, int64_t count, float multiplier,
+                                        const int64_t* steps);
 /* Zeroes the gradient arrays. The caller sets `folds` to 0. */
 SCRUPLE_API scruple_status scruple_clear(scruple_engine* engine, const scruple_tensor* tensors,
                                          int64_t count);
@@ -288,6 +334,11 @@ scruple_scaler_dynamic(void); /* 2^16, x2 after 2,000 clean steps, x0.5 on overf
 SCRUPLE_API scruple_status scruple_scaler_static(float scale, scruple_scaler* out);
 /* Call after each step with the flag that decided it. */
 SCRUPLE_API scruple_status scruple_scaler_update(scruple_scaler* scaler, float found_inf);
+/* The end of a step whose flag stays in the engine's memory, and so do these: updates *scaler as above, and
+ * adds 1 to *steps unless *found_inf says that the step was skipped. Any may be NULL. A scaler that was copied
+ * there must be one that scruple_scaler_update accepts. */
+SCRUPLE_API scruple_status scruple_advance(scruple_engine* engine, const float* found_inf,
+                                           scruple_scaler* scaler, int64_t* steps);
 
 #ifdef __cplusplus
 }

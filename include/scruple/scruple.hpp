@@ -126,7 +126,7 @@ class Tensor {
   void fold(const void* codes, const char* format, float multiplier = 1) {
     const scruple_array incoming = {format_named(format), const_cast<void*>(codes), nullptr, SCRUPLE_NEAREST,
                                     0};
-    check(scruple_fold(engine_, &tensor_, &incoming, 1, multiplier));
+    check(scruple_fold(engine_, &tensor_, &incoming, 1, multiplier, nullptr));
     ++tensor_.folds;
   }
 

@@ -164,7 +164,7 @@ bool hash_fold(scruple_engine* engine, const scruple_optimizer* adam, const scru
     scruple_array incoming{};
     incoming.format = scruple_format_find("fp32");
     incoming.codes = g.data();
-    if (scruple_fold(engine, &row.tensor, &incoming, 1, 0.3125f) != SCRUPLE_OK)
+    if (scruple_fold(engine, &row.tensor, &incoming, 1, 0.3125f, nullptr) != SCRUPLE_OK)
       return false;  // not an accumulator
   }
   double norm = 0;
@@ -218,7 +218,8 @@ int main() {
   for (int e = 0; e < scruple_engine_count(); ++e) {
     scruple_engine_info info{};
     check(scruple_engine_at(e, &info));
-    if (info.available == 0) continue;
+    if (info.available == 0 || std::string(info.name).rfind("cpu", 0) != 0)
+      continue;  // planes are host memory
     scruple_engine* engine = nullptr;
     check(scruple_engine_create(info.name, 2, &engine));
     const std::string hashes = all_hashes(engine);

@@ -2,6 +2,7 @@
 // overflow.
 #pragma once
 
+#include "formats/codec.h"
 #include "include/scruple/scruple.h"
 
 namespace scruple {
@@ -12,7 +13,9 @@ inline constexpr scruple_scaler kDynamicScaler{65536.0f, 2.0f, 0.5f, 2000, 0};
 // The scale stays a normal, finite number.
 inline constexpr float kSmallestScale = 0x1p-126f, kLargestScale = 0x1p127f;
 
-inline scruple_scaler updated(scruple_scaler s, bool overflow) {
+inline namespace SCRUPLE_UNIT {
+
+SCRUPLE_HD scruple_scaler updated(scruple_scaler s, bool overflow) {
   if (overflow) {
     s.scale = s.scale * s.backoff > kSmallestScale ? s.scale * s.backoff : kSmallestScale;
     s.clean = 0;
@@ -23,4 +26,5 @@ inline scruple_scaler updated(scruple_scaler s, bool overflow) {
   return s;
 }
 
+}  // namespace SCRUPLE_UNIT
 }  // namespace scruple
