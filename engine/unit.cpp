@@ -343,6 +343,7 @@ void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, 
   auto* __restrict s0 = reinterpret_cast<Loose<float>*>(slots_at[0]);
   auto* __restrict s1 = reinterpret_cast<Loose<float>*>(slots_at[1]);
   auto* __restrict s2 = reinterpret_cast<Loose<float>*>(slots_at[2]);
+  const IeeeMath math;
   u32 bad = 0;
   for (int i = 0; i < n; ++i) {
     Elem<kSlots> e{};
@@ -350,7 +351,7 @@ void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, 
     if constexpr (Active & 1) e.s[0] = s0[i];
     if constexpr (Active & 2) e.s[1] = s1[i];
     if constexpr (Active & 4) e.s[2] = s2[i];
-    e = Rule::template update<Active>(e, Scaled ? g[i] * multiplier : g[i], k);
+    e = Rule::template update<Active>(e, Scaled ? g[i] * multiplier : g[i], k, math);
     bad |= e.w == e.w ? 0u : 1u;
     w[i] = e.w;
     if constexpr (Active & 1) s0[i] = e.s[0];
@@ -377,15 +378,7 @@ void update_tile(float* w, float* const* slots, const float* g, int n, const voi
 
 template <class Rule, unsigned Active>
 constexpr void add_update(UpdateFn* fns) {
-  constexpr int kSlots = sizeof(Rule::slots) / sizeof(Slot);
-  constexpr auto possible = [] {
-    for (int s = 0; s < kMaxSlots; ++s) {
-      const bool on = (Active >> s & 1u) != 0;
-      if (s >= kSlots ? on : !on && !Rule::slots[s].optional) return false;
-    }
-    return true;
-  };
-  if constexpr (possible()) fns[Active] = update_tile<Rule, Active>;
+  if constexpr (can_be_active<Rule>(Active)) fns[Active] = update_tile<Rule, Active>;
   if constexpr (Active + 1 < 1u << kMaxSlots) add_update<Rule, Active + 1>(fns);
 }
 

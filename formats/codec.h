@@ -63,25 +63,68 @@ SCRUPLE_HD float coin_fraction(u32 coin) { return static_cast<float>(coin) * 0x1
 
 // floor(x + coin), for |x| < 2^22.
 SCRUPLE_HD i32 round_by(float x, u32 coin) {
+#if defined( \
+    __CUDA_ARCH__)  // conversions are slow there: added to 1.5 * 2^23 and rounded down, the integer shows
+  return static_cast<i32>(bits_of(__fadd_rd(x + coin_fraction(coin), 0x1.8p23f)) - 0x4b400000u);
+#else
   return static_cast<i32>(__builtin_floorf(x + coin_fraction(coin)));
+#endif
 }
 
-// Comparisons are written so that a NaN takes the bound: no code is ever made from a NaN.
-SCRUPLE_HD float clamp(float x, float low, float high) {
-  x = x < high ? x : high;
-  return x > low ? x : low;
+// a / b, given 1 / b: correctly rounded where nothing underflows or overflows (Markstein, "Computation of
+// elementary functions on the IBM RISC System/6000 processor", 1990). For many a and one b.
+SCRUPLE_HD float quotient(float a, float b, float reciprocal) {
+  const float q = a * reciprocal;
+  return fma(fma(-b, q, a), reciprocal, q);
 }
 
-// The unit of a group: its largest magnitude over the top level, by a division: a rounded 1 / top would make
-// the maximum drift a little with every step. Zero for a group of zeros, NaN if anything in the group is not
-// finite (the engine then writes codes of zero), and never subnormal, so that its reciprocal is finite.
+// 1 / x for x from 2^-126 to 2^125.
+SCRUPLE_HD float tame_reciprocal(float x) {
+#if defined(__CUDA_ARCH__)  // division without the branch for special cases
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return fma(r, fma(-x, r, 1.0f), r);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// a / b for |b| from 1 to 2, where nothing can go wrong but a so small that its quotient's last bit does not
+// matter.
+SCRUPLE_HD float tame_quotient(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return quotient(a, b, tame_reciprocal(b));
+#else
+  return a / b;
+#endif
+}
+
+// sqrt(x) for finite x >= 0.
+SCRUPLE_HD float tame_root(float x) {
+#if defined(__CUDA_ARCH__)  // without a branch: small x are scaled, lest the correction underflow
+  const bool small = x < 0x1p-60f;
+  const float scaled = small ? x * 0x1p80f : x;
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scaled));
+  const float s = scaled * r, corrected = fma(fma(-s, s, scaled), 0.5f * r, s);
+  return x > 0 ? (small ? corrected * 0x1p-40f : corrected) : 0.0f;
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+// The unit of a group: its largest magnitude over the top level, divided: a product with a rounded 1 / top
+// would make the maximum drift a little with every step. Zero for a group of zeros, NaN if anything in the
+// group is not finite (the engine then writes codes of zero), and never subnormal, so that its reciprocal is
+// finite.
 SCRUPLE_HD float group_unit(float absmax, float top) {
-  const float unit = absmax / top;
+  const float unit = quotient(absmax, top, 1.0f / top);
   const float floored = unit > 0x1p-126f ? unit : 0x1p-126f;
   const float finite = absmax > 0 ? floored : 0.0f;
   return magnitude_bits(absmax) < 0x7f800000u ? finite : float_of(kNaNBits);
 }
-SCRUPLE_HD float reciprocal_or_zero(float unit) { return unit > 0 ? 1.0f / unit : 0.0f; }
+// The reciprocal of a unit; zero for a group of zeros. Units are below 2^125 where `top` is 8 or more.
+SCRUPLE_HD float group_gain(float unit) { return unit > 0 ? tame_reciprocal(unit) : 0.0f; }
 
 }  // namespace SCRUPLE_UNIT
 }  // namespace scruple

@@ -45,11 +45,15 @@ struct Companded8 {
   static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 32 / top + 0x1p-22, 0x1p-126}; }
 
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
-  static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
+  static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
-  static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
+  // The code in the uppermost byte.
+  static SCRUPLE_HD u32 encode_upper(float x, float gain, u32 coin) {
     const float code = float_of(MuLaw::encode(fma(magnitude(x), gain, 1.0f), coin));
-    return static_cast<u32>(MuLaw::upper(bits_of(with_sign_of(x, code))) >> 8);
+    return bits_of(with_sign_of(x, code));
+  }
+  static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
+    return static_cast<u32>(MuLaw::upper(encode_upper(x, gain, coin)) >> 8);
   }
   static SCRUPLE_HD float decode(u32 code, float unit) {
     const float sign = MuLaw::from_upper(static_cast<u16>(code << 8));
@@ -67,8 +71,12 @@ struct Companded8Nonneg {
   static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 16 / top + 0x1p-22, 0x1p-126}; }
 
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
-  static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
+  static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
+  static SCRUPLE_HD u32 encode_upper(float v, float gain, u32 coin) {
+    const u32 code = MuLaw::encode(fma(magnitude(v), gain, 1.0f), coin);
+    return code > 1u << 24 ? code : 1u << 24;
+  }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
     const u16 code = MuLaw::upper(MuLaw::encode(fma(magnitude(v), gain, 1.0f), coin)) >> 8;
     return code > 1u ? code : 1u;

@@ -29,14 +29,14 @@ struct Flash8 {
   static SCRUPLE_HD float gain(float absmax, Scale) { return raised(absmax); }
   static SCRUPLE_HD float unit(Scale s) { return Fp16::decode(s); }
   static SCRUPLE_HD u32 encode(float m, float s, u32 coin) {
-    const float x = m / s;
-    const float y = 2.0f * x / (1.0f + magnitude(x));
-    const i32 code = round_by(clamp(y * 127.0f, -127.0f, 127.0f), coin);
-    return static_cast<u32>(code < 127 ? code : 127) & 0xffu;
+    const float x = quotient(m, s, 1.0f / s);
+    const float y = tame_quotient(2.0f * x, 1.0f + magnitude(x));
+    return static_cast<u32>(round_by(y * 127.0f, coin)) & 0xffu;  // |m| <= s, so |y| <= 1, and no coin adds 1
   }
+  static constexpr bool scales_levels = true;  // decode(code, s) is decode(code, 1) * s
   static SCRUPLE_HD float decode(u32 code, float s) {
-    const float y = static_cast<float>(static_cast<i32>(code << 24) >> 24) / 127.0f;
-    return y / (2.0f - magnitude(y)) * s;
+    const float y = quotient(static_cast<float>(static_cast<i32>(code << 24) >> 24), 127.0f, 1.0f / 127.0f);
+    return tame_quotient(y, 2.0f - magnitude(y)) * s;
   }
 };
 
@@ -50,16 +50,16 @@ struct Flash8Nonneg {
   // relative, or, where its fp16 is subnormal, 2 r 2^-25 <= 2^-9 r^2 + 2^-41.
   static constexpr Bound bound(int) { return {0x1p-9, 2.05 / 510, 0x1p-41 + 0x1p-49}; }
 
-  static SCRUPLE_HD float root(float v) { return __builtin_sqrtf(v > 0 ? v : 0.0f); }
   static SCRUPLE_HD Scale scale(float absmax) { return Flash8::scale(__builtin_sqrtf(absmax)); }
   static SCRUPLE_HD float gain(float absmax, Scale) { return Flash8::raised(__builtin_sqrtf(absmax)); }
   static SCRUPLE_HD float unit(Scale s) { return Fp16::decode(s); }
   static SCRUPLE_HD u32 encode(float v, float s, u32 coin) {
-    const i32 code = round_by(clamp(root(v) / s * 255.0f, 0.0f, 255.0f), coin);
-    return static_cast<u32>(code < 255 ? code : 255);
+    const float root = tame_root(v > 0 ? v : 0.0f);
+    const i32 code = round_by(quotient(root, s, 1.0f / s) * 255.0f, coin);
+    return static_cast<u32>(code < 255 ? code : 255);  // the sum of 255 and a coin may be rounded up
   }
   static SCRUPLE_HD float decode(u32 code, float s) {
-    const float root = static_cast<float>(code) / 255.0f * s;
+    const float root = quotient(static_cast<float>(code), 255.0f, 1.0f / 255.0f) * s;
     return root * root;
   }
 };

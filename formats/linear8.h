@@ -18,7 +18,7 @@ struct Linear8Nonneg {
   static constexpr Bound bound(int) { return {0, 0.5 / top + 0x1p-22, 0x1p-126}; }
 
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
-  static SCRUPLE_HD float gain(float, Scale unit) { return reciprocal_or_zero(unit); }
+  static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
     const i32 code = round_by(magnitude(x) * gain, coin);

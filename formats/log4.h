@@ -23,7 +23,7 @@ struct Log4 {
     const float floored = unit > 0x1p-111f ? unit : 0x1p-111f;  // so that D 2^-15 is a normal number
     return unit > 0 ? floored : unit;
   }
-  static SCRUPLE_HD float gain(float, Scale scale) { return reciprocal_or_zero(scale); }
+  static SCRUPLE_HD float gain(float, Scale scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
   static SCRUPLE_HD float unit(Scale scale) { return scale; }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
     const u32 rounded = (magnitude_bits(v * gain) + (coin << 6)) >> 23;

@@ -25,7 +25,7 @@ struct Nf4 {
     return kLevels[code];
   }
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f); }
-  static SCRUPLE_HD float gain(float, Scale scale) { return reciprocal_or_zero(scale); }
+  static SCRUPLE_HD float gain(float, Scale scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
   static SCRUPLE_HD float unit(Scale scale) { return scale; }
   // Between two levels the threshold lies where the coin puts it: midway for nearest.
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {

@@ -29,21 +29,28 @@ struct Halves {
   u32 extra;
 };
 
+// Both halves where they stand in p: the visible one in bits 16 to 31, the extra bits from bit 16 - k to bit
+// 15; what is in the other bits does not count.
 template <Rounding R>
-SCRUPLE_HD Halves split(u32 p, int k, u16 random) {
+SCRUPLE_HD Halves split_in_place(u32 p, int k, u16 random) {
   if constexpr (R == kStochastic) {
     const u32 dropped = (1u << (17 - k)) - 1u;
     const u32 wide = (p + (random & dropped)) & ~dropped;
     const u32 rest = wide & 0xffffu;
     const u32 up = (random & ~dropped) < rest ? 1u : 0u;
-    return {(wide >> 16) + up, rest >> (17 - k) << 1 | up};
+    return {wide + (up << 16), rest | up << (16 - k)};
   }
-  const u32 dropped = (1u << (16 - k)) - 1u;
-  if constexpr (R == kTruncate) return {p >> 16, (p & 0xffffu) >> (16 - k)};
+  if constexpr (R == kTruncate) return {p, p};
   // Ties to even: with few bits dropped ties are common, and upwards they would make weights grow.
-  const u32 wide = (p + (dropped >> 1) + (p >> (16 - k) & dropped & 1u)) & ~dropped;
-  const u32 visible = (wide + 0x8000u) >> 16;
-  return {visible, (wide & 0xffffu) >> (16 - k)};
+  const u32 dropped = (1u << (16 - k)) - 1u;
+  const u32 wide = p + (dropped >> 1) + (p >> (16 - k) & dropped & 1u);
+  return {wide + 0x8000u, wide};
+}
+
+template <Rounding R>
+SCRUPLE_HD Halves split(u32 p, int k, u16 random) {
+  const Halves h = split_in_place<R>(p, k, random);
+  return {h.visible >> 16, (h.extra & 0xffffu) >> (16 - k)};
 }
 
 template <Rounding R>

@@ -31,10 +31,10 @@ struct Adagrad {
             static_cast<float>(h.weight_decay), static_cast<float>(h.eps)};
   }
   template <unsigned Active>
-  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k) {
+  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto& math) {
     g = fma(k.decay, e.w, g);
     e.s[0] = fma(g, g, e.s[0]);
-    e.w = fma(-k.lr, g / (root(e.s[0]) + k.eps), e.w);
+    e.w = fma(-k.lr, math.over_root(g, e.s[0], 1.0f, k.eps), e.w);
     return e;
   }
 };

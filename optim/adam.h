@@ -35,7 +35,7 @@ struct AdamMoments {
   }
   // `kept` is the weight after decay.
   template <unsigned Active>
-  SCRUPLE_HD Elem<3> advance(Elem<3> e, float g, float kept) const {
+  SCRUPLE_HD Elem<3> advance(Elem<3> e, float g, float kept, auto& math) const {
     e.s[0] = fma(b1, e.s[0], c1 * g);
     e.s[1] = fma(b2, e.s[1], c2 * (g * g));
     float v = e.s[1];
@@ -43,7 +43,7 @@ struct AdamMoments {
       e.s[2] = e.s[2] <= v || v != v ? v : e.s[2];  // the larger; a NaN of either stays
       v = e.s[2];
     }
-    e.w = fma(-lr, e.s[0] / fma(root(v), root_correction, eps), kept);
+    e.w = fma(-lr, math.over_root(e.s[0], v, root_correction, eps), kept);
     return e;
   }
 };
@@ -66,8 +66,8 @@ struct Adam {
     return {AdamMoments::prepare(h, t), static_cast<float>(h.weight_decay)};
   }
   template <unsigned Active>
-  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k) {
-    return k.moments.advance<Active>(e, fma(k.decay, e.w, g), e.w);
+  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k, auto& math) {
+    return k.moments.advance<Active>(e, fma(k.decay, e.w, g), e.w, math);
   }
 };
 

@@ -27,8 +27,8 @@ struct AdamW {
     return {AdamMoments::prepare(h, t), static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
   }
   template <unsigned Active>
-  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k) {
-    return k.moments.advance<Active>(e, g, e.w * k.keep);
+  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k, auto& math) {
+    return k.moments.advance<Active>(e, g, e.w * k.keep, math);
   }
 };
 

@@ -32,7 +32,7 @@ struct Lion {
   }
   // sign(0) is 0, and the sign of a NaN is NaN: a bad gradient stays visible.
   template <unsigned Active>
-  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k) {
+  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
     const float c = fma(k.b1, e.s[0], k.c1 * g);
     const bool zero_or_nan = magnitude_bits(c) - 1u >= 0x7f800000u;
     const float sign = zero_or_nan ? c : with_sign_of(c, 1.0f);

@@ -5,7 +5,7 @@
 //   problem(h)           why these hyperparameters contradict each other, or nullptr
 //   Step, prepare(h, t)  the constants of step t, in double with + - * / sqrt only: the same on every engine
 //   update<Active>       the formula: floats in, floats out, no storage. A NaN in the gradient or in any slot
-//                        must reach the weight: the engines look for one there alone.
+//                        must reach the weight: the engines look for one there alone. `math` divides by roots.
 // All arithmetic is IEEE; fma is written where it is wanted and the compiler may not add any.
 #pragma once
 
@@ -33,7 +33,23 @@ struct Elem {
   float s[N];
 };
 
-SCRUPLE_HD float root(float x) { return __builtin_sqrtf(x); }
+// Whether `active`, as a bit mask, can be the slots in use: all that are not optional, and no others than there
+// are.
+template <class Rule>
+constexpr bool can_be_active(unsigned active) {
+  constexpr unsigned kSlots = sizeof(Rule::slots) / sizeof(Slot);
+  for (unsigned s = 0; s < kSlots; ++s)
+    if ((active >> s & 1u) == 0 && !Rule::slots[s].optional) return false;
+  return active >> kSlots == 0;
+}
+
+// The one expensive operation, handed to `update` because engines do it in different ways to the same bits:
+// a / (sqrt(x) scale + eps).
+struct IeeeMath {
+  SCRUPLE_HD float over_root(float a, float x, float scale, float eps) const {
+    return a / fma(__builtin_sqrtf(x), scale, eps);
+  }
+};
 
 // base^t by squaring: the same bits everywhere, which std::pow does not promise.
 SCRUPLE_HD double power(double base, i64 t) {

@@ -34,7 +34,7 @@ struct RmsProp {
             static_cast<float>(h.weight_decay), static_cast<float>(h.momentum),  static_cast<float>(h.lr)};
   }
   template <unsigned Active>
-  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k) {
+  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k, auto& math) {
     g = fma(k.decay, e.w, g);
     e.s[0] = fma(k.a, e.s[0], k.c * (g * g));
     float mean_square = e.s[0];
@@ -44,7 +44,7 @@ struct RmsProp {
       mean_square =
           variance < 0 ? 0.0f : variance;  // stored moments are rounded: the difference may dip below zero
     }
-    float direction = g / (root(mean_square) + k.eps);
+    float direction = math.over_root(g, mean_square, 1.0f, k.eps);
     if constexpr (Active & 2) direction = e.s[1] = fma(k.momentum, e.s[1], direction);
     e.w = fma(-k.lr, direction, e.w);
     return e;

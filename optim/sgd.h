@@ -51,7 +51,7 @@ struct Sgd {
             static_cast<float>(h.weight_decay)};
   }
   template <unsigned Active>
-  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k) {
+  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
     g = fma(k.decay, e.w, g);
     if constexpr (Active & 1) {
       e.s[0] = k.momentum.next(e.s[0], g);

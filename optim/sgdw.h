@@ -30,7 +30,7 @@ struct Sgdw {
             static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
   }
   template <unsigned Active>
-  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k) {
+  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
     if constexpr (Active & 1) {
       e.s[0] = k.momentum.next(e.s[0], g);
       g = k.momentum.direction(e.s[0], g);
