@@ -3,25 +3,39 @@ BUILD  ?= build
 PREFIX ?= /usr/local
 JOBS   ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 MAKEFLAGS += --no-print-directory
-SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp')
+SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' '*.cuh')
 
-.PHONY: help build test demo bench install format tidy sanitize clean
+# GPU code is built for the GPU that is here; where there is none, for one architecture, to see that it compiles.
+CUDA   ?= AUTO
+ARCHITECTURES ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,90)
+CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES=$(ARCHITECTURES)
+HAS_CLI = $(if $(wildcard /usr/include/CLI/CLI.hpp /usr/local/include/CLI/CLI.hpp),ON,OFF)
+
+.PHONY: help build test test-gpu demo bench install format tidy sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/\1\t\2/p' Makefile | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 build: ## install what is missing (apt), build the library and the command line into build/
 	@scripts/packages.sh build
-	@cmake -S . -B $(BUILD) --log-level=WARNING
+	@cmake -S . -B $(BUILD) --log-level=WARNING $(CUDA_FLAGS)
 	@cmake --build $(BUILD) -j$(JOBS)
 
 test: ## build everything with warnings as errors and run every test
 	@scripts/packages.sh test
-	@cmake -S . -B $(BUILD) --log-level=WARNING -DSCRUPLE_DEVELOPER=ON
+	@cmake -S . -B $(BUILD) --log-level=WARNING -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS)
 	@cmake --build $(BUILD) -j$(JOBS)
 	@ctest --test-dir $(BUILD) --output-on-failure
 
+test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's and the CPU's; installs nothing
+	@nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+	@cmake -S . -B $(BUILD)/gpu --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
+	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=$(HAS_CLI)
+	@cmake --build $(BUILD)/gpu -j$(JOBS)
+	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_COMPILERS=g++ ctest --test-dir $(BUILD)/gpu --output-on-failure
+
+demo: CUDA = OFF
 demo: build ## what 8 billion parameters cost in each recipe, and how fast a step runs here
 	$(BUILD)/scruple plan --params 8.03e9 --optimizer adamw
 	@echo
@@ -39,7 +53,7 @@ format: ## format every source file
 
 tidy: ## run clang-tidy over the library and the command line
 	@scripts/packages.sh tidy
-	@cmake -S . -B $(BUILD)/tidy --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+	@cmake -S . -B $(BUILD)/tidy --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
 	@run-clang-tidy -quiet -p $(BUILD)/tidy -j$(JOBS) '/(engine|capi|cli|bench)/' 
 
 sanitize: ## build with the address and undefined-behaviour sanitizers and run every test

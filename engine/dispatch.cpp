@@ -1,11 +1,15 @@
 // Which engines this library has, which of them this machine can run, and the choice between them.
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
 
 #include "engine/cpu.h"
 #include "engine/failure.h"
+#if SCRUPLE_HAS_CUDA
+#include "engine/cuda.h"
+#endif
 
 namespace scruple {
 
@@ -39,6 +43,30 @@ bool has_v4() {
 
 constexpr int kMaxThreads = 1024;
 
+#if !SCRUPLE_HAS_CUDA
+EngineInfo cuda_info() {
+  return {"cuda", "an NVIDIA GPU", "this library was built without CUDA; build it with SCRUPLE_CUDA=ON"};
+}
+std::unique_ptr<scruple_engine> make_cuda_engine(int) { return nullptr; }
+#endif
+
+// "cuda" or "cuda:N".
+bool is_cuda(const std::string& name) { return name == "cuda" || name.rfind("cuda:", 0) == 0; }
+
+std::unique_ptr<scruple_engine> make_cuda(const std::string& name) {
+  int device = -1;
+  if (name != "cuda") {
+    const char *first = name.data() + 5, *last = name.data() + name.size();
+    const auto [end, error] = std::from_chars(first, last, device);
+    if (error != std::errc() || end != last || device < 0)
+      fail(SCRUPLE_INVALID, "engine ", name,
+           ": what follows cuda: must be a device's number, such as cuda:0");
+  }
+  if (const EngineInfo info = cuda_info(); !info.reason.empty())
+    fail(SCRUPLE_UNAVAILABLE, "engine ", name, ": ", info.reason, "; engine cpu runs everywhere");
+  return make_cuda_engine(device);
+}
+
 }  // namespace
 
 const std::vector<CpuUnit>& cpu_units() {
@@ -60,6 +88,7 @@ const std::vector<EngineInfo>& engines() {
     for (const CpuUnit& unit : cpu_units())
       list.push_back(
           {unit.name, unit.doc, unit.available() ? "" : "this processor lacks " + std::string(unit.doc)});
+    list.push_back(cuda_info());
     return list;
   }();
   return kEngines;
@@ -76,6 +105,7 @@ std::unique_ptr<scruple_engine> make_engine(const char* name, int threads) {
     wanted = forced;
     source = " (from SCRUPLE_ENGINE)";
   }
+  if (is_cuda(wanted) && *source == 0) return make_cuda(wanted);
 
   const CpuUnit* best = nullptr;
   std::string known = "cpu";
@@ -86,7 +116,9 @@ std::unique_ptr<scruple_engine> make_engine(const char* name, int threads) {
            "; use cpu, the best it has");
     if ((wanted == "cpu" || wanted == unit.name) && unit.available()) best = &unit;
   }
-  if (best == nullptr) fail(SCRUPLE_INVALID, "unknown engine '", wanted, "'", source, "; known: ", known);
+  if (best == nullptr)
+    fail(SCRUPLE_INVALID, "unknown engine '", wanted, "'", source, "; known: ", known,
+         *source == 0 ? ", cuda, cuda:N" : "; it names the unit that cpu means");
   return make_cpu_engine(*best, threads);
 }
 

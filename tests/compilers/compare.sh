@@ -2,6 +2,7 @@
 # Builds the library with GCC and with Clang, at -O0 and at -O3, and compares what hash.cpp prints with each of
 # them against golden.txt: the same bits for every compiler, optimisation, machine and day.
 #   compare.sh WORK_DIR             compares; WORK_DIR keeps the builds for next time
+#   SCRUPLE_COMPILERS=g++ compare.sh WORK_DIR   with those that a machine has
 #   compare.sh WORK_DIR --refresh   the four agree and the bits are meant to change: writes golden.txt anew
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -9,7 +10,8 @@ root=$(cd "$here/../.." && pwd)
 work=${1:?usage: compare.sh WORK_DIR [--refresh]}
 mkdir -p "$work"
 
-for compiler in g++ clang++; do
+compilers=${SCRUPLE_COMPILERS:-g++ clang++}
+for compiler in $compilers; do
   if ! command -v $compiler > /dev/null; then
     echo "$compiler is not installed; make test installs it (on Debian: apt-get install g++ clang)" >&2
     exit 1
@@ -19,7 +21,7 @@ done
 build() { # compiler, optimisation
   dir=$work/$1$2
   cmake -S "$root" -B "$dir" -DCMAKE_CXX_COMPILER="$1" -DCMAKE_BUILD_TYPE=Release \
-    "-DCMAKE_CXX_FLAGS_RELEASE=$2" -DSCRUPLE_DEVELOPER=OFF -DSCRUPLE_CLI=OFF > "$dir.log" 2>&1 &&
+    "-DCMAKE_CXX_FLAGS_RELEASE=$2" -DSCRUPLE_DEVELOPER=OFF -DSCRUPLE_CLI=OFF -DSCRUPLE_CUDA=OFF > "$dir.log" 2>&1 &&
     cmake --build "$dir" --target scruple -j2 >> "$dir.log" 2>&1 &&
     "$1" -std=c++20 "$2" -I"$root/include" "$here/hash.cpp" -L"$dir" -lscruple -Wl,-rpath,"$dir" \
       -o "$dir/hash" >> "$dir.log" 2>&1 || {
@@ -31,7 +33,7 @@ build() { # compiler, optimisation
 
 status=0
 first=$work/g++-O0.txt
-for compiler in g++ clang++; do
+for compiler in $compilers; do
   for optimisation in -O0 -O3; do
     build $compiler $optimisation
     output=$work/$compiler$optimisation.txt

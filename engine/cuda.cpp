@@ -1,0 +1,686 @@
+// The CUDA engine's host side: turns a table of tensors into a few launches. A call queues kernels on the
+// caller's stream and returns; nothing is copied from pinned memory, so nothing has to stay alive and a call
+// can be captured into a graph. The engine's own device memory (the workspace) grows when a table is larger
+// than any before, and at no other time.
+#include "engine/cuda.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <mutex>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/cuda_table.h"
+#include "engine/failure.h"
+
+namespace scruple {
+namespace {
+
+void check(cudaError_t error, const char* doing) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // so that the next call does not report it again
+  if (error == cudaErrorMemoryAllocation)
+    fail(SCRUPLE_OUT_OF_MEMORY, doing, ": CUDA says ", cudaGetErrorName(error), ", ",
+         cudaGetErrorString(error));
+  fail(SCRUPLE_DEVICE, doing, ": CUDA says ", cudaGetErrorName(error), ", ", cudaGetErrorString(error),
+       "; it may come from work queued earlier on this device");
+}
+
+int attribute(cudaDeviceAttr what, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, what, device), "reading a device attribute");
+  return value;
+}
+
+// The engine's device is current while it lives, the caller's again afterwards.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    check(cudaGetDevice(&before_), "reading the current device");
+    if (device != before_) check(cudaSetDevice(device), "choosing a device");
+    changed_ = device != before_;
+  }
+  ~CurrentDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+const std::vector<StepKernel>& step_kernels(int rule) {
+  static const std::vector<std::vector<StepKernel>> kKernels = {
+#define SCRUPLE_OPTIMIZER(Rule) step_kernels_##Rule(),
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+  };
+  return kKernels[static_cast<std::size_t>(rule)];
+}
+
+i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
+i64 tiles_of(i64 size, i64 tile) { return (size + tile - 1) / tile; }
+
+bool is_nonneg(const scruple_tensor& t, int array) {
+  return array != SCRUPLE_WEIGHT && array != SCRUPLE_GRADIENT && role_of(t, array) == SCRUPLE_ROLE_NONNEG;
+}
+
+DeviceArray device_array(const scruple_array& array, bool nonneg) {
+  DeviceArray out{};
+  out.codes = static_cast<u8*>(array.codes);
+  out.aux = array.format->layout.aux_bits == 0 ? nullptr : static_cast<u8*>(array.aux);
+  out.format = static_cast<u8>(array.format->index);
+  out.nonneg = nonneg ? 1 : 0;
+  out.rounding = static_cast<u8>(array.rounding);
+  out.k = static_cast<u8>(array.format->k);
+  return out;
+}
+
+// Whether a thread may move 16 bytes at a time; scales are read one by one.
+bool is_aligned(const scruple_array& array) {
+  const auto address = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
+  const std::size_t aux = static_cast<std::size_t>(array.format->layout.aux_bits) / 8;
+  if (address(array.codes) % 16 != 0) return false;
+  return aux == 0 || address(array.aux) % (array.format->aux_is_scale ? aux : 16) == 0;
+}
+
+// The tensors of a call that share a kernel, as they will stand in the workspace: begins, then rows.
+struct Image {
+  std::vector<i64> begins;
+  std::vector<DeviceRow> rows;
+  std::vector<u32> tensors;  // of each row, for messages
+  const void* kernel = nullptr;
+  i64 at = 0;  // in the workspace
+
+  void clear() {
+    begins.assign(1, 0);
+    rows.clear();
+    tensors.clear();
+  }
+  void add(const DeviceRow& row, i64 tensor, i64 tile) {
+    begins.push_back(begins.back() + tiles_of(row.size, tile));
+    rows.push_back(row);
+    tensors.push_back(static_cast<u32>(tensor));
+  }
+  i64 begins_bytes() const { return round_up(static_cast<i64>(begins.size() * sizeof(i64)), 16); }
+  i64 bytes() const { return begins_bytes() + static_cast<i64>(rows.size() * sizeof(DeviceRow)); }
+};
+static_assert(sizeof(DeviceRow) % 16 == 0);
+
+// Device memory that one kind of call keeps its table in, so that tables which come again in every step stay
+// where they are. Older, smaller pieces are kept: a captured graph may still use them.
+struct Workspace {
+  std::vector<void*> memory;
+  std::vector<u8> shadow;  // what the newest piece holds, as far as it was uploaded
+
+  std::vector<Image> images;  // of the last call, one per kernel; those from `used` on wait to be used again
+  std::size_t used = 0;
+  u64 version = 0;  // of the table that they were made from
+
+  u8* base() const { return static_cast<u8*>(memory.back()); }
+  i64 size() const { return static_cast<i64>(shadow.size()); }
+};
+
+class CudaEngine final : public scruple_engine {
+ public:
+  // In two parts: what the second has made is given back where it fails.
+  explicit CudaEngine(int device) : CudaEngine(device, "cuda:" + std::to_string(device)) {
+    const CurrentDevice current(device_);
+    multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
+    shares_host_memory_ = attribute(cudaDevAttrPageableMemoryAccessUsesHostPageTables, device_) != 0;
+    check(cudaEventCreateWithFlags(&last_use_, cudaEventDisableTiming), "creating an event");
+    for (Workspace& workspace : workspaces_) {
+      workspace_ = &workspace;
+      reserve(kFirstWorkspace);
+    }
+  }
+  ~CudaEngine() override {
+    for (const Workspace& workspace : workspaces_)
+      for (void* memory : workspace.memory) cudaFree(memory);  // waits for what still uses it
+    cudaFree(stage_);
+    if (last_use_ != nullptr) cudaEventDestroy(last_use_);
+  }
+
+  const char* name() const override { return name_.c_str(); }
+  int threads() const override { return 1; }
+
+  void step(const scruple_tensor* tensors, i64 count, u64 version,
+            const scruple_step_options& options) override {
+    const Call call(*this);
+    check_readable(options.found_inf, "found_inf");
+    check_readable(options.clip, "clip");
+    check_readable(options.loss_scale, "loss_scale");
+    check_readable(options.steps, "steps");
+    if (!is_in_place(tensors, count, version, options.multiplier)) {
+      begin(workspaces_[kForStep]);
+      for (i64 i = 0; i < count; ++i) {
+        const u32 constants = constants_of(tensors[i], true, options.multiplier);
+        constants_of_last_.push_back(constants);
+        if (tensors[i].size > 0) add_step_row(tensors[i], i, constants);
+      }
+      commit(tensors, 0);
+      workspace_->version = version;
+      sources_of_last_ = sources_.size();
+    }
+    prepare(options.found_inf, options.clip, options.loss_scale, options.steps);
+    for (const Image& image : images()) launch_over(image, image.kernel);
+  }
+
+  double sum_squares(const scruple_tensor* tensors, i64 count) override {
+    const Call call(*this);
+    scruple_measure_options options = SCRUPLE_MEASURE_OPTIONS_INIT;
+    double* const sum = measure_into(tensors, count, options);
+    double result = 0;
+    check(cudaMemcpyAsync(&result, sum, sizeof result, cudaMemcpyDeviceToHost, stream_), "reading a norm");
+    check(cudaStreamSynchronize(stream_), "reading a norm");
+    return result;
+  }
+
+  void measure(const scruple_tensor* tensors, i64 count, const scruple_measure_options& options) override {
+    const Call call(*this);
+    measure_into(tensors, count, options);
+  }
+
+  void advance(const float* found_inf, scruple_scaler* scaler, i64* steps) override {
+    const Call call(*this);
+    check_readable(found_inf, "found_inf");
+    check_readable(scaler, "scaler");
+    check_readable(steps, "steps");
+    launch(gradient_kernels().advance, 1, 1, found_inf, scaler, steps);
+  }
+
+  void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier,
+            const i64* steps) override {
+    const Call call(*this);
+    begin(workspaces_[kForFold]);
+    check_readable(steps, "steps");
+    Image& image = image_for(gradient_kernels().fold);
+    for (i64 i = 0; i < count; ++i) {
+      const scruple_tensor& t = tensors[i];
+      if (t.size == 0) continue;
+      DeviceRow row = row_of(t);
+      row.constants = constants_of(t, false, 1);
+      row.arrays[0] = device_array(incoming[i], false);
+      row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
+      row.aligned = is_aligned(incoming[i]) && is_aligned(t.arrays[SCRUPLE_GRADIENT]);
+      image.add(row, i, kBlockTile);
+    }
+    commit(tensors, 0);
+    prepare(nullptr, nullptr, nullptr, steps);
+    launch_over(image, image.kernel, multiplier);
+  }
+
+  void clear(const scruple_tensor* tensors, i64 count) override {
+    const Call call(*this);
+    const auto for_planes = [&](const auto& visit) {
+      for (i64 i = 0; i < count; ++i) {
+        const scruple_array& array = tensors[i].arrays[SCRUPLE_GRADIENT];
+        const Bytes bytes = bytes_of(*array.format, tensors[i].size);
+        if (bytes.codes > 0) visit(i, array.codes, bytes.codes);
+        if (bytes.aux > 0) visit(i, array.aux, bytes.aux);
+      }
+    };
+    for_planes([&](i64 i, void* plane, i64) { check_plane(plane, static_cast<u32>(i), "gradient"); });
+    for_planes([&](i64, void* plane, i64 bytes) {
+      check(cudaMemsetAsync(plane, 0, static_cast<std::size_t>(bytes), stream_), "clearing device memory");
+    });
+  }
+
+  void encode(const scruple_tensor& t, int array, const float* values) override {
+    const Call call(*this);
+    one_array(t, array, const_cast<float*>(values), true, 0);
+  }
+  void decode(const scruple_tensor& t, int array, float* values) override {
+    const Call call(*this);
+    one_array(t, array, values, false, 0);
+  }
+  void fill(const scruple_tensor& t, int array, float value) override {
+    const Call call(*this);
+    one_array(t, array, nullptr, true, value);
+  }
+
+  void set_stream(void* stream) override {
+    const std::lock_guard lock(mutex_);
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+  void synchronize() override {
+    const std::lock_guard lock(mutex_);
+    const CurrentDevice current(device_);
+    check(cudaEventSynchronize(last_use_), "waiting for the last call");  // it may be on another stream
+    check(cudaStreamSynchronize(stream_), "waiting for the stream");
+  }
+
+  void* alloc(i64 bytes) override {
+    const Call call(*this);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, static_cast<std::size_t>(std::max<i64>(bytes, 1))), "allocating device memory");
+    if (const cudaError_t error = cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), stream_)) {
+      cudaFree(memory);
+      check(error, "clearing device memory");
+    }
+    return memory;
+  }
+  void free(void* memory) override { cudaFree(memory); }
+  void copy(void* to, const void* from, i64 bytes) override {
+    const Call call(*this);
+    check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault, stream_), "copying");
+  }
+
+ private:
+  CudaEngine(int device, std::string name) : device_(device), name_(std::move(name)) {}
+
+  static constexpr i64 kFirstWorkspace = i64{1} << 20;
+  static constexpr i64 kStage = i64{1} << 20;  // values that travel to or from the host at a time
+  static_assert(kStage % kChunk == 0);
+
+  // One call at a time on the host, in order on the device: a call waits for the last one, which may have been
+  // on another stream, since both use the workspaces. Not so in a capture, where the order is the graph's.
+  struct Call {
+    explicit Call(CudaEngine& engine) : lock(engine.mutex_), current(engine.device_), self(engine) {
+      cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+      check(cudaStreamIsCapturing(self.stream_, &status), "looking at the stream");
+      self.capturing_ = status != cudaStreamCaptureStatusNone;
+      self.was_captured_ = self.was_captured_ || self.capturing_;
+      if (!self.capturing_) check(cudaStreamWaitEvent(self.stream_, self.last_use_), "ordering streams");
+    }
+    ~Call() {
+      if (!self.capturing_) cudaEventRecord(self.last_use_, self.stream_);
+    }
+    std::lock_guard<std::mutex> lock;
+    CurrentDevice current;
+    CudaEngine& self;
+  };
+
+  // ---- The table of a call ----
+
+  void begin(Workspace& workspace) {
+    workspace_ = &workspace;
+    workspace.used = 0;
+    workspace.version = 0;
+    if (&workspace == &workspaces_[kForStep]) constants_of_last_.clear();
+    begin_constants();
+  }
+  void begin_constants() {
+    sources_.clear();
+    source_keys_.clear();
+  }
+
+  // Whether the workspace still holds this table, tensors that shared their constants share them still, and no
+  // graph may have overwritten it. Then only the constants are new.
+  bool is_in_place(const scruple_tensor* tensors, i64 count, u64 version, float multiplier) {
+    if (was_captured_ || workspaces_[kForStep].version != version) return false;
+    workspace_ = &workspaces_[kForStep];
+    begin_constants();
+    for (i64 i = 0; i < count; ++i)
+      if (constants_of(tensors[i], true, multiplier) != constants_of_last_[static_cast<std::size_t>(i)])
+        return false;
+    return sources_.size() == sources_of_last_;
+  }
+
+  void add_step_row(const scruple_tensor& t, i64 index, u32 constants) {
+    const unsigned active = t.optimizer->active();
+    DeviceRow row = row_of(t);
+    row.active = static_cast<u16>(active);
+    row.constants = constants;
+    row.aligned = 1;
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+      if (a >= SCRUPLE_SLOT && a < SCRUPLE_GRADIENT && (active >> (a - SCRUPLE_SLOT) & 1u) == 0) continue;
+      row.arrays[a] = device_array(t.arrays[a], is_nonneg(t, a));
+      if (!is_aligned(t.arrays[a])) row.aligned = 0;
+    }
+    const Kernel kernel = kernel_of(t, active);
+    image_for(kernel.entry).add(row, index, static_cast<i64>(kernel.lane) * kBlock);
+  }
+
+  static DeviceRow row_of(const scruple_tensor& t) {
+    DeviceRow row{};
+    row.size = t.size;
+    row.offset = t.offset;
+    row.id = t.id;
+    row.folds = static_cast<u32>(t.folds);
+    return row;
+  }
+
+  std::span<Image> images() { return {workspace_->images.data(), workspace_->used}; }
+  Image& image_for(const void* kernel) {
+    std::vector<Image>& images = workspace_->images;
+    std::size_t& used = workspace_->used;
+    for (std::size_t i = used; i-- > 0;)
+      if (images[i].kernel == kernel) return images[i];
+    if (used == images.size()) images.emplace_back();
+    Image& image = images[used++];
+    image.clear();
+    image.kernel = kernel;
+    return image;
+  }
+
+  // Tensors of one optimizer at one step share their constants.
+  u32 constants_of(const scruple_tensor& t, bool stepping, float multiplier) {
+    const SourceKey key{t.optimizer, t.step};
+    if (!sources_.empty() && last_key_ == key) return last_source_;
+    const auto [found, is_new] = source_keys_.try_emplace(key, static_cast<u32>(sources_.size()));
+    if (is_new) {
+      ConstantsSource source{};
+      source.t = t.step;
+      source.seed = t.optimizer->seed;
+      source.rule = -1;
+      if (stepping) {
+        source.hyper = t.optimizer->hyper();
+        source.lr = t.optimizer->lr_at;
+        check_readable(source.lr, "lr");
+        source.rule = t.optimizer->rule().index;
+        source.multiplier = t.optimizer->maximize ? -multiplier : multiplier;
+      }
+      sources_.push_back(source);
+    }
+    last_key_ = key;
+    return last_source_ = found->second;
+  }
+
+  // The kernel made for these formats, or the one that takes any.
+  struct Kernel {
+    const void* entry;
+    int lane;
+  };
+  static Kernel kernel_of(const scruple_tensor& t, unsigned active) {
+    const auto matches = [&](int array, int format, int rounding) {
+      const scruple_array& a = t.arrays[array];
+      return a.format->index == format && (a.rounding == rounding || a.format->layout.code_bits == 32);
+    };
+    for (const StepKernel& kernel : step_kernels(t.optimizer->rule().index)) {
+      bool fits = kernel.active == active && matches(SCRUPLE_WEIGHT, kernel.weight, kernel.weight_rounding);
+      for (int s = 0; s < kMaxSlots && fits; ++s)
+        if ((active >> s & 1u) != 0)
+          fits = matches(SCRUPLE_SLOT + s, is_nonneg(t, SCRUPLE_SLOT + s) ? kernel.nonneg : kernel.moment,
+                         kernel.moment_rounding);
+      if (fits) return {kernel.kernel, kernel.lane};
+    }
+    return {any_kernels().step, kLane};
+  }
+
+  // Places the images behind the constants, and `doubles` behind them; uploads what the workspace does not
+  // hold yet.
+  double* commit(const scruple_tensor* tensors, i64 doubles) {
+    // Rounded generously, so that one optimizer more does not move the rows.
+    i64 end = round_up(static_cast<i64>(sources_.size() * sizeof(Constants)), kUploadBytes);
+    for (Image& image : images()) {
+      image.at = end;
+      end += round_up(image.bytes(), 16);
+    }
+    reserve(end + doubles * static_cast<i64>(sizeof(double)));
+    for (const Image& image : images()) check_planes(image, tensors);
+    for (const Image& image : images()) {
+      upload(image.at, image.begins.data(), static_cast<i64>(image.begins.size() * sizeof(i64)));
+      upload(image.at + image.begins_bytes(), image.rows.data(),
+             static_cast<i64>(image.rows.size() * sizeof(DeviceRow)));
+    }
+    return reinterpret_cast<double*>(workspace_->base() + end);
+  }
+
+  // Host memory given to a kernel would end the process's use of the device, so it is looked for: in rows that
+  // the workspace does not hold already.
+  void check_planes(const Image& image, const scruple_tensor* tensors) {
+    for (std::size_t i = 0; i < image.rows.size(); ++i) {
+      const DeviceRow& row = image.rows[i];
+      const i64 at = image.at + image.begins_bytes() + static_cast<i64>(i * sizeof(DeviceRow));
+      if (std::memcmp(workspace_->shadow.data() + at, &row, sizeof row) == 0) continue;
+      for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
+        for (const void* plane : {row.arrays[a].codes, row.arrays[a].aux})
+          if (plane != nullptr) check_plane(plane, image.tensors[i], name_in(image, tensors, i, a));
+    }
+  }
+  static const char* name_in(const Image& image, const scruple_tensor* tensors, std::size_t row, int array) {
+    const bool arriving = image.kernel == gradient_kernels().fold && array == 0;
+    return arriving ? "incoming gradient" : array_name(tensors[image.tensors[row]], array);
+  }
+  void check_readable(const void* pointer, const char* what) const {
+    cudaPointerAttributes found{};
+    if (pointer != nullptr) check(cudaPointerGetAttributes(&found, pointer), "looking at a pointer");
+    if (pointer != nullptr && found.type == cudaMemoryTypeUnregistered && !shares_host_memory_)
+      fail(SCRUPLE_INVALID, what, ": ", pointer, " is host memory, which engine ", name_,
+           " cannot use; give it a device address");
+  }
+  void check_plane(const void* plane, u32 tensor, const char* array) const {
+    cudaPointerAttributes found{};
+    check(cudaPointerGetAttributes(&found, plane), "looking at a pointer");
+    if (found.type == cudaMemoryTypeUnregistered && !shares_host_memory_)
+      fail(SCRUPLE_INVALID, "tensor ", tensor, ", ", array, ": ", plane, " is host memory, which engine ",
+           name_,
+           " cannot use; allocate it on the device (scruple_tensor_alloc, cudaMalloc), or create engine cpu");
+    if (found.type == cudaMemoryTypeDevice && found.device != device_)
+      fail(SCRUPLE_INVALID, "tensor ", tensor, ", ", array, ": ", plane, " lies on device ", found.device,
+           ", but engine ", name_, " runs on device ", device_, "; create engine cuda:", found.device);
+  }
+
+  // In pieces that one launch can carry. A piece that stands there already is left out, unless a graph may
+  // have overwritten it since.
+  void upload(i64 at, const void* data, i64 bytes) {
+    const auto* from = static_cast<const u8*>(data);
+    for (i64 done = 0; done < bytes; done += kUploadBytes) {
+      const i64 n = std::min<i64>(kUploadBytes, bytes - done);
+      u8* const shadow = workspace_->shadow.data() + at + done;
+      if (!was_captured_ && std::memcmp(shadow, from + done, static_cast<std::size_t>(n)) == 0) continue;
+      std::memcpy(shadow, from + done, static_cast<std::size_t>(n));
+      upload_.to = workspace_->base() + at + done;
+      upload_.bytes = round_up(n, 16);
+      std::memcpy(upload_.data, from + done, static_cast<std::size_t>(n));
+      launch(gradient_kernels().upload, 1, 512, upload_);
+    }
+  }
+
+  void prepare(const float* found_inf, const float* clip, const float* loss_scale, const i64* steps) {
+    prepare_.found_inf = found_inf;
+    prepare_.clip = clip;
+    prepare_.loss_scale = loss_scale;
+    prepare_.steps = steps;
+    for (std::size_t first = 0; first < sources_.size(); first += kPreparedAtOnce) {
+      const std::size_t n = std::min<std::size_t>(kPreparedAtOnce, sources_.size() - first);
+      prepare_.to = constants() + first;
+      prepare_.count = static_cast<int>(n);
+      std::copy_n(sources_.begin() + static_cast<std::ptrdiff_t>(first), n, prepare_.sources);
+      launch(gradient_kernels().prepare, 1, kPreparedAtOnce, prepare_);
+    }
+  }
+
+  double* measure_into(const scruple_tensor* tensors, i64 count, const scruple_measure_options& options) {
+    begin(workspaces_[kForMeasure]);
+    check_readable(options.loss_scale, "loss_scale");
+    check_readable(options.steps, "steps");
+    check_readable(options.norm, "norm");
+    check_readable(options.found_inf, "found_inf");
+    check_readable(options.clip, "clip");
+    Image& image = image_for(gradient_kernels().sum_squares);
+    for (i64 i = 0; i < count; ++i) {
+      const scruple_tensor& t = tensors[i];
+      if (t.size == 0) continue;
+      DeviceRow row = row_of(t);
+      row.constants = constants_of(t, false, 1);
+      row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
+      row.aligned = is_aligned(t.arrays[SCRUPLE_GRADIENT]);
+      image.add(row, i, kChunk);
+    }
+    const i64 chunks = image.begins.back();
+    double* const sums = commit(tensors, chunks + 1);
+    prepare(nullptr, nullptr, nullptr, options.steps);
+    launch_over(image, image.kernel, sums + 1);
+    launch(gradient_kernels().finish_norm, 1, kBlock,
+           NormOutput{sums + 1, chunks, sums, options.max_norm, options.loss_scale, options.norm,
+                      options.found_inf, options.clip});
+    return sums;
+  }
+
+  // `values` null: `otherwise` everywhere. Host values go through a buffer, piece by piece.
+  void one_array(const scruple_tensor& t, int array, float* values, bool encoding, float otherwise) {
+    if (t.size == 0) return;
+    begin(workspaces_[kForArray]);
+    Image& image = image_for(encoding ? any_kernels().encode : any_kernels().decode);
+    DeviceRow row = row_of(t);
+    row.constants = constants_of(t, false, 1);
+    row.arrays[array] = device_array(t.arrays[array], is_nonneg(t, array));
+    image.add(row, 0, kBlockTile);
+    commit(&t, 0);
+    prepare(nullptr, nullptr, nullptr, nullptr);
+    DeviceTable table = table_of(image);
+    const auto run = [&](i64 first, i64 n, float* at) {
+      table.tiles = tiles_of(n, kBlockTile);
+      if (encoding)
+        launch_tiles(image.kernel, table.tiles, table, constants(), array, first,
+                     static_cast<const float*>(at), otherwise);
+      else
+        launch_tiles(image.kernel, table.tiles, table, constants(), array, first, at);
+    };
+    cudaPointerAttributes found{};
+    if (values != nullptr) check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
+    if (values == nullptr || found.type != cudaMemoryTypeUnregistered) {
+      run(0, t.size, values);
+      if (values != nullptr && found.type == cudaMemoryTypeHost)
+        check(cudaStreamSynchronize(stream_), "waiting for values");
+      return;
+    }
+
+    if (stage_ == nullptr) check(cudaMalloc(&stage_, kStage * sizeof(float)), "allocating device memory");
+    auto* const stage = static_cast<float*>(stage_);
+    for (i64 first = 0; first < t.size; first += kStage) {
+      const i64 n = std::min(kStage, t.size - first);
+      const std::size_t bytes = static_cast<std::size_t>(n) * sizeof(float);
+      if (encoding)
+        check(cudaMemcpyAsync(stage, values + first, bytes, cudaMemcpyHostToDevice, stream_),
+              "copying values");
+      run(first, n, stage);
+      if (!encoding)
+        check(cudaMemcpyAsync(values + first, stage, bytes, cudaMemcpyDeviceToHost, stream_),
+              "copying values");
+    }
+    check(cudaStreamSynchronize(stream_), "waiting for values");
+  }
+
+  // ---- Memory and launches ----
+
+  Constants* constants() { return reinterpret_cast<Constants*>(workspace_->base()); }
+  DeviceTable table_of(const Image& image) {
+    return {reinterpret_cast<const i64*>(workspace_->base() + image.at),
+            reinterpret_cast<const DeviceRow*>(workspace_->base() + image.at + image.begins_bytes()),
+            static_cast<int>(image.rows.size()), image.begins.back()};
+  }
+
+  void reserve(i64 bytes) {
+    if (bytes <= workspace_->size()) return;
+    if (capturing_)
+      fail(SCRUPLE_INVALID, "this table needs ", bytes, " bytes of the engine's device memory and it has ",
+           workspace_->size(),
+           ", which cannot grow while a stream is captured; make the same call once before the capture");
+    const auto size = std::bit_ceil(static_cast<std::size_t>(bytes));
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, size), "allocating the engine's workspace");
+    workspace_->memory.push_back(memory);
+    workspace_->shadow.assign(size, 0xff);  // no table looks like this
+  }
+
+  template <class... Arguments>
+  void launch(const void* kernel, i64 blocks, int threads, const Arguments&... arguments) {
+    const void* pointers[] = {&arguments...};
+    check(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                           const_cast<void**>(pointers), 0, stream_),
+          "launching a kernel");
+  }
+  // As many blocks as fit at once, several times over; each takes every n-th tile.
+  template <class... Arguments>
+  void launch_tiles(const void* kernel, i64 tiles, const Arguments&... arguments) {
+    if (tiles == 0) return;
+    int& resident = resident_[kernel];
+    if (resident == 0)
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kBlock, 0), "sizing a launch");
+    launch(kernel, std::min<i64>(tiles, static_cast<i64>(resident) * multiprocessors_ * kWaves), kBlock,
+           arguments...);
+  }
+  template <class... Arguments>
+  void launch_over(const Image& image, const void* kernel, const Arguments&... arguments) {
+    const DeviceTable table = table_of(image);
+    launch_tiles(kernel, table.tiles, table, static_cast<const Constants*>(constants()), arguments...);
+  }
+  static constexpr i64 kWaves = 256;
+
+  struct SourceKey {
+    const scruple_optimizer* optimizer;
+    i64 step;
+    bool operator==(const SourceKey&) const = default;
+  };
+  struct SourceHash {
+    std::size_t operator()(const SourceKey& key) const {
+      return std::hash<const void*>()(key.optimizer) ^ std::hash<i64>()(key.step) * 0x9e3779b97f4a7c15u;
+    }
+  };
+
+  const int device_;
+  const std::string name_;
+  int multiprocessors_ = 0;
+  bool shares_host_memory_ = false;
+  std::mutex mutex_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t last_use_ = nullptr;
+  bool capturing_ = false, was_captured_ = false;
+
+  enum { kForStep, kForMeasure, kForFold, kForArray, kWorkspaces };
+  Workspace workspaces_[kWorkspaces];
+  Workspace* workspace_ = nullptr;  // of the call under way
+  void* stage_ = nullptr;
+  std::unordered_map<const void*, int> resident_;  // blocks per multiprocessor
+
+  std::vector<ConstantsSource> sources_;
+  std::unordered_map<SourceKey, u32, SourceHash> source_keys_;
+  std::vector<u32> constants_of_last_;  // of each tensor in the last step
+  std::size_t sources_of_last_ = 0;
+  SourceKey last_key_{};
+  u32 last_source_ = 0;
+  Upload upload_{};
+  PrepareInput prepare_{};
+};
+
+}  // namespace
+
+EngineInfo cuda_info() {
+  EngineInfo info{"cuda", "an NVIDIA GPU", ""};
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    cudaGetLastError();
+    int driver = 0;
+    const bool has_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver != 0;
+    info.reason = !has_driver            ? "this machine has no NVIDIA driver"
+                  : error == cudaSuccess ? "CUDA finds no device"
+                                         : std::string("CUDA finds no device: ") + cudaGetErrorString(error);
+    return info;
+  }
+  int device = 0;
+  cudaDeviceProp properties{};
+  if (cudaGetDevice(&device) == cudaSuccess && cudaGetDeviceProperties(&properties, device) == cudaSuccess)
+    info.doc = std::string(properties.name) + ", compute capability " + std::to_string(properties.major) +
+               "." + std::to_string(properties.minor);
+  return info;
+}
+
+std::unique_ptr<scruple_engine> make_cuda_engine(int device) {
+  int count = 0;
+  check(cudaGetDeviceCount(&count), "counting devices");
+  if (device < 0) check(cudaGetDevice(&device), "reading the current device");
+  if (device >= count)
+    fail(SCRUPLE_INVALID, "engine cuda:", device, ": there are ", count, " CUDA devices, numbered from 0");
+  // A kernel for this device, or one that the driver can compile for it.
+  const CurrentDevice current(device);
+  cudaFuncAttributes attributes{};
+  if (const cudaError_t missing = cudaFuncGetAttributes(&attributes, gradient_kernels().advance)) {
+    cudaGetLastError();
+    fail(SCRUPLE_UNAVAILABLE, "engine cuda:", device,
+         ": this library has no code for that device: CUDA says ", cudaGetErrorString(missing),
+         "; build it with CMAKE_CUDA_ARCHITECTURES=native");
+  }
+  return std::make_unique<CudaEngine>(device);
+}
+
+}  // namespace scruple

@@ -1,0 +1,212 @@
+// Everything on CUDA that is no optimizer step: uploading the table, preparing the constants of a step, norms,
+// folds and loss scaling.
+#include "engine/clip.h"
+#include "engine/lane.cuh"
+#include "engine/scaler.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+namespace {
+
+__global__ void upload(const __grid_constant__ Upload data) {
+  const auto* from = reinterpret_cast<const uint4*>(data.data);
+  auto* to = reinterpret_cast<uint4*>(data.to);
+  for (i64 i = threadIdx.x; i < data.bytes / 16; i += blockDim.x) to[i] = from[i];
+}
+
+template <class Rule>
+__device__ void prepare_rule(const ConstantsSource& from, i64 t, StepConstants& to) {
+  auto hyper = *reinterpret_cast<const typename Rule::Hyper*>(from.hyper.bytes);
+  if (from.lr != nullptr) hyper.lr = *from.lr;
+  *reinterpret_cast<typename Rule::Step*>(to.bytes) = Rule::prepare(hyper, t);
+}
+
+__global__ void prepare(const __grid_constant__ PrepareInput in) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= in.count) return;
+  const ConstantsSource& from = in.sources[i];
+  Constants& to = in.to[i];
+  const i64 t = from.t + value_or(in.steps, i64{0});
+  to.t = static_cast<u32>(t);
+  to.rule = from.rule;
+  to.seed = from.seed;
+  to.skip = value_or(in.found_inf, 0.0f) != 0 ? 1u : 0u;
+  // In the order that the CPU takes: the sign of `maximize` comes last and is exact.
+  to.multiplier =
+      gradient_multiplier(from.multiplier, value_or(in.clip, 1.0f), value_or(in.loss_scale, 1.0f));
+  constexpr int kFirst = __COUNTER__ + 1;
+  switch (from.rule) {
+#define SCRUPLE_OPTIMIZER(Rule) \
+  case __COUNTER__ - kFirst:    \
+    return prepare_rule<Rule>(from, t, to.step);
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+    default: return;
+  }
+}
+
+// ---- Norms ----
+
+// A warp takes a segment: thread t has lanes 8 t to 8 t + 7 of the tree (engine/unit.h) in every row, so the
+// rows add up in registers, and pairs of lanes are first pairs of registers, then pairs of threads.
+template <class C, Rounding R, bool Whole>
+__device__ double segment_sum(const DeviceRow& row, const Draws& draws, i64 first) {
+  constexpr int N = 8, kRow = 32 * N, kRows = kSegment / kRow;
+  const DeviceArray& a = row.arrays[SCRUPLE_GRADIENT];
+  const auto place = [&](int r) {
+    return place_of<N>(first + r * kRow + static_cast<i64>(threadIdx.x % 32) * N, row.size);
+  };
+  const auto load = [&](int r) { return Lane<C, N>::template load<Whole>(a, 0, place(r)); };
+  double sums[N] = {};
+  const auto add = [&](int r, const typename Lane<C, N>::Raw& raw) {
+    Randoms<N> random{};
+    if constexpr (R == kDither) random = draws.at<N>(place(r).first);
+    float x[N];
+    decode_lane<C, R, N>(raw, 0, random, x);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (!Whole && i >= place(r).n) continue;
+      const double value = x[i];
+      sums[i] = __builtin_fma(value, value, sums[i]);  // the square is exact: the same as two operations
+    }
+  };
+  if constexpr (Whole && R != kDither) {  // all rows are on their way before the first is used
+    typename Lane<C, N>::Raw raw[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) raw[r] = load(r);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) add(r, raw[r]);
+  } else {
+#pragma unroll 1
+    for (int r = 0; r < kRows; ++r) add(r, load(r));
+  }
+#pragma unroll
+  for (int left = N / 2; left > 0; left /= 2)
+#pragma unroll
+    for (int i = 0; i < left; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+  double sum = sums[0];
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  return sum;
+}
+
+// A block takes a chunk: its segments in any order, added in theirs.
+__global__ void __launch_bounds__(kBlock, 2)
+    sum_squares(DeviceTable table, const Constants* constants, double* sums) {
+  constexpr int kSegments = kChunk / kSegment;
+  __shared__ double segments[kSegments];
+  Cursor cursor;
+  for (i64 chunk = blockIdx.x; chunk < table.tiles; chunk += gridDim.x) {
+    cursor.seek(table, chunk);
+    const DeviceRow& row = table.rows[cursor.row];
+    const Draws draws = draws_of(row, constants[row.constants], SCRUPLE_GRADIENT);
+    with_gradient(row.arrays[SCRUPLE_GRADIENT], [&]<class C, Rounding R>() {
+      for (int s = static_cast<int>(threadIdx.x / 32); s < kSegments; s += kBlock / 32) {
+        const i64 first = cursor.tile * kChunk + s * kSegment;
+        if (first >= row.size) break;
+        const double sum = row.aligned != 0 && first + kSegment <= row.size
+                               ? segment_sum<C, R, true>(row, draws, first)
+                               : segment_sum<C, R, false>(row, draws, first);
+        if (threadIdx.x % 32 == 0) segments[s] = sum;
+      }
+    });
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      double sum = 0;
+      for (int s = 0; s < kSegments && cursor.tile * kChunk + s * kSegment < row.size; ++s)
+        sum += segments[s];
+      sums[chunk] = sum;
+    }
+    __syncthreads();
+  }
+}
+
+// Chunks in order, by one thread; the others fetch.
+__global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ NormOutput out) {
+  constexpr int kBatch = 8 * kBlock;
+  __shared__ alignas(16) double batch[kBatch];
+  double sum = 0;
+  for (i64 first = 0; first < out.chunks; first += kBatch) {
+    const int n = static_cast<int>(min(static_cast<i64>(kBatch), out.chunks - first));
+    for (int i = static_cast<int>(threadIdx.x); i < kBatch; i += kBlock)
+      batch[i] = i < n ? out.sums[first + i] : 0.0;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const auto* pairs = reinterpret_cast<const double2*>(batch);
+#pragma unroll 16
+      for (int i = 0; i < kBatch / 2; ++i)
+        sum = sum + pairs[i].x + pairs[i].y;  // zeros at the end change nothing
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
+  const Measured result = measured(sum, value_or(out.loss_scale, 1.0f), out.max_norm);
+  if (out.sum != nullptr) *out.sum = sum;
+  if (out.norm != nullptr) *out.norm = result.norm;
+  if (out.found_inf != nullptr) *out.found_inf = result.found_inf;
+  if (out.clip != nullptr) *out.clip = result.clip;
+}
+
+// ---- Folds ----
+
+template <bool Whole>
+__device__ void fold_tile(const DeviceRow& row, const Constants& constants, float multiplier, Place at) {
+  const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
+  const Draws before = draws_of(row, constants, SCRUPLE_GRADIENT);
+  Draws after = before;
+  ++after.key.folds;
+  float sum[kLane] = {}, x[kLane] = {};
+  if (row.folds > 0) read_gradient<Whole, kLane>(total, at, before, sum);
+  read_gradient<Whole, kLane>(arriving, at, before, x);
+#pragma unroll
+  for (int i = 0; i < kLane; ++i)
+    sum[i] = Whole || i < at.n ? canonical(fma(x[i], multiplier, sum[i])) : 0.0f;
+  constexpr int kFirst = __COUNTER__ + 1;
+  switch (total.format) {
+#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg)                        \
+  case __COUNTER__ - kFirst:                                                  \
+    if constexpr (serves(roles, 'a'))                                         \
+      with_rounding<Signed>(total, [&]<class C, Rounding R>() {               \
+        Known<C, k, R, kLane>::template encode<Whole>(sum, total, at, after); \
+      });                                                                     \
+    return;
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+    default: return;
+  }
+}
+
+__global__ void __launch_bounds__(kBlock)
+    fold(DeviceTable table, const Constants* constants, float multiplier) {
+  Cursor cursor;
+  for (i64 tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
+    cursor.seek(table, tile);
+    const DeviceRow& row = table.rows[cursor.row];
+    const Constants& c = constants[row.constants];
+    const i64 first = cursor.tile * kBlockTile;
+    const Place at = place_of<kLane>(first + static_cast<i64>(threadIdx.x) * kLane, row.size);
+    if (row.aligned != 0 && first + kBlockTile <= row.size)
+      fold_tile<true>(row, c, multiplier, at);
+    else
+      fold_tile<false>(row, c, multiplier, at);
+  }
+}
+
+__global__ void advance(const float* found_inf, scruple_scaler* scaler, i64* steps) {
+  const bool skipped = value_or(found_inf, 0.0f) != 0;
+  if (scaler != nullptr) *scaler = updated(*scaler, skipped);
+  if (steps != nullptr && !skipped) ++*steps;
+}
+
+}  // namespace
+}  // namespace SCRUPLE_UNIT
+
+const GradientKernels& gradient_kernels() {
+  static const GradientKernels kKernels = {
+      reinterpret_cast<const void*>(&upload),      reinterpret_cast<const void*>(&prepare),
+      reinterpret_cast<const void*>(&sum_squares), reinterpret_cast<const void*>(&finish_norm),
+      reinterpret_cast<const void*>(&fold),        reinterpret_cast<const void*>(&advance)};
+  return kKernels;
+}
+
+}  // namespace scruple

@@ -1,0 +1,124 @@
+// What the CUDA engine's host side and its kernels hand each other: the table of tensors as the device sees
+// it, and the constants of a step.
+#pragma once
+
+#include <vector>
+
+#include "engine/philox.h"
+#include "engine/rule.h"
+#include "engine/unit.h"
+#include "include/scruple/scruple.h"
+
+namespace scruple {
+
+inline constexpr int kBlock = 256;  // threads
+inline constexpr int kLane = 8;  // consecutive elements of one thread, except where StepKernel says otherwise
+inline constexpr int kBlockTile = kLane * kBlock;
+
+struct DeviceArray {
+  u8* codes;
+  u8* aux;
+  u8 format, nonneg, rounding, k;
+  u8 unused[4];
+};
+
+// One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants instead.
+struct DeviceRow {
+  i64 size, offset;
+  u32 id, folds;
+  u32 constants;  // index
+  u16 active;     // slots in use, as a bit mask
+  u16 aligned;    // 1: every plane can be read 16 bytes (and every scale, whole) at a time
+  u32 unused[2];
+  DeviceArray arrays[SCRUPLE_ARRAYS];
+};
+
+// One optimizer at one step: what a kernel reads, and what it is prepared from on the device, since learning
+// rate, step and multiplier may live there.
+struct Constants {
+  StepConstants step;
+  u64 seed;
+  float multiplier;
+  u32 t;
+  u32 skip;
+  i32 rule;
+  u32 unused[2];
+};
+struct ConstantsSource {
+  HyperBytes hyper;
+  const double* lr;
+  u64 seed;
+  i64 t;
+  i32 rule;
+  float multiplier;
+};
+
+// Tiles begins[i] to begins[i + 1] are those of row i.
+struct DeviceTable {
+  const i64* begins;
+  const DeviceRow* rows;
+  int count;
+  i64 tiles;
+};
+
+// ---- Kernels, as cudaLaunchKernel takes them ----
+
+// (DeviceTable, const Constants*), for the formats (rows of formats.def) and roundings of a recipe.
+struct StepKernel {
+  unsigned active;
+  int weight, moment, nonneg;
+  int weight_rounding, moment_rounding;
+  int lane;  // elements of one thread
+  const void* kernel;
+};
+// Per optimizer, one name each: step_kernels_AdamW() and so on.
+#define SCRUPLE_OPTIMIZER(Rule) std::vector<StepKernel> step_kernels_##Rule();
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+
+// Kernel parameters travel with the launch, so uploads need no pinned memory, no event and no copy that a
+// captured graph would have to keep alive. 32,764 bytes are allowed since CUDA 12.1.
+inline constexpr int kUploadBytes = 32256;
+struct Upload {
+  u8* to;
+  i64 bytes;
+  alignas(16) u8 data[kUploadBytes];
+};
+inline constexpr int kPreparedAtOnce = 256;
+struct PrepareInput {
+  Constants* to;
+  int count;
+  const float *found_inf, *clip, *loss_scale;
+  const i64* steps;
+  ConstantsSource sources[kPreparedAtOnce];
+};
+static_assert(sizeof(Upload) <= 32764 && sizeof(PrepareInput) <= 32764);
+
+struct NormOutput {
+  const double* sums;  // of chunks
+  i64 chunks;
+  double* sum;  // may be null, and so may the others
+  double max_norm;
+  const float* loss_scale;
+  double* norm;
+  float *found_inf, *clip;
+};
+
+struct GradientKernels {
+  const void* upload;       // (Upload), one block
+  const void* prepare;      // (PrepareInput), a thread per source
+  const void* sum_squares;  // (DeviceTable in chunks, const Constants*, double* sums)
+  const void* finish_norm;  // (NormOutput), one block
+  const void* fold;         // (DeviceTable, const Constants*, float multiplier); arrays[0] is what arrives
+  const void* advance;      // (const float* found_inf, scruple_scaler*, i64* steps), one thread
+};
+const GradientKernels& gradient_kernels();
+
+struct AnyKernels {
+  const void* step;    // as StepKernel, for any formats
+  const void* encode;  // (DeviceTable, const Constants*, int array, i64 first, const float*, float otherwise)
+  const void* decode;  // (DeviceTable, const Constants*, int array, i64 first, float*)
+};
+const AnyKernels& any_kernels();
+
+}  // namespace scruple

@@ -1,0 +1,587 @@
+// How one thread reads and writes its N consecutive elements of an array (N = 8 or 16): the CUDA counterpart
+// of the tile loops in engine/unit.cpp, over the same formulas of formats/. N values fill whole bytes in every
+// format. Threads beyond the end of a tensor take part with zeros, because groups are reduced by shuffles.
+#pragma once
+
+#include <type_traits>
+
+#include "engine/cuda_table.h"
+#include "formats/all.h"
+#include "optim/all.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+
+// A thread's elements in their tensor.
+struct Place {
+  i64 first;
+  int n;  // 0 .. N
+
+  __device__ i64 over(int divisor) const {
+    return static_cast<i64>(static_cast<u64>(first) / static_cast<u64>(divisor));
+  }
+};
+
+// ---- Random numbers: N of 16 bits ----
+
+template <int N>
+struct Randoms {
+  u32 words[N / 2];
+  __device__ u16 operator[](int i) const { return static_cast<u16>(words[i / 2] >> (16 * (i % 2))); }
+};
+
+struct Draws {
+  RandomKey key;
+  i64 offset;
+
+  template <int N>
+  __device__ Randoms<N> at(i64 first) const {
+    constexpr int kBlocks = N / kRandomsPerBlock, kWords = N / 2;
+    const u64 element = static_cast<u64>(offset + first);
+    const u32 phase = static_cast<u32>(element % kRandomsPerBlock);
+    u32 x[kWords + 4] = {};
+#pragma unroll
+    for (int b = 0; b <= kBlocks; ++b) {
+      if (b == kBlocks && phase == 0) continue;
+      const u64 block = element / kRandomsPerBlock + static_cast<u64>(b);
+      const PhiloxBlock drawn = philox(random_counter(key, block), philox_key(key));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[4 * b + i] = drawn.x[i];
+    }
+    // The first `phase` numbers belong to elements before `first`.
+#pragma unroll
+    for (int i = 0; i < kWords + 2; ++i) x[i] = (phase & 4u) != 0 ? x[i + 2] : x[i];
+#pragma unroll
+    for (int i = 0; i < kWords + 1; ++i) x[i] = (phase & 2u) != 0 ? x[i + 1] : x[i];
+    Randoms<N> out;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) out.words[i] = (phase & 1u) != 0 ? x[i] >> 16 | x[i + 1] << 16 : x[i];
+    return out;
+  }
+};
+
+// ---- Bytes ----
+// A thread's part of a plane: Bytes of them, in elements of a Unit. All are there and the plane is aligned: they
+// move up to 16 at a time. Otherwise by elements, or by bytes. Whole: it is known that they are.
+
+template <int Bytes>
+struct Words {
+  u32 w[(Bytes + 3) / 4];
+};
+
+template <int Bytes>
+using Widest = std::conditional_t<
+    Bytes % 16 == 0, uint4,
+    std::conditional_t<Bytes % 8 == 0, uint2,
+                       std::conditional_t<Bytes % 4 == 0, u32, std::conditional_t<Bytes % 2 == 0, u16, u8>>>>;
+
+template <class T>
+__device__ bool is_aligned(const void* at) {
+  return reinterpret_cast<std::uintptr_t>(at) % sizeof(T) == 0;
+}
+
+template <int Bytes, class Access>
+__device__ void load_as(const u8* from, int valid, Words<Bytes>& to) {
+  constexpr int kSize = static_cast<int>(sizeof(Access));
+#pragma unroll
+  for (int b = 0; b < Bytes; b += kSize) {
+    if (b >= valid) continue;
+    const Access value =
+        __ldcs(reinterpret_cast<const Access*>(from + b));  // read once: leave the cache to others
+    if constexpr (kSize == 16)
+      to.w[b / 4] = value.x, to.w[b / 4 + 1] = value.y, to.w[b / 4 + 2] = value.z, to.w[b / 4 + 3] = value.w;
+    else if constexpr (kSize == 8)
+      to.w[b / 4] = value.x, to.w[b / 4 + 1] = value.y;
+    else
+      to.w[b / 4] |= static_cast<u32>(value) << (8 * (b % 4));
+  }
+}
+
+template <int Bytes, class Access>
+__device__ void store_as(u8* to, int valid, const Words<Bytes>& from) {
+  constexpr int kSize = static_cast<int>(sizeof(Access));
+#pragma unroll
+  for (int b = 0; b < Bytes; b += kSize) {
+    if (b >= valid) continue;
+    auto* at = reinterpret_cast<Access*>(to + b);
+    if constexpr (kSize == 16)
+      __stcs(at, make_uint4(from.w[b / 4], from.w[b / 4 + 1], from.w[b / 4 + 2], from.w[b / 4 + 3]));
+    else if constexpr (kSize == 8)
+      __stcs(at, make_uint2(from.w[b / 4], from.w[b / 4 + 1]));
+    else
+      __stcs(at, static_cast<Access>(from.w[b / 4] >> (8 * (b % 4))));
+  }
+}
+
+template <int Bytes, class Unit, bool Whole>
+__device__ Words<Bytes> load(const u8* from, int valid) {
+  Words<Bytes> to{};
+  if constexpr (Whole)
+    load_as<Bytes, Widest<Bytes>>(from, Bytes, to);
+  else if (valid == Bytes && is_aligned<Widest<Bytes>>(from))
+    load_as<Bytes, Widest<Bytes>>(from, Bytes, to);
+  else if (is_aligned<Unit>(from))
+    load_as<Bytes, Unit>(from, valid, to);
+  else
+    load_as<Bytes, u8>(from, valid, to);
+  return to;
+}
+
+template <int Bytes, class Unit, bool Whole>
+__device__ void store(u8* to, int valid, const Words<Bytes>& from) {
+  if constexpr (Whole)
+    store_as<Bytes, Widest<Bytes>>(to, Bytes, from);
+  else if (valid == Bytes && is_aligned<Widest<Bytes>>(to))
+    store_as<Bytes, Widest<Bytes>>(to, Bytes, from);
+  else if (is_aligned<Unit>(to))
+    store_as<Bytes, Unit>(to, valid, from);
+  else
+    store_as<Bytes, u8>(to, valid, from);
+}
+
+// Value i of a little-endian string of Bits-bit values; i is known when the loop is unrolled.
+template <int Bits, int Bytes>
+__device__ u32 get(const Words<Bytes>& words, int i) {
+  const int bit = i * Bits, word = bit / 32, shift = bit % 32;
+  u32 value = words.w[word] >> shift;
+  if (shift + Bits > 32) value |= words.w[word + 1] << (32 - shift);
+  return Bits == 32 ? value : value & ((1u << (Bits % 32)) - 1u);
+}
+// Puts Bits of `value`, from its bit `From` on, there. Values must come in order: bytes and halves wait in the
+// word as they are until the next one comes, and then take one instruction each, whatever their other bits.
+template <int Bits, int From, int Bytes>
+__device__ void put(Words<Bytes>& words, int i, u32 value) {
+  const int bit = i * Bits, word = bit / 32, shift = bit % 32;
+  u32& w = words.w[word];
+  constexpr u32 kByte = From / 8;
+  if constexpr (Bits == 8 && From % 8 == 0) {
+    w = shift == 0    ? value
+        : shift == 8  ? __byte_perm(w, value, kByte | (4 + kByte) << 4)
+        : shift == 16 ? __byte_perm(w, value, 0x10 | (4 + kByte) << 8)
+                      : __byte_perm(w, value, 0x210 | (4 + kByte) << 12);
+  } else if constexpr (Bits == 16 && From % 8 == 0) {
+    w = shift == 0 ? value : __byte_perm(w, value, 0x5410 + 0x1111 * kByte);
+  } else {
+    value = value >> From & ((1u << (Bits % 32)) - 1u);
+    w |= value << shift;
+    if (shift + Bits > 32) words.w[word + 1] |= value >> (32 - shift);
+  }
+}
+
+// Bytes of a string of Bits-bit values.
+template <int Bits>
+__device__ int bytes_for(int n) {
+  return (n * Bits + 7) / 8;
+}
+
+// ---- Codecs over a thread's elements ----
+// Raw is what load brings: all loads of a tile are on their way before the first is used. It is decoded value
+// by value, where one is needed, since N values of four arrays are more than there are registers for.
+
+template <class C, int N>
+struct Lane;
+
+template <int N>
+struct Lane<Fp32, N> {
+  using Raw = Words<4 * N>;
+  template <bool Whole>
+  static __device__ Raw load(const DeviceArray& a, int, Place at) {
+    return scruple::load<4 * N, u32, Whole>(a.codes + 4 * at.first, 4 * at.n);
+  }
+  template <Rounding>
+  static __device__ float value(const Raw& raw, int, const Randoms<N>&, int i) {
+    return float_of(raw.w[i]);
+  }
+  template <Rounding, bool Whole>
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at,
+                                const Randoms<N>&) {
+    Raw raw;
+#pragma unroll
+    for (int i = 0; i < N; ++i) raw.w[i] = bits_of(in[i]);
+    scruple::store<4 * N, u32, Whole>(a.codes + 4 * at.first, 4 * at.n, raw);
+  }
+};
+
+template <class Half, int N>
+struct Lane<Rounded<Half>, N> {
+  using Raw = Words<2 * N>;
+  template <bool Whole>
+  static __device__ Raw load(const DeviceArray& a, int, Place at) {
+    return scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n);
+  }
+  template <Rounding>
+  static __device__ float value(const Raw& raw, int, const Randoms<N>&, int i) {
+    return Half::decode(static_cast<u16>(get<16>(raw, i)));
+  }
+  template <Rounding R, bool Whole>
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at,
+                                const Randoms<N>& random) {
+    Raw raw{};
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      put<16, 0>(raw, i, Rounded<Half>::template encode<R>(in[i], R == kStochastic ? random[i] : u16{0}));
+    scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, raw);
+  }
+};
+
+template <class Half, int N>
+struct Lane<Master<Half>, N> {
+  using Raw = Words<4 * N>;
+  template <bool Whole>
+  static __device__ Raw load(const DeviceArray& a, int, Place at) {
+    return scruple::load<4 * N, u32, Whole>(a.aux + 4 * at.first, 4 * at.n);
+  }
+  template <Rounding>
+  static __device__ float value(const Raw& raw, int, const Randoms<N>&, int i) {
+    return float_of(raw.w[i]);
+  }
+  template <Rounding, bool Whole>
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at,
+                                const Randoms<N>&) {
+    Raw master;
+    Words<2 * N> visible{};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      master.w[i] = bits_of(in[i]);
+      put<16, 0>(visible, i, Half::nearest(in[i]));
+    }
+    scruple::store<4 * N, u32, Whole>(a.aux + 4 * at.first, 4 * at.n, master);
+    scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, visible);
+  }
+};
+
+template <class Half, int N>
+struct Lane<Split<Half>, N> {
+  struct Raw {
+    Words<2 * N> visible, extra;  // extra: bytes if k is 8, else 16 bits each
+  };
+  // Widths other than 8 and 16 go byte by byte: k bytes hold the extra bits of 8 values.
+  template <bool Whole>
+  static __device__ Raw load(const DeviceArray& a, int k, Place at) {
+    Raw raw{scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n), {}};
+    if (k == 8) {
+      const auto bytes = scruple::load<N, u8, Whole>(a.aux + at.first, at.n);
+#pragma unroll
+      for (int i = 0; i < N / 4; ++i) raw.extra.w[i] = bytes.w[i];
+    } else if (k == 16) {
+      raw.extra = scruple::load<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n);
+    } else {
+      const u8* from = a.aux + at.over(8) * k;
+      u64 window = 0;
+      int have = 0, next = 0;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        for (; i < at.n && have < k; have += 8) window |= static_cast<u64>(from[next++]) << have;
+        put<16, 0>(raw.extra, i, static_cast<u32>(window) & ((1u << k) - 1u));
+        window >>= k;
+        have -= k;
+      }
+    }
+    return raw;
+  }
+  template <Rounding R>
+  static __device__ float value(const Raw& raw, int k, const Randoms<N>&, int i) {
+    return Half::value(
+        join<R>(get<16>(raw.visible, i), k == 8 ? get<8>(raw.extra, i) : get<16>(raw.extra, i), k));
+  }
+  template <Rounding R, bool Whole>
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int k, Place at,
+                                const Randoms<N>& random) {
+    Raw raw{};
+    Words<N> bytes{};
+    u64 window = 0;
+    int have = 0;
+    u8* to = a.aux + at.over(8) * k;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const Halves h = split_in_place<R>(Half::position(in[i]), k, R == kStochastic ? random[i] : u16{0});
+      put<16, 16>(raw.visible, i, h.visible);
+      if (k == 8) {
+        put<8, 8>(bytes, i, h.extra);
+      } else if (k == 16) {
+        put<16, 0>(raw.extra, i, h.extra);
+      } else if (i < at.n) {
+        window |= static_cast<u64>((h.extra & 0xffffu) >> (16 - k)) << have;
+        for (have += k; have >= 8 || (i == at.n - 1 && have > 0); have -= 8, window >>= 8)
+          *to++ = static_cast<u8>(window);
+      }
+    }
+    scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, raw.visible);
+    if (k == 8) scruple::store<N, u8, Whole>(a.aux + at.first, at.n, bytes);
+    if (k == 16) scruple::store<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n, raw.extra);
+  }
+};
+
+// The group formats: N codes of a thread, G / N threads to a scale.
+template <class C, int N>
+struct Lane {
+  static constexpr int G = C::group, kBits = C::bits, kBytes = kBits * N / 8;
+  static constexpr int kThreads = G / N;
+  static_assert(G % N == 0 && kThreads <= 32 && (kThreads & (kThreads - 1)) == 0);
+  using Scale = typename C::Scale;
+  static constexpr int kScaleBytes = static_cast<int>(sizeof(Scale));
+  using ScaleBits = std::conditional_t<kScaleBytes == 4, u32, u16>;
+  struct Raw {
+    Words<kBytes> codes;
+    ScaleBits scale;
+  };
+
+  template <bool Whole>
+  static __device__ Raw load(const DeviceArray& a, int, Place at) {
+    Raw raw{scruple::load<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n)), 0};
+    const auto scale = scruple::load<kScaleBytes, ScaleBits, Whole>(a.aux + at.over(G) * kScaleBytes,
+                                                                    Whole || at.n > 0 ? kScaleBytes : 0);
+    raw.scale = static_cast<ScaleBits>(scale.w[0]);
+    return raw;
+  }
+  template <Rounding R>
+  static __device__ float value(const Raw& raw, int, const Randoms<N>& random, int i) {
+    const float unit = C::unit(__builtin_bit_cast(Scale, raw.scale));
+    if constexpr (R == kDither)
+      return C::decode_dither(get<kBits>(raw.codes, i), unit, coin_of(random[i]));
+    else
+      return C::decode(get<kBits>(raw.codes, i), unit);
+  }
+  template <Rounding R, bool Whole>
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at,
+                                const Randoms<N>& random) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) largest = max(largest, magnitude_bits(in[i]));
+#pragma unroll
+    for (int other = 1; other < kThreads; other *= 2)
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+    const float absmax = float_of(largest);
+    const Scale scale = C::scale(absmax);
+    const float gain = C::gain(absmax, scale);
+    Words<kBytes> codes{};
+    if (largest < 0x7f800000u) {  // else not finite: the scale says so, and codes are zero
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const u32 coin = R == kNearest ? kHalf : coin_of(random[i]);
+        if constexpr (requires { C::encode_upper(in[i], gain, coin); })
+          put<kBits, 32 - kBits>(codes, i, C::encode_upper(in[i], gain, coin));
+        else
+          put<kBits, 0>(codes, i, C::encode(in[i], gain, coin));
+      }
+    }
+    // A last byte that is shared with nothing: codes beyond the end are not written as whole bytes.
+    if (!Whole) clear_from(codes, at.n);
+    scruple::store<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n), codes);
+    if ((Whole || at.n > 0) && static_cast<u64>(at.first) % G == 0) {
+      Words<kScaleBytes> word{{__builtin_bit_cast(ScaleBits, scale)}};
+      scruple::store<kScaleBytes, ScaleBits, Whole>(a.aux + at.over(G) * kScaleBytes, kScaleBytes, word);
+    }
+  }
+  // Padding bits of the last byte are zero, as on the CPU.
+  static __device__ void clear_from(Words<kBytes>& codes, int n) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < n) continue;
+      const int bit = i * kBits, word = bit / 32, shift = bit % 32;
+      constexpr u32 kMask = (1u << kBits) - 1u;
+      codes.w[word] &= ~(kMask << shift);
+      if (shift + kBits > 32) codes.w[word + 1] &= ~(kMask >> (32 - shift));
+    }
+  }
+};
+
+template <class C, Rounding R, int N>
+__device__ void decode_lane(const typename Lane<C, N>::Raw& raw, int k, const Randoms<N>& random,
+                            float (&out)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = Lane<C, N>::template value<R>(raw, k, random, i);
+}
+
+// ---- Arrays ----
+
+// decode(code, 1) of all codes, where that is most of decoding; each thread of a block fills one in, and
+// __syncthreads() must follow.
+template <class C>
+__device__ float (&levels())[256] {
+  __shared__ float table[256];
+  return table;
+}
+template <class C>
+__device__ void fill_levels() {
+  if constexpr (requires { C::scales_levels; }) {
+    static_assert(kBlock == 256);
+    levels<C>()[threadIdx.x] = C::decode(threadIdx.x, 1.0f);
+  }
+}
+
+// One array of one tensor whose format and rounding are part of the kernel.
+template <class C, int K, Rounding R, int N>
+struct Known {
+  using Codec = C;
+  using Raw = typename Lane<C, N>::Raw;
+  template <bool Whole>
+  static __device__ Raw load(const DeviceArray& a, Place at) {
+    return Lane<C, N>::template load<Whole>(a, K, at);
+  }
+  static __device__ float value(const Raw& raw, int i) {
+    static_assert(R != kDither);
+    if constexpr (requires { C::scales_levels; })
+      return levels<C>()[get<C::bits>(raw.codes, i)] * C::unit(raw.scale);
+    else
+      return Lane<C, N>::template value<R>(raw, K, Randoms<N>{}, i);
+  }
+  template <bool Whole>
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, Place at, const Draws& draws) {
+    Randoms<N> random{};
+    if constexpr (R == kStochastic || R == kDither) random = draws.at<N>(at.first);
+    Lane<C, N>::template encode<R, Whole>(in, a, K, at, random);
+  }
+};
+
+// visit.template operator()<C, R>() for the codec and rounding that an array has.
+template <class C>
+__device__ void with_rounding(const DeviceArray& a, const auto& visit) {
+  if constexpr ((C::roundings >> kTruncate & 1u) != 0)
+    if (a.rounding == kTruncate) return visit.template operator()<C, kTruncate>();
+  if constexpr ((C::roundings >> kStochastic & 1u) != 0)
+    if (a.rounding == kStochastic) return visit.template operator()<C, kStochastic>();
+  if constexpr ((C::roundings >> kDither & 1u) != 0)
+    if (a.rounding == kDither) return visit.template operator()<C, kDither>();
+  if constexpr (C::roundings != 0) visit.template operator()<C, kNearest>();
+}
+
+// Gradients come in few formats, and in any of them to every kernel: reading them is inlined, behind a branch
+// that a whole tile takes together.
+constexpr bool serves(const char* roles, char role) {
+  for (; *roles != 0; ++roles)
+    if (*roles == role) return true;
+  return false;
+}
+
+__device__ void with_gradient(const DeviceArray& a, const auto& visit) {
+  constexpr int kFirst = __COUNTER__ + 1;
+  switch (a.format) {
+#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg)                                  \
+  case __COUNTER__ - kFirst:                                                            \
+    if constexpr (serves(roles, 'g')) {                                                 \
+      if constexpr ((Signed::roundings >> kDither & 1u) != 0)                           \
+        if (a.rounding == kDither) return visit.template operator()<Signed, kDither>(); \
+      visit.template operator()<Signed, kNearest>();                                    \
+    }                                                                                   \
+    return;
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+    default: return;
+  }
+}
+
+template <bool Whole, int N>
+__device__ void read_gradient(const DeviceArray& a, Place at, const Draws& draws, float (&out)[N]) {
+  with_gradient(a, [&]<class C, Rounding R>() {
+    Randoms<N> random{};
+    if constexpr (R == kDither) random = draws.at<N>(at.first);
+    decode_lane<C, R, N>(Lane<C, N>::template load<Whole>(a, 0, at), 0, random, out);
+  });
+}
+
+// ---- Optimizers over a thread's elements ----
+
+// Root and division without their branches for special cases, and what tells whether one of them was needed.
+// Right wherever `tame` says so: x at least 2^-101 (its correction is a normal number), a zero or at least
+// 2^-64, the divisor at most 2^60. What leaves the range upwards comes out as NaN, which shows in the weight.
+struct FastMath {
+  u32 least_x = ~0u, least_a = ~0u, most_divisor = 0;
+  bool used = false;
+
+  __device__ float over_root(float a, float x, float scale, float eps) {
+    used = true;
+    least_x = min(least_x, bits_of(x));
+    least_a = min(least_a, 2u * bits_of(a) - 1u);  // zeros are largest
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    const float s = x * r;
+    const float root = fma(fma(-s, s, x), 0.5f * r, s);
+    const float divisor = fma(root, scale, eps);
+    most_divisor = max(most_divisor, bits_of(divisor));
+    const float reciprocal = tame_reciprocal(divisor), q = a * reciprocal;
+    return fma(-fma(divisor, q, -a), reciprocal, q);  // this way round a zero keeps its sign
+  }
+  __device__ bool tame() const {
+    return least_x >= bits_of(0x1p-101f) && least_a >= 2u * bits_of(0x1p-64f) - 1u &&
+           most_divisor <= bits_of(0x1p60f);
+  }
+};
+
+template <int N>
+struct Elements {
+  float w[N], s0[N], s1[N], s2[N];
+};
+
+// fetch(i, e) gives element i before the update. Elements from n on are set to zero, which cannot change a
+// group's maximum. True if a weight became NaN.
+template <class Rule, unsigned Active, int N>
+__device__ bool update_lane(const auto& fetch, const float (&g)[N], const Constants& constants, int n,
+                            auto& math, Elements<N>& out) {
+  const auto k = *reinterpret_cast<const typename Rule::Step*>(constants.step.bytes);
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    Elem<sizeof(Rule::slots) / sizeof(Slot)> e{};
+    fetch(i, e);
+    e = Rule::template update<Active>(e, g[i] * constants.multiplier, k, math);
+    if (i >= n) e = {};
+    bad = bad || e.w != e.w;
+    out.w[i] = e.w;
+    if constexpr (Active & 1) out.s0[i] = e.s[0];
+    if constexpr (Active & 2) out.s1[i] = e.s[1];
+    if constexpr (Active & 4) out.s2[i] = e.s[2];
+  }
+  return bad;
+}
+
+// A NaN anywhere shows in the weight (optim/optimizer.h), so only then are there any to make canonical. Asked
+// for in another way than above, lest the compiler keep all those answers.
+template <unsigned Active, int N>
+__device__ void make_canonical(Elements<N>& all) {
+  const auto clean = [](float& x) { x = magnitude_bits(x) > 0x7f800000u ? float_of(kNaNBits) : x; };
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    clean(all.w[i]);
+    if constexpr (Active & 1) clean(all.s0[i]);
+    if constexpr (Active & 2) clean(all.s1[i]);
+    if constexpr (Active & 4) clean(all.s2[i]);
+  }
+}
+
+// ---- The table ----
+
+// Row and tile of it that a block works on.
+struct Cursor {
+  int row = 0;
+  i64 tile = 0;  // within the row
+
+  // Each thread of the block asks about one row, so that hundreds of tensors take one round, 65,536 two.
+  __device__ void seek(const DeviceTable& table, i64 wanted) {
+    int low = row, high = table.count;  // begins[low] <= wanted < begins[high]
+    if (wanted < table.begins[low + 1]) high = low + 1;
+    while (high - low > 1) {
+      const int stride = (high - low + kBlock - 1) / kBlock;
+      const int mine = low + static_cast<int>(threadIdx.x) * stride;
+      const int not_above = __syncthreads_count(mine < high && table.begins[mine] <= wanted);
+      low += (not_above - 1) * stride;
+      high = min(high, low + stride);
+    }
+    row = low;
+    tile = wanted - table.begins[low];
+  }
+};
+
+template <int N>
+__device__ Place place_of(i64 first, i64 size) {
+  const i64 left = size - first;
+  return {first, left >= N ? N : left > 0 ? static_cast<int>(left) : 0};
+}
+
+__device__ inline Draws draws_of(const DeviceRow& row, const Constants& c, int array) {
+  return {{c.seed, c.t, row.id, static_cast<u32>(array), array == SCRUPLE_GRADIENT ? row.folds : 0u},
+          row.offset};
+}
+
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

@@ -1,0 +1,90 @@
+// The operations that the device does in its own way, against the ones that IEEE defines: every float where there
+// is one operand, many pairs where there are two.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include "engine/lane.cuh"
+
+namespace scruple {
+namespace {
+
+__device__ bool same(float a, float b) { return bits_of(a) == bits_of(b); }
+
+// Pairs from a counter; exponents from -40 to 40, and mantissas that are often all ones or all zeros.
+__device__ float number(u32 bits, u32 extra, int low, int high) {
+  u32 mantissa = bits & 0x7fffffu;
+  if ((extra & 7u) == 0) mantissa |= 0x7fff00u;
+  if ((extra & 7u) == 1) mantissa &= 0xffu;
+  const u32 exponent = static_cast<u32>(low + 127) + (extra >> 3) % static_cast<u32>(high - low + 1);
+  return float_of(exponent << 23 | mantissa);
+}
+
+struct Root {
+  static __device__ bool right(u64 i) {
+    const float x = float_of(static_cast<u32>(i));
+    return same(tame_root(x), __fsqrt_rn(x));
+  }
+};
+struct Reciprocal {
+  static __device__ bool right(u64 i) {
+    const float x = float_of(static_cast<u32>(i));
+    return x < 0x1p-126f || x > 0x1p125f || same(tame_reciprocal(x), __frcp_rn(x));
+  }
+};
+struct Quotients {
+  static __device__ bool right(u64 i) {
+    const PhiloxBlock r = philox({{static_cast<u32>(i), static_cast<u32>(i >> 32), 0, 0}}, {{1, 2}});
+    const float a = number(r.x[0], r.x[1], -40, 40), b = number(r.x[2], r.x[3], -40, 40);
+    const float one_to_two = number(r.x[2], r.x[3], 0, 0), small = number(r.x[0], r.x[1], -40, 0);
+    return same(quotient(a, b, __frcp_rn(b)), __fdiv_rn(a, b)) &&
+           same(tame_quotient(small, one_to_two), __fdiv_rn(small, one_to_two));
+  }
+};
+// Whatever the operands, a result that is called tame is the right one.
+template <bool Anything>
+struct OverRoot {
+  static __device__ bool right(u64 i) {
+    const PhiloxBlock r = philox({{static_cast<u32>(i), static_cast<u32>(i >> 32), 0, 0}}, {{3, 4}});
+    const float a =
+        Anything ? float_of(r.x[0]) : number(r.x[0], r.x[1], -60, 40) * ((r.x[1] >> 31) != 0 ? -1.0f : 1.0f);
+    const float x = Anything ? float_of(r.x[1]) : number(r.x[2], r.x[3], -95, 80);
+    const float eps = (r.x[3] & 1u) != 0 ? 1e-8f : 0.0f,
+                scale = 1.0f + 0x1p-23f * static_cast<float>(r.x[2] & 0xffffffu);
+    FastMath fast;
+    const float got = fast.over_root(a, x, scale, eps), want = IeeeMath().over_root(a, x, scale, eps);
+    const bool trusted = fast.tame() && got == got;
+    return trusted ? same(got, want) : Anything;
+  }
+};
+
+template <class Property>
+__global__ void count_wrong(u64 count, unsigned long long* wrong) {
+  const u64 stride = static_cast<u64>(gridDim.x) * blockDim.x;
+  for (u64 i = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride)
+    if (!Property::right(i)) atomicAdd(wrong, 1ull);
+}
+
+template <class Property>
+void expect_right(u64 count) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
+  unsigned long long *wrong = nullptr, result = 1;
+  ASSERT_EQ(cudaMalloc(&wrong, sizeof *wrong), cudaSuccess);
+  ASSERT_EQ(cudaMemset(wrong, 0, sizeof *wrong), cudaSuccess);
+  count_wrong<Property><<<1024, 256>>>(count, wrong);
+  ASSERT_EQ(cudaMemcpy(&result, wrong, sizeof result, cudaMemcpyDeviceToHost), cudaSuccess)
+      << cudaGetErrorString(cudaGetLastError());
+  EXPECT_EQ(result, 0u) << "of " << count;
+  cudaFree(wrong);
+}
+
+constexpr u64 kInfinity = 0x7f800000u, kPairs = u64{1} << 33;
+
+TEST(FastMath, RootOfEveryFloat) { expect_right<Root>(kInfinity); }
+TEST(FastMath, ReciprocalOfEveryFloat) { expect_right<Reciprocal>(kInfinity); }
+TEST(FastMath, Quotients) { expect_right<Quotients>(kPairs); }
+TEST(FastMath, OverRootInTheUsualRange) { expect_right<OverRoot<false>>(kPairs); }
+TEST(FastMath, OverRootOfAnything) { expect_right<OverRoot<true>>(kPairs); }
+
+}  // namespace
+}  // namespace scruple
