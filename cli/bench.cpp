@@ -24,17 +24,20 @@ constexpr const char* kFooter =
     "  M params/s  millions of parameters stepped per second; the median of the repeats after a warm-up\n"
     "  moved B     bytes that must move per parameter: weight and moments read and written, gradient read\n"
     "  GB/s        params/s * moved B\n"
-    "  copy GB/s   what a plain copy of 256 MiB reaches, same threads, same run, read + written\n"
+    "  copy GB/s   what copying 256 MiB (CUDA: 1 GiB) reaches, same engine, same run, read + written\n"
     "  of copy     GB/s over copy GB/s: 1 would mean that the step runs at the speed of memory\n"
     "\n"
     "Examples:\n"
     "  scruple bench\n"
     "  scruple bench --recipe scruple --params 64M --threads 2\n"
-    "  scruple bench --optimizer lion --tensors 1200 --params 14.4M --json";
+    "  scruple bench --optimizer lion --tensors 1200 --params 14.4M --json\n"
+    "  scruple bench --device cuda --params 1.1G";
 
-constexpr std::int64_t kCopyBytes = std::int64_t{256} << 20;
-constexpr std::int64_t kPiece = std::int64_t{1} << 20;  // elements made up at a time
-constexpr double kShortest = 0.01;                      // seconds; shorter steps are timed several at once
+// Too large for any cache of its processor.
+constexpr std::int64_t kCpuCopyBytes = std::int64_t{256} << 20;
+constexpr std::int64_t kCudaCopyBytes = std::int64_t{1} << 30;
+constexpr std::int64_t kPiece = std::int64_t{1} << 20;  // elements filled in at a time
+constexpr double kShortest = 0.01;                      // seconds; what is shorter is timed several at once
 
 struct Options {
   Choice choice;
@@ -52,38 +55,41 @@ struct Row {
   double gb_per_s() const { return params_per_s * moved / 1e9; }
 };
 
+bool is_cuda(const Engine& engine) { return std::string(engine.name()).starts_with("cuda"); }
+
+void wait_for(Engine& engine) { check(scruple_engine_synchronize(engine.raw())); }
+
+// Until the engine has done it, not only queued it.
 template <class Body>
-double seconds(const Body& body) {
+double seconds(Engine& engine, const Body& body) {
   const auto start = std::chrono::steady_clock::now();
   body();
+  wait_for(engine);
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+// How many of what takes `once` seconds fill kShortest.
+int at_once(double once) { return std::max(1, static_cast<int>(kShortest / std::max(once, 1e-7))); }
+
 // Values like those of training: a bell around 0 (four uniform numbers summed), by a linear congruential
 // generator.
-class Values {
- public:
-  explicit Values(float spread) : spread_(spread) {}
-  void fill(std::vector<float>& values) {
-    for (float& value : values) value = spread_ * (uniform() + uniform() + uniform() + uniform());
-  }
+std::vector<float> bell(float spread, std::int64_t count) {
+  std::uint64_t state = 42;
+  const auto uniform = [&] {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<float>(static_cast<std::int32_t>(state >> 32)) * 0x1p-31f;
+  };
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& value : values) value = spread * (uniform() + uniform() + uniform() + uniform());
+  return values;
+}
 
- private:
-  float uniform() {
-    state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-    return static_cast<float>(static_cast<std::int32_t>(state_ >> 32)) * 0x1p-31f;
-  }
-  std::uint64_t state_ = 42;
-  float spread_;
-};
-
-void fill(Engine& engine, const scruple_tensor& tensor, int array, Values& source) {
-  std::vector<float> values;
-  for (std::int64_t first = 0; first < tensor.size; first += kPiece) {
+// Every piece of the tensor gets the same values: making up a billion would take longer than the measurement.
+void fill(Engine& engine, const scruple_tensor& tensor, int array, const std::vector<float>& values) {
+  const auto at_most = static_cast<std::int64_t>(values.size());
+  for (std::int64_t first = 0; first < tensor.size; first += at_most) {
     scruple_tensor piece;
-    check(scruple_tensor_view(&tensor, first, std::min(kPiece, tensor.size - first), &piece));
-    values.resize(static_cast<std::size_t>(piece.size));
-    source.fill(values);
+    check(scruple_tensor_view(&tensor, first, std::min(at_most, tensor.size - first), &piece));
     check(scruple_encode(engine.raw(), &piece, array, values.data()));
   }
 }
@@ -92,7 +98,10 @@ void fill(Engine& engine, const scruple_tensor& tensor, int array, Values& sourc
 class Workload {
  public:
   Workload(Engine& engine, const std::vector<scruple_tensor>& descriptions) : engine_(engine) {
-    Values weights(0.02f), gradients(1e-3f);
+    std::int64_t largest = 0;
+    for (const scruple_tensor& description : descriptions) largest = std::max(largest, description.size);
+    const std::vector<float> weights = bell(0.02f, std::min(largest, kPiece));
+    const std::vector<float> gradients = bell(1e-3f, std::min(largest, kPiece));
     for (const scruple_tensor& description : descriptions) {
       Tensor& tensor = owners_.emplace_back(engine, description);
       check(scruple_tensor_alloc(engine.raw(), &tensor.raw(), 1u << SCRUPLE_GRADIENT));
@@ -100,6 +109,7 @@ class Workload {
       fill(engine, tensor.raw(), SCRUPLE_GRADIENT, gradients);
       table_.push_back(tensor.raw());
     }
+    wait_for(engine);  // the values go out of scope
   }
   void step() {
     check(scruple_step(engine_.raw(), table_.data(), static_cast<std::int64_t>(table_.size()), nullptr));
@@ -112,23 +122,41 @@ class Workload {
   std::vector<scruple_tensor> table_;
 };
 
-// The yardstick: two buffers too large for any cache.
+// The yardstick: two buffers in the engine's memory.
 class Copy {
  public:
-  explicit Copy(Engine& engine) : engine_(engine), from_(kCopyBytes / 8), to_(kCopyBytes / 8) {
-    for (std::size_t i = 0; i < from_.size(); ++i)
-      from_[i] = i * 0x9E3779B97F4A7C15u;  // touched, and no zero pages
+  explicit Copy(Engine& engine) : engine_(engine), from_(buffer()), to_(buffer()) {
+    const std::vector<float> values = bell(1.0f, kPiece);
+    fill(engine, from_.raw(), SCRUPLE_WEIGHT, values);  // touched, and no zero pages
+    wait_for(engine);
     run();
+    times_ = at_once(seconds(engine, [&] { copy(); }));
   }
   double run() {
-    const double time =
-        seconds([&] { check(scruple_copy(engine_.raw(), to_.data(), from_.data(), kCopyBytes)); });
-    return 2e-9 * static_cast<double>(kCopyBytes) / time;
+    const double time = seconds(engine_, [&] {
+      for (int i = 0; i < times_; ++i) copy();
+    });
+    return 2e-9 * static_cast<double>(bytes(engine_)) * times_ / time;
   }
+  static std::int64_t bytes(const Engine& engine) { return is_cuda(engine) ? kCudaCopyBytes : kCpuCopyBytes; }
 
  private:
+  Tensor buffer() {
+    scruple_tensor description = {};
+    description.optimizer = stateless_.raw();
+    description.size = bytes(engine_) / std::int64_t{sizeof(float)};
+    description.arrays[SCRUPLE_WEIGHT].format = format_named("fp32");
+    return Tensor(engine_, description);
+  }
+  void copy() {
+    check(scruple_copy(engine_.raw(), to_.raw().arrays[SCRUPLE_WEIGHT].codes,
+                       from_.raw().arrays[SCRUPLE_WEIGHT].codes, bytes(engine_)));
+  }
+
   Engine& engine_;
-  std::vector<std::uint64_t> from_, to_;
+  Optimizer stateless_{"sgd"};  // a tensor must have one
+  Tensor from_, to_;
+  int times_ = 1;
 };
 
 std::vector<scruple_tensor> describe_all(const Options& options, const Optimizer& optimizer,
@@ -179,20 +207,19 @@ Row measure_recipe(const Options& options, Engine& engine, Copy& copy, const std
                    const std::vector<scruple_tensor>& tensors, std::int64_t params) {
   const Traffic traffic = traffic_of(tensors);
   Workload workload(engine, tensors);
-  workload.step();
-  const double once = seconds([&] { workload.step(); });
-  const int at_once = std::max(1, static_cast<int>(kShortest / std::max(once, 1e-7)));
+  seconds(engine, [&] { workload.step(); });
+  const int steps_at_once = at_once(seconds(engine, [&] { workload.step(); }));
 
   std::vector<double> times;
   Row row{recipe};
   for (int i = 0; i < options.repeat; ++i) {
-    times.push_back(seconds([&] {
-      for (int s = 0; s < at_once; ++s) workload.step();
+    times.push_back(seconds(engine, [&] {
+      for (int s = 0; s < steps_at_once; ++s) workload.step();
     }));
     row.copy_gb_per_s = std::max(row.copy_gb_per_s, copy.run());
   }
   std::sort(times.begin(), times.end());
-  const double steps = static_cast<double>(params) * at_once;
+  const double steps = static_cast<double>(params) * steps_at_once;
   row.params_per_s = steps / times[times.size() / 2];
   row.best_params_per_s = steps / times.front();
   row.moved = static_cast<double>(traffic.moved) / static_cast<double>(params);
@@ -225,7 +252,7 @@ void print_table(const std::vector<Row>& rows, const std::vector<Refusal>& refus
                  const Engine& engine, std::int64_t params, std::int64_t tensors) {
   std::cout << options.choice.optimizer << ", " << plural(params, "parameter") << " in "
             << plural(tensors, "tensor") << ", " << options.choice.gradient << " gradients, " << engine.name()
-            << ", " << plural(engine.threads(), "thread") << "\n\n";
+            << (is_cuda(engine) ? "" : ", " + plural(engine.threads(), "thread")) << "\n\n";
   Table table;
   table.rows = {{"recipe", "M params/s", "moved B", "GB/s", "copy GB/s", "of copy"}};
   for (const Row& row : rows)
@@ -249,7 +276,7 @@ void run(const Options& options) {
   const bool progress = isatty(STDERR_FILENO) != 0;
   const std::vector<Refusal> refusals = for_each_recipe(options.choice, [&](const std::string& recipe) {
     const std::vector<scruple_tensor> table = describe_all(options, optimizer, recipe, params, tensors);
-    check_fits(traffic_of(table).held + (copy ? 0 : 2 * kCopyBytes), recipe);
+    if (!is_cuda(engine)) check_fits(traffic_of(table).held + (copy ? 0 : 2 * Copy::bytes(engine)), recipe);
     if (progress) std::cerr << "\r\033[K" << recipe << "..." << std::flush;
     if (!copy) copy = std::make_unique<Copy>(engine);
     rows.push_back(measure_recipe(options, engine, *copy, recipe, table, params));
@@ -275,8 +302,8 @@ void add_bench(CLI::App& program) {
   add("--gradient-format", options->choice.gradient, "FORMAT", "format of the gradients");
   add("--rounding", options->choice.rounding, "MODE", "of every weight and moment that can round so")
       ->check(CLI::IsMember({"nearest", "truncate", "stochastic"}));
-  add("--engine", options->engine, "NAME", "engine, as 'scruple list' names it");
-  add("--threads", options->threads, "COUNT", "threads; 0: one per core");
+  add("--engine,--device", options->engine, "NAME", "engine, as 'scruple list' names it");
+  add("--threads", options->threads, "COUNT", "threads of a CPU engine; 0: one per core");
   add("--repeat", options->repeat, "COUNT", "timed repeats per recipe")->check(CLI::Range(1, 10000));
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'");
   command->callback([options] { run(*options); });

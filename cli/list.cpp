@@ -214,7 +214,8 @@ void print_recipes(const ordered_json& list) {
 }
 
 void print_engines(const ordered_json& list) {
-  std::cout << "\nEngines ('cpu' takes the last that is available)\n\n";
+  std::cout
+      << "\nEngines ('cpu' takes the last of the cpu- units that is available; 'cuda:N' is device N)\n\n";
   Table table;
   table.left = {1, 2};
   for (const ordered_json& engine : list)

@@ -226,6 +226,28 @@ class Bench(Case):
         self.assertEqual((row["engine"], row["optimizer"]), ("cpu-baseline", "sgd"))
         self.assertAlmostEqual(row["moved_bytes_per_param"], (2 * 19 + 8.5) / 8, delta=0.01)
 
+    def test_device_is_another_name_for_engine(self):
+        same = [self.rows_of("bench", "--params", "5000", "--repeat", "1", "--recipe", "fp32", name, "cpu")
+                for name in ["--engine", "--device"]]
+        self.assertEqual(*[[row["engine"] for row in rows] for rows in same])
+        self.assertTrue(same[0][0]["engine"].startswith("cpu-"))
+
+    def test_cuda(self):
+        bench = ["bench", "--device", "cuda", "--params", "50000", "--tensors", "7", "--repeat", "1"]
+        cuda = [one for one in self.json_of("list")["engines"] if one["name"] == "cuda"]
+        if not cuda:
+            self.fails(2, "known: cpu", *bench)
+        elif not cuda[0]["available"]:
+            done = run(*bench)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertEqual(done.stdout, "")
+            self.assertIn(cuda[0]["reason"], done.stderr)
+        else:
+            rows = self.rows_of(*bench)
+            self.assertEqual({row["engine"][:4] for row in rows}, {"cuda"})
+            self.assertTrue(all(row["params_per_s"] > 0 and row["copy_gb_per_s"] > 0 for row in rows))
+            self.assertNotIn("thread", run(*bench).stdout.splitlines()[0])
+
 
 class Help(Case):
     def test_help_and_version(self):
