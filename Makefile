@@ -5,11 +5,14 @@ JOBS   ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 MAKEFLAGS += --no-print-directory
 SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' '*.cuh')
 
-# GPU code is built for the GPU that is here; where there is none, for one architecture, to see that it compiles.
+# GPU code is built for the GPU that is here; where there is none, for every architecture that CMake's default
+# names, and in tests for one, to see that it compiles.
 CUDA   ?= AUTO
-ARCHITECTURES ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,90)
-CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES=$(ARCHITECTURES)
-HAS_CLI = $(if $(wildcard /usr/include/CLI/CLI.hpp /usr/local/include/CLI/CLI.hpp),ON,OFF)
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null)
+ARCHITECTURES ?= $(if $(HAS_GPU),native)
+CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES="$(ARCHITECTURES)"
+has_header = $(wildcard /usr/include/$(1) /usr/local/include/$(1))
+HAS_CLI = $(if $(and $(call has_header,CLI/CLI.hpp),$(call has_header,nlohmann/json.hpp)),ON,OFF)
 
 .PHONY: help build test test-gpu demo bench install format tidy sanitize clean
 .DEFAULT_GOAL := help
@@ -22,6 +25,7 @@ build: ## install what is missing (apt), build the library and the command line 
 	@cmake -S . -B $(BUILD) --log-level=WARNING $(CUDA_FLAGS)
 	@cmake --build $(BUILD) -j$(JOBS)
 
+test: ARCHITECTURES = $(if $(HAS_GPU),native,90)
 test: ## build everything with warnings as errors and run every test
 	@scripts/packages.sh test
 	@cmake -S . -B $(BUILD) --log-level=WARNING -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS)
@@ -33,7 +37,7 @@ test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's
 	@cmake -S . -B $(BUILD)/gpu --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
 	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=$(HAS_CLI)
 	@cmake --build $(BUILD)/gpu -j$(JOBS)
-	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_COMPILERS=g++ ctest --test-dir $(BUILD)/gpu --output-on-failure
+	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_COMPILERS=g++ ctest --test-dir $(BUILD)/gpu --output-on-failure -j$(JOBS)
 
 demo: CUDA = OFF
 demo: build ## what 8 billion parameters cost in each recipe, and how fast a step runs here

@@ -466,8 +466,8 @@ scruple_status scruple_measure(scruple_engine* engine, const scruple_tensor* ten
   return guarded([&] {
     scruple_engine& e = required(engine, "engine");
     const scruple_measure_options all = read_options<scruple_measure_options>(
-        &required(options, "options"), SCRUPLE_MEASURE_OPTIONS_INIT, sizeof(scruple_measure_options),
-        "measure", "SCRUPLE_MEASURE_OPTIONS_INIT");
+        &required(options, "options"), SCRUPLE_MEASURE_OPTIONS_INIT,
+        offsetof(scruple_measure_options, loss_scale), "measure", "SCRUPLE_MEASURE_OPTIONS_INIT");
     if (!(all.max_norm >= 0 && std::isfinite(all.max_norm)))
       fail(SCRUPLE_INVALID, "max_norm is ", all.max_norm, "; it must be finite and at least 0 (0: no limit)");
     check_gradients(tensors, count);

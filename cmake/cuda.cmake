@@ -4,17 +4,18 @@ set_property(CACHE SCRUPLE_CUDA PROPERTY STRINGS AUTO ON OFF)
 
 set(SCRUPLE_HAS_CUDA 0)
 if(NOT SCRUPLE_CUDA STREQUAL "OFF")
-  include(CheckLanguage)
-  # Toolkits are often installed where PATH does not lead.
-  find_program(SCRUPLE_NVCC nvcc HINTS ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
-  if(SCRUPLE_NVCC AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
-    set(CMAKE_CUDA_COMPILER ${SCRUPLE_NVCC})
+  find_package(CUDAToolkit 12.8 QUIET)  # the first with Blackwell; finds nvcc where PATH does not lead, too
+  if(CUDAToolkit_FOUND)
+    if(NOT DEFINED ENV{CUDACXX})
+      set(ENV{CUDACXX} ${CUDAToolkit_NVCC_EXECUTABLE})
+    endif()
+    include(CheckLanguage)
+    check_language(CUDA)  # whether it works with the host's compiler
   endif()
-  check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
+  if(CUDAToolkit_FOUND AND CMAKE_CUDA_COMPILER)
     # Ampere to Blackwell, and intermediate code for what comes later.
     if(NOT CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100-real 120)
+      set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100 120)
     endif()
     set(CMAKE_CUDA_ARCHITECTURES ${CMAKE_CUDA_ARCHITECTURES} CACHE STRING "GPU architectures" FORCE)
     enable_language(CUDA)
@@ -22,15 +23,16 @@ if(NOT SCRUPLE_CUDA STREQUAL "OFF")
       set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
       set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
     endif()
-    find_package(CUDAToolkit 12.8 REQUIRED)
     set(SCRUPLE_HAS_CUDA 1)
   elseif(SCRUPLE_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "SCRUPLE_CUDA=ON, but no CUDA compiler was found: set CUDACXX to nvcc, or use SCRUPLE_CUDA=OFF")
+    message(FATAL_ERROR "SCRUPLE_CUDA=ON, but no CUDA toolkit (12.8 or later) that works was found: "
+                        "set CUDAToolkit_ROOT to one, or use SCRUPLE_CUDA=OFF")
   endif()
 endif()
+message(STATUS "CUDA engine: ${SCRUPLE_HAS_CUDA}")
 
-# No contraction that is not written, as on the CPU.
-set(SCRUPLE_CUDA_FLAGS -fmad=false --expt-relaxed-constexpr)
+# No contraction that is not written, as on the CPU, and IEEE arithmetic whatever CMAKE_CUDA_FLAGS says.
+set(SCRUPLE_CUDA_FLAGS -fmad=false -ftz=false -prec-div=true -prec-sqrt=true --expt-relaxed-constexpr)
 
 function(scruple_add_cuda_object target name source)
   add_library(cuda_${name} OBJECT ${PROJECT_SOURCE_DIR}/${source})

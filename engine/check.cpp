@@ -114,7 +114,8 @@ void check_tensor(const scruple_tensor& t, i64 index) {
     fail(SCRUPLE_INVALID, "tensor ", index, ": size is ", t.size, "; it must be 0 to 2^50");
   if (t.offset < 0 || t.offset > kMaxElements - t.size)
     fail(SCRUPLE_INVALID, "tensor ", index, ": offset is ", t.offset, "; offset + size must be 0 to 2^50");
-  if (t.folds < 0) fail(SCRUPLE_INVALID, "tensor ", index, ": folds is ", t.folds, "; it must be at least 0");
+  if (t.folds < 0 || t.folds > 0xffffffffLL)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": folds is ", t.folds, "; it must be 0 to 2^32 - 1");
   if (t.step < 0 || t.step > 0xffffffffLL)
     fail(SCRUPLE_INVALID, "tensor ", index, ": step is ", t.step, "; it must be 0 to 2^32 - 1");
 }
@@ -170,9 +171,11 @@ u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last) {
     }
   }
   check_overlap(intervals, tensors);
-  last.rows.assign(tensors, tensors + count);
-  last.rules.clear();
-  for (const scruple_tensor& t : last.rows) last.rules.push_back(rule_of(t));
+  std::vector<scruple_tensor> rows(tensors, tensors + count);
+  std::vector<CheckedTable::Rule> rules;
+  for (const scruple_tensor& t : rows) rules.push_back(rule_of(t));
+  last.rows = std::move(rows);
+  last.rules = std::move(rules);
   return ++last.version;
 }
 

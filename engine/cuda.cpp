@@ -10,7 +10,9 @@
 #include <bit>
 #include <cstring>
 #include <mutex>
+#include <ostream>
 #include <span>
+#include <sstream>
 #include <unordered_map>
 #include <vector>
 
@@ -28,6 +30,20 @@ void check(cudaError_t error, const char* doing) {
          cudaGetErrorString(error));
   fail(SCRUPLE_DEVICE, doing, ": CUDA says ", cudaGetErrorName(error), ", ", cudaGetErrorString(error),
        "; it may come from work queued earlier on this device");
+}
+
+void* allocate(i64 bytes) {
+  void* memory = nullptr;
+  const cudaError_t error = cudaMalloc(&memory, static_cast<std::size_t>(std::max<i64>(bytes, 1)));
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    std::size_t free = 0, total = 0;
+    cudaMemGetInfo(&free, &total);
+    fail(SCRUPLE_OUT_OF_MEMORY, "out of device memory: ", bytes, " bytes were asked for, ", free, " of ",
+         total, " are free");
+  }
+  check(error, "allocating device memory");
+  return memory;
 }
 
 int attribute(cudaDeviceAttr what, int device) {
@@ -63,6 +79,8 @@ const std::vector<StepKernel>& step_kernels(int rule) {
   };
   return kKernels[static_cast<std::size_t>(rule)];
 }
+
+constexpr int kLeastDriver = 12010;  // kernel parameters over 4 KB
 
 i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
 i64 tiles_of(i64 size, i64 tile) { return (size + tile - 1) / tile; }
@@ -113,18 +131,45 @@ struct Image {
 };
 static_assert(sizeof(DeviceRow) % 16 == 0);
 
-// Device memory that one kind of call keeps its table in, so that tables which come again in every step stay
-// where they are. Older, smaller pieces are kept: a captured graph may still use them.
+// Device memory that grows. Older, smaller pieces are kept: a captured graph may still use them.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+  ~DeviceBuffer() {
+    for (void* piece : pieces_) cudaFree(piece);  // waits for what still uses it
+  }
+  i64 size() const { return size_; }
+  template <class T>
+  T* at(i64 offset) const {
+    return reinterpret_cast<T*>(static_cast<u8*>(pieces_.back()) + offset);
+  }
+  void reserve(i64 bytes, bool capturing) {
+    if (bytes <= size_) return;
+    if (capturing)
+      fail(SCRUPLE_INVALID, "this table needs ", bytes, " bytes of the engine's device memory and it has ",
+           size_,
+           ", which cannot grow while a stream is captured; make the same call once before the capture");
+    const i64 wanted = static_cast<i64>(std::bit_ceil(static_cast<std::size_t>(bytes)));
+    pieces_.reserve(pieces_.size() + 1);  // so that nothing can fail once the memory is there
+    pieces_.push_back(allocate(wanted));
+    size_ = wanted;
+  }
+
+ private:
+  std::vector<void*> pieces_;
+  i64 size_ = 0;
+};
+
+// Where one kind of call keeps its table, so that a table which comes again in every step stays where it is.
 struct Workspace {
-  std::vector<void*> memory;
-  std::vector<u8> shadow;  // what the newest piece holds, as far as it was uploaded
+  DeviceBuffer memory;
+  std::vector<u8> shadow;  // what it holds: only upload() writes there
 
   std::vector<Image> images;  // of the last call, one per kernel; those from `used` on wait to be used again
   std::size_t used = 0;
   u64 version = 0;  // of the table that they were made from
-
-  u8* base() const { return static_cast<u8*>(memory.back()); }
-  i64 size() const { return static_cast<i64>(shadow.size()); }
 };
 
 class CudaEngine final : public scruple_engine {
@@ -137,13 +182,12 @@ class CudaEngine final : public scruple_engine {
     check(cudaEventCreateWithFlags(&last_use_, cudaEventDisableTiming), "creating an event");
     for (Workspace& workspace : workspaces_) {
       workspace_ = &workspace;
-      reserve(kFirstWorkspace);
+      reserve_table(kFirstTable);
     }
+    constants_.reserve(kFirstConstants, false);
+    sums_.reserve(kFirstSums, false);
   }
   ~CudaEngine() override {
-    for (const Workspace& workspace : workspaces_)
-      for (void* memory : workspace.memory) cudaFree(memory);  // waits for what still uses it
-    cudaFree(stage_);
     if (last_use_ != nullptr) cudaEventDestroy(last_use_);
   }
 
@@ -164,7 +208,7 @@ class CudaEngine final : public scruple_engine {
         constants_of_last_.push_back(constants);
         if (tensors[i].size > 0) add_step_row(tensors[i], i, constants);
       }
-      commit(tensors, 0);
+      commit(tensors);
       workspace_->version = version;
       sources_of_last_ = sources_.size();
     }
@@ -211,7 +255,7 @@ class CudaEngine final : public scruple_engine {
       row.aligned = is_aligned(incoming[i]) && is_aligned(t.arrays[SCRUPLE_GRADIENT]);
       image.add(row, i, kBlockTile);
     }
-    commit(tensors, 0);
+    commit(tensors);
     prepare(nullptr, nullptr, nullptr, steps);
     launch_over(image, image.kernel, multiplier);
   }
@@ -258,8 +302,7 @@ class CudaEngine final : public scruple_engine {
 
   void* alloc(i64 bytes) override {
     const Call call(*this);
-    void* memory = nullptr;
-    check(cudaMalloc(&memory, static_cast<std::size_t>(std::max<i64>(bytes, 1))), "allocating device memory");
+    void* const memory = allocate(bytes);
     if (const cudaError_t error = cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), stream_)) {
       cudaFree(memory);
       check(error, "clearing device memory");
@@ -275,12 +318,13 @@ class CudaEngine final : public scruple_engine {
  private:
   CudaEngine(int device, std::string name) : device_(device), name_(std::move(name)) {}
 
-  static constexpr i64 kFirstWorkspace = i64{1} << 20;
+  static constexpr i64 kFirstTable = i64{1} << 20, kFirstConstants = 1 << 16, kFirstSums = 1 << 18;
   static constexpr i64 kStage = i64{1} << 20;  // values that travel to or from the host at a time
   static_assert(kStage % kChunk == 0);
 
-  // One call at a time on the host, in order on the device: a call waits for the last one, which may have been
-  // on another stream, since both use the workspaces. Not so in a capture, where the order is the graph's.
+  // One call at a time on the host, in order on the device: a call waits for the last one, which may have
+  // been on another stream, since both use the workspaces. Not so in a capture, where the order is the
+  // graph's.
   struct Call {
     explicit Call(CudaEngine& engine) : lock(engine.mutex_), current(engine.device_), self(engine) {
       cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -311,8 +355,8 @@ class CudaEngine final : public scruple_engine {
     source_keys_.clear();
   }
 
-  // Whether the workspace still holds this table, tensors that shared their constants share them still, and no
-  // graph may have overwritten it. Then only the constants are new.
+  // Whether the workspace still holds this table, tensors that shared their constants share them still, and
+  // no graph may have overwritten it. Then only the constants are new.
   bool is_in_place(const scruple_tensor* tensors, i64 count, u64 version, float multiplier) {
     if (was_captured_ || workspaces_[kForStep].version != version) return false;
     workspace_ = &workspaces_[kForStep];
@@ -404,27 +448,32 @@ class CudaEngine final : public scruple_engine {
     return {any_kernels().step, kLane};
   }
 
-  // Places the images behind the constants, and `doubles` behind them; uploads what the workspace does not
-  // hold yet.
-  double* commit(const scruple_tensor* tensors, i64 doubles) {
-    // Rounded generously, so that one optimizer more does not move the rows.
-    i64 end = round_up(static_cast<i64>(sources_.size() * sizeof(Constants)), kUploadBytes);
+  // Places the images one behind the other and uploads what does not stand there yet.
+  void commit(const scruple_tensor* tensors) {
+    i64 end = 0;
     for (Image& image : images()) {
       image.at = end;
       end += round_up(image.bytes(), 16);
     }
-    reserve(end + doubles * static_cast<i64>(sizeof(double)));
+    reserve_table(end);
+    constants_.reserve(static_cast<i64>(sources_.size() * sizeof(Constants)), capturing_);
     for (const Image& image : images()) check_planes(image, tensors);
     for (const Image& image : images()) {
       upload(image.at, image.begins.data(), static_cast<i64>(image.begins.size() * sizeof(i64)));
       upload(image.at + image.begins_bytes(), image.rows.data(),
              static_cast<i64>(image.rows.size() * sizeof(DeviceRow)));
     }
-    return reinterpret_cast<double*>(workspace_->base() + end);
   }
 
-  // Host memory given to a kernel would end the process's use of the device, so it is looked for: in rows that
-  // the workspace does not hold already.
+  void reserve_table(i64 bytes) {
+    if (bytes <= workspace_->memory.size()) return;
+    std::vector<u8> shadow(std::bit_ceil(static_cast<std::size_t>(bytes)), 0xff);  // no table looks like this
+    workspace_->memory.reserve(bytes, capturing_);
+    workspace_->shadow = std::move(shadow);
+  }
+
+  // Host memory given to a kernel would end the process's use of the device, so it is looked for: in rows
+  // that the workspace does not hold already.
   void check_planes(const Image& image, const scruple_tensor* tensors) {
     for (std::size_t i = 0; i < image.rows.size(); ++i) {
       const DeviceRow& row = image.rows[i];
@@ -440,22 +489,26 @@ class CudaEngine final : public scruple_engine {
     return arriving ? "incoming gradient" : array_name(tensors[image.tensors[row]], array);
   }
   void check_readable(const void* pointer, const char* what) const {
-    cudaPointerAttributes found{};
-    if (pointer != nullptr) check(cudaPointerGetAttributes(&found, pointer), "looking at a pointer");
-    if (pointer != nullptr && found.type == cudaMemoryTypeUnregistered && !shares_host_memory_)
-      fail(SCRUPLE_INVALID, what, ": ", pointer, " is host memory, which engine ", name_,
-           " cannot use; give it a device address");
+    if (pointer != nullptr) check_pointer(pointer, [&](std::ostream& out) { out << what; });
   }
   void check_plane(const void* plane, u32 tensor, const char* array) const {
+    check_pointer(plane, [&](std::ostream& out) { out << "tensor " << tensor << ", " << array; });
+  }
+  // `name` is asked for only where something is wrong.
+  void check_pointer(const void* pointer, const auto& name) const {
     cudaPointerAttributes found{};
-    check(cudaPointerGetAttributes(&found, plane), "looking at a pointer");
-    if (found.type == cudaMemoryTypeUnregistered && !shares_host_memory_)
-      fail(SCRUPLE_INVALID, "tensor ", tensor, ", ", array, ": ", plane, " is host memory, which engine ",
-           name_,
-           " cannot use; allocate it on the device (scruple_tensor_alloc, cudaMalloc), or create engine cpu");
-    if (found.type == cudaMemoryTypeDevice && found.device != device_)
-      fail(SCRUPLE_INVALID, "tensor ", tensor, ", ", array, ": ", plane, " lies on device ", found.device,
-           ", but engine ", name_, " runs on device ", device_, "; create engine cuda:", found.device);
+    check(cudaPointerGetAttributes(&found, pointer), "looking at a pointer");
+    const bool not_here = found.type == cudaMemoryTypeDevice && found.device != device_;
+    const bool not_device = found.type == cudaMemoryTypeUnregistered && !shares_host_memory_;
+    if (!not_here && !not_device) return;
+    std::ostringstream what;
+    name(what);
+    if (not_here)
+      fail(SCRUPLE_INVALID, what.str(), ": ", pointer, " lies on device ", found.device, ", but engine ",
+           name_, " runs on device ", device_, "; create engine cuda:", found.device);
+    fail(SCRUPLE_INVALID, what.str(), ": ", pointer,
+         " is not device memory (host memory, or freed), which engine ", name_,
+         " cannot use; allocate it there (scruple_tensor_alloc, cudaMalloc), or create engine cpu");
   }
 
   // In pieces that one launch can carry. A piece that stands there already is left out, unless a graph may
@@ -466,11 +519,11 @@ class CudaEngine final : public scruple_engine {
       const i64 n = std::min<i64>(kUploadBytes, bytes - done);
       u8* const shadow = workspace_->shadow.data() + at + done;
       if (!was_captured_ && std::memcmp(shadow, from + done, static_cast<std::size_t>(n)) == 0) continue;
-      std::memcpy(shadow, from + done, static_cast<std::size_t>(n));
-      upload_.to = workspace_->base() + at + done;
+      upload_.to = workspace_->memory.at<u8>(at + done);
       upload_.bytes = round_up(n, 16);
       std::memcpy(upload_.data, from + done, static_cast<std::size_t>(n));
       launch(gradient_kernels().upload, 1, 512, upload_);
+      std::memcpy(shadow, from + done, static_cast<std::size_t>(n));
     }
   }
 
@@ -506,7 +559,9 @@ class CudaEngine final : public scruple_engine {
       image.add(row, i, kChunk);
     }
     const i64 chunks = image.begins.back();
-    double* const sums = commit(tensors, chunks + 1);
+    sums_.reserve((chunks + 1) * static_cast<i64>(sizeof(double)), capturing_);
+    commit(tensors);
+    auto* const sums = sums_.at<double>(0);
     prepare(nullptr, nullptr, nullptr, options.steps);
     launch_over(image, image.kernel, sums + 1);
     launch(gradient_kernels().finish_norm, 1, kBlock,
@@ -524,7 +579,7 @@ class CudaEngine final : public scruple_engine {
     row.constants = constants_of(t, false, 1);
     row.arrays[array] = device_array(t.arrays[array], is_nonneg(t, array));
     image.add(row, 0, kBlockTile);
-    commit(&t, 0);
+    commit(&t);
     prepare(nullptr, nullptr, nullptr, nullptr);
     DeviceTable table = table_of(image);
     const auto run = [&](i64 first, i64 n, float* at) {
@@ -538,14 +593,15 @@ class CudaEngine final : public scruple_engine {
     cudaPointerAttributes found{};
     if (values != nullptr) check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
     if (values == nullptr || found.type != cudaMemoryTypeUnregistered) {
+      check_readable(values, "values");
       run(0, t.size, values);
-      if (values != nullptr && found.type == cudaMemoryTypeHost)
+      if (values != nullptr &&
+          found.type != cudaMemoryTypeDevice)  // the host sees it too, and may look at once
         check(cudaStreamSynchronize(stream_), "waiting for values");
       return;
     }
-
-    if (stage_ == nullptr) check(cudaMalloc(&stage_, kStage * sizeof(float)), "allocating device memory");
-    auto* const stage = static_cast<float*>(stage_);
+    stage_.reserve(kStage * static_cast<i64>(sizeof(float)), capturing_);
+    auto* const stage = stage_.at<float>(0);
     for (i64 first = 0; first < t.size; first += kStage) {
       const i64 n = std::min(kStage, t.size - first);
       const std::size_t bytes = static_cast<std::size_t>(n) * sizeof(float);
@@ -562,24 +618,11 @@ class CudaEngine final : public scruple_engine {
 
   // ---- Memory and launches ----
 
-  Constants* constants() { return reinterpret_cast<Constants*>(workspace_->base()); }
+  Constants* constants() { return constants_.at<Constants>(0); }
   DeviceTable table_of(const Image& image) {
-    return {reinterpret_cast<const i64*>(workspace_->base() + image.at),
-            reinterpret_cast<const DeviceRow*>(workspace_->base() + image.at + image.begins_bytes()),
+    return {workspace_->memory.at<const i64>(image.at),
+            workspace_->memory.at<const DeviceRow>(image.at + image.begins_bytes()),
             static_cast<int>(image.rows.size()), image.begins.back()};
-  }
-
-  void reserve(i64 bytes) {
-    if (bytes <= workspace_->size()) return;
-    if (capturing_)
-      fail(SCRUPLE_INVALID, "this table needs ", bytes, " bytes of the engine's device memory and it has ",
-           workspace_->size(),
-           ", which cannot grow while a stream is captured; make the same call once before the capture");
-    const auto size = std::bit_ceil(static_cast<std::size_t>(bytes));
-    void* memory = nullptr;
-    check(cudaMalloc(&memory, size), "allocating the engine's workspace");
-    workspace_->memory.push_back(memory);
-    workspace_->shadow.assign(size, 0xff);  // no table looks like this
   }
 
   template <class... Arguments>
@@ -628,8 +671,9 @@ class CudaEngine final : public scruple_engine {
 
   enum { kForStep, kForMeasure, kForFold, kForArray, kWorkspaces };
   Workspace workspaces_[kWorkspaces];
-  Workspace* workspace_ = nullptr;  // of the call under way
-  void* stage_ = nullptr;
+  Workspace* workspace_ = nullptr;                 // of the call under way
+  DeviceBuffer constants_, sums_;                  // of any call: written anew by each
+  DeviceBuffer stage_;                             // for values that travel to or from the host
   std::unordered_map<const void*, int> resident_;  // blocks per multiprocessor
 
   std::vector<ConstantsSource> sources_;
@@ -646,22 +690,30 @@ class CudaEngine final : public scruple_engine {
 
 EngineInfo cuda_info() {
   EngineInfo info{"cuda", "an NVIDIA GPU", ""};
-  int count = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess || count == 0) {
-    cudaGetLastError();
-    int driver = 0;
-    const bool has_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver != 0;
-    info.reason = !has_driver            ? "this machine has no NVIDIA driver"
-                  : error == cudaSuccess ? "CUDA finds no device"
-                                         : std::string("CUDA finds no device: ") + cudaGetErrorString(error);
-    return info;
+  const auto version = [](int number) {
+    return std::to_string(number / 1000) + "." + std::to_string(number % 100 / 10);
+  };
+  int driver = 0, count = 0, device = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+    info.reason = "this machine has no NVIDIA driver";
+  } else if (driver < kLeastDriver) {
+    info.reason =
+        "the NVIDIA driver supports CUDA " + version(driver) + "; " + version(kLeastDriver) + " is needed";
+  } else if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess || count == 0) {
+    info.reason = std::string("CUDA finds no device") + (error == cudaSuccess ? "" : ": ") +
+                  (error == cudaSuccess ? "" : cudaGetErrorString(error));
+  } else if (cudaDeviceProp found{}; cudaGetDevice(&device) == cudaSuccess &&
+                                     cudaGetDeviceProperties(&found, device) == cudaSuccess) {
+    const int capability = 10 * found.major + found.minor;
+    info.doc = std::string(found.name) + ", compute capability " + std::to_string(found.major) + "." +
+               std::to_string(found.minor);
+    if (capability < least_architecture() / 10)
+      info.reason = info.doc + ": this library has code for " + std::to_string(least_architecture() / 100) +
+                    "." + std::to_string(least_architecture() / 10 % 10) +
+                    " and later; build it with "
+                    "CMAKE_CUDA_ARCHITECTURES=native";
   }
-  int device = 0;
-  cudaDeviceProp properties{};
-  if (cudaGetDevice(&device) == cudaSuccess && cudaGetDeviceProperties(&properties, device) == cudaSuccess)
-    info.doc = std::string(properties.name) + ", compute capability " + std::to_string(properties.major) +
-               "." + std::to_string(properties.minor);
+  cudaGetLastError();
   return info;
 }
 

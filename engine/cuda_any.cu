@@ -1,6 +1,6 @@
 // Any format with any optimizer on CUDA, both read from the table: the step for combinations that no recipe
-// names, and every array to and from fp32. Slower than engine/cuda_step.cu (codecs are called, not inlined, and
-// values pass through local memory), and one kernel instead of a product.
+// names, and every array to and from fp32. Slower than engine/cuda_step.cu (codecs are called, not inlined,
+// and values pass through local memory), and one kernel instead of a product.
 #include "engine/lane.cuh"
 
 namespace scruple {

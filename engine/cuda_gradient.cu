@@ -1,5 +1,5 @@
-// Everything on CUDA that is no optimizer step: uploading the table, preparing the constants of a step, norms,
-// folds and loss scaling.
+// Everything on CUDA that is no optimizer step: uploading the table, preparing the constants of a step,
+// norms, folds and loss scaling.
 #include "engine/clip.h"
 #include "engine/lane.cuh"
 #include "engine/scaler.h"
@@ -200,6 +200,12 @@ __global__ void advance(const float* found_inf, scruple_scaler* scaler, i64* ste
 
 }  // namespace
 }  // namespace SCRUPLE_UNIT
+
+int least_architecture() {
+  int least = 1 << 30;
+  for (const int architecture : {__CUDA_ARCH_LIST__}) least = architecture < least ? architecture : least;
+  return least;
+}
 
 const GradientKernels& gradient_kernels() {
   static const GradientKernels kKernels = {

@@ -121,4 +121,6 @@ struct AnyKernels {
 };
 const AnyKernels& any_kernels();
 
+int least_architecture();  // that the kernels were compiled for, such as 800
+
 }  // namespace scruple

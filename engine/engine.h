@@ -13,8 +13,8 @@
 
 namespace scruple {
 
-// The last table that check_step passed. Most steps come with the planes of the step before, and comparing them
-// costs a tenth of checking them.
+// The last table that check_step passed. Most steps come with the planes of the step before, and comparing
+// them costs a tenth of checking them.
 struct CheckedTable {
   std::mutex mutex;
   struct Rule {

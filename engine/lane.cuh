@@ -1,6 +1,7 @@
 // How one thread reads and writes its N consecutive elements of an array (N = 8 or 16): the CUDA counterpart
-// of the tile loops in engine/unit.cpp, over the same formulas of formats/. N values fill whole bytes in every
-// format. Threads beyond the end of a tensor take part with zeros, because groups are reduced by shuffles.
+// of the tile loops in engine/unit.cpp, over the same formulas of formats/. N values fill whole bytes in
+// every format. Threads beyond the end of a tensor take part with zeros, because groups are reduced by
+// shuffles.
 #pragma once
 
 #include <type_traits>
@@ -61,8 +62,8 @@ struct Draws {
 };
 
 // ---- Bytes ----
-// A thread's part of a plane: Bytes of them, in elements of a Unit. All are there and the plane is aligned: they
-// move up to 16 at a time. Otherwise by elements, or by bytes. Whole: it is known that they are.
+// A thread's part of a plane: Bytes of them, in elements of a Unit. All are there and the plane is aligned:
+// they move up to 16 at a time. Otherwise by elements, or by bytes. Whole: it is known that they are.
 
 template <int Bytes>
 struct Words {
@@ -147,8 +148,9 @@ __device__ u32 get(const Words<Bytes>& words, int i) {
   if (shift + Bits > 32) value |= words.w[word + 1] << (32 - shift);
   return Bits == 32 ? value : value & ((1u << (Bits % 32)) - 1u);
 }
-// Puts Bits of `value`, from its bit `From` on, there. Values must come in order: bytes and halves wait in the
-// word as they are until the next one comes, and then take one instruction each, whatever their other bits.
+// Puts Bits of `value`, from its bit `From` on, there. Values must come in order: bytes and halves wait in
+// the word as they are until the next one comes, and then take one instruction each, whatever their other
+// bits.
 template <int Bits, int From, int Bytes>
 __device__ void put(Words<Bytes>& words, int i, u32 value) {
   const int bit = i * Bits, word = bit / 32, shift = bit % 32;
@@ -422,7 +424,8 @@ struct Known {
   static __device__ float value(const Raw& raw, int i) {
     static_assert(R != kDither);
     if constexpr (requires { C::scales_levels; })
-      return levels<C>()[get<C::bits>(raw.codes, i)] * C::unit(raw.scale);
+      return levels<C>()[get<C::bits>(raw.codes, i)] *
+             C::unit(__builtin_bit_cast(typename C::Scale, raw.scale));
     else
       return Lane<C, N>::template value<R>(raw, K, Randoms<N>{}, i);
   }
@@ -483,7 +486,7 @@ __device__ void read_gradient(const DeviceArray& a, Place at, const Draws& draws
 // ---- Optimizers over a thread's elements ----
 
 // Root and division without their branches for special cases, and what tells whether one of them was needed.
-// Right wherever `tame` says so: x at least 2^-101 (its correction is a normal number), a zero or at least
+// Right wherever `tame` says so: x at least 2^-101 (what is left of it is then exact), a zero or at least
 // 2^-64, the divisor at most 2^60. What leaves the range upwards comes out as NaN, which shows in the weight.
 struct FastMath {
   u32 least_x = ~0u, least_a = ~0u, most_divisor = 0;

@@ -73,6 +73,7 @@ struct Companded8Nonneg {
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
   static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
+  // As encode below, which stays in 16 bits for the sake of the CPU's vectors.
   static SCRUPLE_HD u32 encode_upper(float v, float gain, u32 coin) {
     const u32 code = MuLaw::encode(fma(magnitude(v), gain, 1.0f), coin);
     return code > 1u << 24 ? code : 1u << 24;

@@ -5,7 +5,8 @@
 //   problem(h)           why these hyperparameters contradict each other, or nullptr
 //   Step, prepare(h, t)  the constants of step t, in double with + - * / sqrt only: the same on every engine
 //   update<Active>       the formula: floats in, floats out, no storage. A NaN in the gradient or in any slot
-//                        must reach the weight: the engines look for one there alone. `math` divides by roots.
+//                        must reach the weight: the engines look for one there alone. `math`
+//                        divides by roots.
 // All arithmetic is IEEE; fma is written where it is wanted and the compiler may not add any.
 #pragma once
 
@@ -33,8 +34,8 @@ struct Elem {
   float s[N];
 };
 
-// Whether `active`, as a bit mask, can be the slots in use: all that are not optional, and no others than there
-// are.
+// Whether `active`, as a bit mask, can be the slots in use: all that are not optional, and no others than
+// there are.
 template <class Rule>
 constexpr bool can_be_active(unsigned active) {
   constexpr unsigned kSlots = sizeof(Rule::slots) / sizeof(Slot);

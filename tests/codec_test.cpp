@@ -8,8 +8,8 @@ namespace {
 
 using scruple::quotient;
 
-// Every mantissa over the divisors that formats use, and over those that are hardest for this method: mantissas
-// near all ones and near all zeros.
+// Every mantissa over the divisors that formats use, and over those that are hardest for this method:
+// mantissas near all ones and near all zeros.
 TEST(Codec, AQuotientFromTheReciprocalIsTheDivision) {
   std::vector<float> divisors = {7.0f,   127.0f,  255.0f,  247.0f, 63487.0f,
                                  511.0f, 1023.0f, 2047.0f, 1e-12f, 65504.0f};

@@ -1,6 +1,6 @@
 // The CUDA engine gives the bits of the CPU engines, in memory and on streams of its own. SCRUPLE_TEST_ENGINE
-// puts another engine in its place (all but the tests about streams, graphs and host pointers run on any), and
-// SCRUPLE_TEST_QUICK=1 takes about a fiftieth of the launches.
+// puts another engine in its place (all but the tests about streams, graphs and host pointers run on any),
+// and SCRUPLE_TEST_QUICK=1 takes about a fiftieth of the launches.
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -573,6 +573,22 @@ TEST_F(CudaParity, ViewsStepLikeTheWhole) {
     }
 }
 
+// One table of few optimizers, one of many, in turn: see CudaNorm.TablesThatTakeTurns.
+TEST_F(CudaParity, TablesThatTakeTurns) {
+  const Config config = recipe_configs(true).back();
+  DeviceMemory other(lab().device);
+  const Shape few{std::vector<std::int64_t>(100, 70)}, many{std::vector<std::int64_t>(600, 70)};
+  Gradients gradients(lab().device, many.sizes, 5, Data::kNormal);
+  Pair a(lab(), lab().memory, {config}, few), b(lab(), other, std::vector<Config>(600, config), many);
+  Gradients few_gradients(lab().device, few.sizes, 5, Data::kNormal);
+  for (int t = 1; t <= 4; ++t) {
+    a.walk(t, t, few_gradients);
+    b.walk(t, t, gradients);
+  }
+  EXPECT_EQ(a.difference(), "");
+  EXPECT_EQ(b.difference(), "");
+}
+
 TEST_F(CudaParity, FoundInfSkipsTheWholeCall) {
   Gradients gradients(lab().device, {1, 100, 70000}, 2);
   for (const Config& recipe : recipe_configs()) {
@@ -1065,6 +1081,25 @@ TEST_F(CudaNorm, OfAMillionAndOfManyTensors) {
       expect_same_norm(lab(), rows, twin.rows, c.name() + ", " + std::to_string(sizes.size()) + " tensors");
       if (HasFatalFailure() || quick()) return;
     }
+}
+
+// An engine keeps the last tables on the device; none may be overwritten by what another call puts there.
+TEST_F(CudaNorm, TablesThatTakeTurns) {
+  const Optimizer optimizer("sgd");
+  const Case c = gradient_cases().front();
+  DeviceMemory other(lab().device);
+  const std::vector<Tensor> many =
+      gradients_only(lab().host, optimizer, c, std::vector<std::int64_t>(300, 100), 0,
+                     [](std::size_t, std::vector<float>&) {});
+  const std::vector<Tensor> one = gradients_only(lab().host, optimizer, c, {std::int64_t{8} << 20}, 0,
+                                                 [](std::size_t, std::vector<float>&) {});
+  Twin many_twin(lab().memory, many), one_twin(other, one);
+  std::vector<scruple_tensor> many_rows, one_rows = {one[0].row};
+  for (const Tensor& tensor : many) many_rows.push_back(tensor.row);
+  for (int turn = 0; turn < 3; ++turn) {
+    expect_same_norm(lab(), many_rows, many_twin.rows, "300 tensors");
+    expect_same_norm(lab(), one_rows, one_twin.rows, "one tensor");
+  }
 }
 
 TEST_F(CudaNorm, FindsANonFiniteGradientAnywhere) {
@@ -1677,8 +1712,8 @@ Shape graph_shape() {
   return shape;
 }
 
-// Captured once, replayed ten times with learning rate and step changing in device memory; in between the same
-// engine takes plain steps of other tensors, larger and smaller tables, norms and copies.
+// Captured once, replayed ten times with learning rate and step changing in device memory; in between the
+// same engine takes plain steps of other tensors, larger and smaller tables, norms and copies.
 TEST_F(CudaGraph, AReplayedStepFollowsLearningRateAndStep) {
   const Stream stream;
   const Shape shape = graph_shape();

@@ -1,5 +1,5 @@
-// The operations that the device does in its own way, against the ones that IEEE defines: every float where there
-// is one operand, many pairs where there are two.
+// The operations that the device does in its own way, against the ones that IEEE defines: every float where
+// there is one operand, many pairs where there are two.
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 

@@ -528,8 +528,8 @@ TEST(Streams, ACpuEngineHasNone) {
 // ---- The whole loop
 // ------------------------------------------------------------------------------------------------------
 
-// Twenty steps, four of them spoilt, with everything in the engine's memory, and again with the host deciding:
-// norm, clip factor, scaler update, and a table whose step the host counts.
+// Twenty steps, four of them spoilt, with everything in the engine's memory, and again with the host
+// deciding: norm, clip factor, scaler update, and a table whose step the host counts.
 TEST(Loop, EqualsTheLoopThatTheHostRuns) {
   const Engine engine(2);
   constexpr double kMaxNorm = 0.4;

@@ -9,18 +9,19 @@
  *
  * Conventions
  * - Functions return a `scruple_status`; on failure `scruple_last_error()` of the same thread says what was
- *   asked, what was found and what to do, and nothing has been written.
+ *   asked, what was found and what to do, and nothing has been written (except with SCRUPLE_DEVICE, where
+ *   CUDA failed on the way).
  * - The library never prints, aborts or exits. Names are UTF-8 and live as long as the library.
  * - Engines never change the bits: same inputs, same outputs on every instruction set, thread count and
  *   device.
  * - Pointers may have any alignment; sizes are 64-bit; a tensor of size 0 is legal and does nothing.
  * - An engine may be used from several threads; calls on one engine run one after another.
- * - A table, options and hyperparameters are read before a call returns; only what lies in the engine's memory
- *   is read later.
+ * - A table, options and hyperparameters are read before a call returns; only what lies in the engine's
+ *   memory is read later.
  * - "In the engine's memory" means an address that the engine's processor can read: any for a CPU engine,
  *   device memory (or pinned or managed host memory) for a CUDA one; plain host memory is refused there. All
- *   planes lie there. A CUDA engine queues its work on the caller's stream and returns; calls that take values
- *   from the host's memory or hand values to it wait until they are done with them.
+ *   planes lie there. A CUDA engine queues its work on the caller's stream and returns; calls that take
+ *   values from the host's memory or hand values to it wait until they are done with them.
  */
 #ifndef SCRUPLE_SCRUPLE_H
 #define SCRUPLE_SCRUPLE_H
@@ -176,8 +177,8 @@ SCRUPLE_API scruple_status scruple_engine_set_stream(scruple_engine* engine, voi
 /* Waits for everything the engine has queued, and reports what failed in it. */
 SCRUPLE_API scruple_status scruple_engine_synchronize(scruple_engine* engine);
 /* Copies with all of the engine's threads: the yardstick of `scruple bench`. The two may not overlap. With
- * CUDA either may be host memory, and the copy is queued: touch pinned host memory, and read what was copied to
- * the host, only after scruple_engine_synchronize. */
+ * CUDA either may be host memory, and the copy is queued: touch pinned host memory, and read what was copied
+ * to the host, only after scruple_engine_synchronize. */
 SCRUPLE_API scruple_status scruple_copy(scruple_engine* engine, void* to, const void* from, int64_t bytes);
 
 /* ---- Optimizers ---- */
@@ -233,10 +234,9 @@ typedef struct scruple_tensor {
   scruple_array arrays[SCRUPLE_ARRAYS]; /* weight, slots in the rule's order, gradient */
 } scruple_tensor;
 
-/* Fills in format and rounding of every array that the tensor's optimizer has, by a recipe's name (of optional
- * slots too; scruple_tensor_array says which are used);
- * tensor->optimizer and tensor->size must be set, and planes that the library owns freed. Arrays may be
- * changed one by one afterwards. */
+/* Fills in format and rounding of every array that the tensor's optimizer has, optional slots too, by a
+ * recipe's name; scruple_tensor_array says which are used. tensor->optimizer and tensor->size must be set,
+ * and planes that the library owns freed. Arrays may be changed one by one afterwards. */
 SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe);
 /* What `array` holds: its name ("weight", "exp_avg", "gradient") and role; *used is 0 for a slot that the
  * optimizer's hyperparameters do not ask for. Any of the outputs may be NULL. */
@@ -335,8 +335,8 @@ SCRUPLE_API scruple_status scruple_scaler_static(float scale, scruple_scaler* ou
 /* Call after each step with the flag that decided it. */
 SCRUPLE_API scruple_status scruple_scaler_update(scruple_scaler* scaler, float found_inf);
 /* The end of a step whose flag stays in the engine's memory, and so do these: updates *scaler as above, and
- * adds 1 to *steps unless *found_inf says that the step was skipped. Any may be NULL. A scaler that was copied
- * there must be one that scruple_scaler_update accepts. */
+ * adds 1 to *steps unless *found_inf says that the step was skipped. Any may be NULL. A scaler that was
+ * copied there must be one that scruple_scaler_update accepts. */
 SCRUPLE_API scruple_status scruple_advance(scruple_engine* engine, const float* found_inf,
                                            scruple_scaler* scaler, int64_t* steps);
 
