@@ -23,16 +23,6 @@ bool accumulates(const GradientKind& kind) {
   return (info_of(scruple_format_find(kind.format)).roles & SCRUPLE_ROLE_ACCUMULATOR) != 0;
 }
 
-std::vector<std::string> engines() {
-  std::vector<std::string> names;
-  for (int i = 0; i < scruple_engine_count(); ++i) {
-    scruple_engine_info info{};
-    CHECK_OK(scruple_engine_at(i, &info));
-    if (info.available != 0 && std::string(info.name).rfind("cpu", 0) == 0) names.emplace_back(info.name);
-  }
-  return names;
-}
-
 // Normal numbers: a window into one list, number `n`.
 std::vector<float> normals(int n, std::int64_t size) {
   static const std::vector<float> kList = Random(7).normals(80000);
@@ -152,7 +142,7 @@ scruple_measure_options measure_into(Outputs& out, double max_norm) {
 // ------------------------------------------------------------------------------------------------------
 
 TEST(Measure, EqualsNormAndClipFactor) {
-  for (const std::string& name : engines())
+  for (const std::string& name : cpu_engines())
     for (const int threads : {1, 3}) {
       const Engine engine(threads, name.c_str());
       for (const GradientKind& kind : kKinds) {
@@ -266,7 +256,8 @@ TEST(Measure, RefusesWhatItMust) {
   expect_invalid(scruple_measure(engine, rows.data(), 1, nullptr), "options");
   expect_invalid(scruple_measure(engine, nullptr, 1, &good), "null");
   expect_invalid(scruple_measure(engine, rows.data(), -1, &good), "count");
-  for (const std::size_t size : {std::size_t{0}, sizeof good - 8, sizeof good + 8}) {
+  for (const std::size_t size :
+       {std::size_t{0}, offsetof(scruple_measure_options, max_norm), sizeof good + 8}) {
     scruple_measure_options bad = good;
     bad.struct_size = size;
     expect_invalid(table.measure(bad), "SCRUPLE_MEASURE_OPTIONS_INIT");
@@ -510,7 +501,7 @@ TEST(Advance, AnyPartMayBeAbsent) {
 }
 
 TEST(Streams, ACpuEngineHasNone) {
-  for (const std::string& name : engines()) {
+  for (const std::string& name : cpu_engines()) {
     const Engine engine(2, name.c_str());
     CHECK_OK(scruple_engine_set_stream(engine, nullptr));
     CHECK_OK(scruple_engine_synchronize(engine));

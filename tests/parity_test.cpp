@@ -42,16 +42,6 @@ std::vector<std::int64_t> small_sizes() {
   return sizes;
 }
 
-std::vector<std::string> available_engines() {
-  std::vector<std::string> names;
-  for (int i = 0; i < scruple_engine_count(); ++i) {
-    scruple_engine_info info{};
-    CHECK_OK(scruple_engine_at(i, &info));
-    if (info.available != 0 && std::string(info.name).starts_with("cpu")) names.emplace_back(info.name);
-  }
-  return names;
-}
-
 std::string rule_name(int index) {
   scruple_rule_info info{};
   CHECK_OK(scruple_rule_at(index, &info));
@@ -266,7 +256,7 @@ struct Worker {
 // The plainest engine on one thread, then every engine with 1, 2 and 7.
 std::vector<std::unique_ptr<Worker>> workers() {
   std::vector<std::unique_ptr<Worker>> all;
-  for (const std::string& name : available_engines())
+  for (const std::string& name : cpu_engines())
     for (const int threads : {1, 2, 7}) all.push_back(std::make_unique<Worker>(name, threads));
   return all;
 }
@@ -535,11 +525,11 @@ TEST(Parity, TwoThreadsMayShareAnEngine) {
 }
 
 TEST(Parity, TheEnvironmentForcesAUnitByName) {
-  for (const std::string& name : available_engines()) {
+  for (const std::string& name : cpu_engines()) {
     ASSERT_EQ(setenv("SCRUPLE_ENGINE", name.c_str(), 1), 0);
     const Engine forced(1, "cpu");
     EXPECT_EQ(scruple_engine_name(forced), name);
-    for (const std::string& other : available_engines())
+    for (const std::string& other : cpu_engines())
       EXPECT_EQ(scruple_engine_name(Engine(1, other.c_str())), other)
           << "an engine asked for by name is that engine";
   }

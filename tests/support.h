@@ -49,6 +49,17 @@ struct Engine {
   scruple_engine* handle = nullptr;
 };
 
+// The CPU engines that this machine can run, the plainest first: those whose memory is the host's.
+inline std::vector<std::string> cpu_engines() {
+  std::vector<std::string> names;
+  for (int i = 0; i < scruple_engine_count(); ++i) {
+    scruple_engine_info info{};
+    CHECK_OK(scruple_engine_at(i, &info));
+    if (info.available != 0 && std::string(info.name).starts_with("cpu")) names.emplace_back(info.name);
+  }
+  return names;
+}
+
 struct Optimizer {
   explicit Optimizer(const char* rule = "adamw",
                      std::initializer_list<std::pair<const char*, double>> hypers = {}) {
