@@ -49,6 +49,8 @@ class Engine {
   }
   const char* name() const { return scruple_engine_name(raw()); }
   int threads() const { return scruple_engine_threads(raw()); }
+  void set_stream(void* stream) { check(scruple_engine_set_stream(raw(), stream)); }
+  void synchronize() { check(scruple_engine_synchronize(raw())); }
   scruple_engine* raw() const { return handle_.get(); }
 
  private:

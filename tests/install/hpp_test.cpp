@@ -20,6 +20,9 @@ TEST(Hpp, FailuresAreExceptionsWithTheLibrarysMessage) {
   scruple::Engine engine("cpu", 1);
   scruple::Optimizer adamw("adamw");
   EXPECT_THROW(scruple::Engine("frob"), scruple::Error);
+  EXPECT_THROW(engine.set_stream(&engine), scruple::Error);  // no CPU engine has streams
+  engine.set_stream(nullptr);
+  engine.synchronize();
   EXPECT_THROW(adamw.set("frob", 1), scruple::Error);
   EXPECT_THROW(adamw.set("beta1", -1), scruple::Error);
   EXPECT_THROW(scruple::Tensor(engine, adamw, 10, "lpmm"), scruple::Error);
