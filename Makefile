@@ -14,11 +14,11 @@ CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES="$(ARCHITECTURES)
 has_header = $(wildcard /usr/include/$(1) /usr/local/include/$(1))
 HAS_CLI = $(if $(and $(call has_header,CLI/CLI.hpp),$(call has_header,nlohmann/json.hpp)),ON,OFF)
 
-.PHONY: help build test test-gpu demo bench install format tidy sanitize clean
+.PHONY: help build test test-gpu demo bench install format tidy sanitize sanitize-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | awk -F'\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 build: ## install what is missing (apt), build the library and the command line into build/
 	@scripts/packages.sh build
@@ -65,6 +65,9 @@ sanitize: ## build with the address and undefined-behaviour sanitizers and run e
 	@cmake --preset sanitize --log-level=WARNING
 	@cmake --build --preset sanitize -j$(JOBS)
 	@ctest --preset sanitize
+
+sanitize-gpu: ## after make test-gpu: run the GPU tests under compute-sanitizer (memory, uninitialised reads, races)
+	@scripts/sanitize_gpu.sh $(BUILD)/gpu/cuda_test
 
 clean: ## remove build/
 	@rm -rf $(BUILD)
