@@ -173,6 +173,7 @@ u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last) {
   check_overlap(intervals, tensors);
   std::vector<scruple_tensor> rows(tensors, tensors + count);
   std::vector<CheckedTable::Rule> rules;
+  rules.reserve(rows.size());
   for (const scruple_tensor& t : rows) rules.push_back(rule_of(t));
   last.rows = std::move(rows);
   last.rules = std::move(rules);
