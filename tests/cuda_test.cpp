@@ -6,6 +6,7 @@
 #include <functional>
 #include <limits>
 
+#include "tests/configs.h"
 #include "tests/device.h"
 
 #if defined(SCRUPLE_TEST_CUDA)
@@ -21,15 +22,6 @@ std::int64_t length(const auto& list) { return static_cast<std::int64_t>(list.si
 
 // ---- What to run
 // ------------------------------------------------------------------------------------------------
-
-enum class Data { kNormal, kSubnormal, kNonFinite };
-
-struct Config {
-  std::string rule = "adamw";
-  scruple_tensor formats{};  // formats and roundings of every array
-  std::vector<std::pair<std::string, double>> hypers;
-  std::string name;
-};
 
 // Shifts and offsets are dealt out to the tensors in turn.
 struct Shape {
@@ -54,56 +46,6 @@ std::vector<std::int64_t> some_lengths() {
   return {1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 1023, 1024, 1025, 2500};
 }
 
-std::string rule_name(int index) {
-  scruple_rule_info info{};
-  CHECK_OK(scruple_rule_at(index, &info));
-  return info.name;
-}
-
-// Every hyperparameter away from zero and every flag that the others allow: all slots are in use.
-std::vector<std::pair<std::string, double>> busy_hypers(int rule) {
-  const Engine engine;
-  Optimizer optimizer(rule_name(rule).c_str());
-  scruple_rule_info info{};
-  CHECK_OK(scruple_rule_at(rule, &info));
-  std::vector<std::pair<std::string, double>> set;
-  for (const int flags : {0, 1})
-    for (int h = 0; h < info.hypers; ++h) {
-      scruple_hyper_info hyper{};
-      CHECK_OK(scruple_rule_hyper(rule, h, &hyper));
-      if (hyper.flag != flags) continue;
-      const double value = hyper.flag != 0 ? 1 : hyper.value == 0 ? 0.1 : 0.9 * hyper.value;
-      optimizer.set(hyper.name, value);
-      const Tensor probe(optimizer, 1, "fp32", engine);
-      if (scruple_step(engine, &probe.row, 1, nullptr) == SCRUPLE_OK)
-        set.emplace_back(hyper.name, value);
-      else
-        optimizer.set(hyper.name, 0);
-    }
-  return set;
-}
-
-// Every rule x recipe that exists, with every slot in use or with the rule's defaults. The formats are the
-// recipe's whatever the tensor's size.
-std::vector<Config> recipe_configs(bool busy = true) {
-  std::vector<Config> list;
-  for (int rule = 0; rule < scruple_rule_count(); ++rule) {
-    const auto hypers = busy ? busy_hypers(rule) : std::vector<std::pair<std::string, double>>{};
-    for (int recipe = 0; recipe < scruple_recipe_count(); ++recipe) {
-      scruple_recipe_info info{};
-      CHECK_OK(scruple_recipe_at(recipe, &info));
-      const Optimizer optimizer(rule_name(rule).c_str());
-      scruple_tensor row{};
-      row.optimizer = optimizer;
-      row.size = std::int64_t{1} << 30;
-      if (scruple_tensor_use(&row, info.name) != SCRUPLE_OK) continue;
-      list.push_back({rule_name(rule), row, hypers,
-                      rule_name(rule) + (busy ? " (all slots), " : " (defaults), ") + info.name});
-    }
-  }
-  return list;
-}
-
 Config config_of(const std::string& rule, const std::string& recipe, bool busy = true) {
   for (const Config& config : recipe_configs(busy))
     if (config.rule == rule && config.name.substr(config.name.rfind(' ') + 1) == recipe) return config;
@@ -111,44 +53,9 @@ Config config_of(const std::string& rule, const std::string& recipe, bool busy =
   return {};
 }
 
-void put(Config& config, int array, const scruple_format* format, int rounding) {
-  config.formats.arrays[array] = {};
-  config.formats.arrays[array].format = format;
-  config.formats.arrays[array].rounding = rounding;
-}
-
-// Every weight and moment rounded so where its format can; false where that changes nothing of nearest
-// rounding.
-bool set_rounding(Config& config, int rounding) {
-  bool any = rounding == SCRUPLE_NEAREST;
-  for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
-    scruple_array& array = config.formats.arrays[a];
-    if (array.format == nullptr) continue;
-    const bool can = (info_of(array.format).roundings >> rounding & 1u) != 0;
-    array.rounding = can ? rounding : SCRUPLE_NEAREST;
-    any = any || can;
-  }
-  config.name += ", rounding " + std::to_string(rounding);
-  return any;
-}
-
-struct GradientKind {
-  const char* format;
-  int rounding;
-};
-constexpr GradientKind kGradientKinds[] = {{"fp32", SCRUPLE_NEAREST},    {"bf16", SCRUPLE_NEAREST},
-                                           {"bf16", SCRUPLE_STOCHASTIC}, {"fp16", SCRUPLE_NEAREST},
-                                           {"int8", SCRUPLE_NEAREST},    {"int8", SCRUPLE_STOCHASTIC},
-                                           {"int8", SCRUPLE_DITHER}};
 std::vector<GradientKind> gradient_kinds() {
   if (quick()) return {kGradientKinds[1], kGradientKinds[6]};
   return {std::begin(kGradientKinds), std::end(kGradientKinds)};
-}
-
-Config with_gradient(Config config, const GradientKind& kind) {
-  put(config, SCRUPLE_GRADIENT, scruple_format_find(kind.format), kind.rounding);
-  config.name += std::string(", gradient ") + kind.format + " " + std::to_string(kind.rounding);
-  return config;
 }
 
 // A window into one long list, so that making data costs nothing: normal numbers with groups of zeros, a few
@@ -587,6 +494,33 @@ TEST_F(CudaParity, TablesThatTakeTurns) {
   }
   EXPECT_EQ(a.difference(), "");
   EXPECT_EQ(b.difference(), "");
+}
+
+// The engine keeps the last table; what changes between steps with the same planes must reach the device.
+TEST_F(CudaParity, WhatChangesInATableIsSeen) {
+  Config config = config_of("adamw", "scruple");
+  set_rounding(config, SCRUPLE_STOCHASTIC);
+  const Shape shape{{70, 1000, 9000}};
+  Gradients gradients(lab().device, shape.sizes, 7, Data::kNormal);
+  Pair pair(lab(), config, shape);
+  const auto both = [&](const auto& change) {
+    change(*pair.optimizers[0]), change(*pair.device_optimizers[0]);
+  };
+  const auto walk = [&](int t, const char* what) {
+    pair.walk(t, t, gradients);
+    EXPECT_EQ(pair.difference(), "") << "after a change of " << what;
+  };
+  walk(1, "nothing");
+  pair.each_row([](scruple_tensor& row) { row.offset += 16; });
+  walk(2, "offset");
+  pair.each_row([](scruple_tensor& row) { row.id += 100; });
+  walk(3, "id");
+  both([](Optimizer& optimizer) { optimizer.seed(99); });
+  walk(4, "seed");
+  both([](Optimizer& optimizer) { optimizer.set("lr", 0.5); });
+  walk(5, "learning rate");
+  pair.each_row([&](scruple_tensor& row) { row.arrays[SCRUPLE_SLOT].rounding = SCRUPLE_NEAREST; });
+  walk(6, "rounding");
 }
 
 TEST_F(CudaParity, FoundInfSkipsTheWholeCall) {

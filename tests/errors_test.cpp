@@ -656,5 +656,41 @@ TEST(Errors, TheLastErrorBelongsToItsThread) {
   EXPECT_NE(std::string(scruple_last_error()).find("mine"), std::string::npos);
 }
 
+// The engine remembers the last table that passed; whatever changes in it is seen all the same.
+TEST(Errors, ATableThatPassedIsCheckedAgainWhenItChanges) {
+  const Engine engine;
+  Optimizer sgd("sgd");
+  std::vector<float> weights(100), gradients(100);
+  std::vector<scruple_tensor> rows(2);
+  for (std::size_t i = 0; i < 2; ++i) {
+    rows[i].optimizer = sgd;
+    rows[i].size = 50;
+    rows[i].step = 1;
+    CHECK_OK(scruple_tensor_use(&rows[i], "fp32"));
+    rows[i].arrays[SCRUPLE_SLOT] = {};
+    rows[i].arrays[SCRUPLE_WEIGHT].codes = &weights[50 * i];
+    rows[i].arrays[SCRUPLE_GRADIENT].codes = &gradients[50 * i];
+  }
+  const auto step = [&](const std::vector<scruple_tensor>& table) {
+    return scruple_step(engine, table.data(), 2, nullptr);
+  };
+  const auto spoil = [&](const auto& change, const char* part) {
+    CHECK_OK(step(rows));
+    std::vector<scruple_tensor> spoiled = rows;
+    change(spoiled);
+    EXPECT_INVALID(step(spoiled), part);
+  };
+  spoil([](auto& t) { t[1].arrays[SCRUPLE_WEIGHT].codes = nullptr; }, "codes is null");
+  spoil([&](auto& t) { t[1].arrays[SCRUPLE_GRADIENT].codes = weights.data(); }, "overlap");
+  spoil([](auto& t) { t[0].size = 51; }, "overlap");
+  spoil([](auto& t) { t[1].step = 0; }, "step is 0");
+  spoil([](auto& t) { t[1].offset = -1; }, "offset");
+  spoil([&](auto&) { sgd.set("nesterov", 1); }, "nesterov");
+  sgd.set("nesterov", 0);
+  spoil([&](auto&) { sgd.set("momentum", 0.9); }, "no format is set");  // a slot that is used now
+  sgd.set("momentum", 0);
+  CHECK_OK(step(rows));
+}
+
 }  // namespace
 }  // namespace scruple_tests

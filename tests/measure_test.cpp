@@ -3,21 +3,12 @@
 #include <functional>
 #include <limits>
 
-#include "tests/support.h"
+#include "tests/configs.h"
 
 namespace scruple_tests {
 namespace {
 
 const float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
-
-struct GradientKind {
-  const char* format;
-  int rounding;
-};
-constexpr GradientKind kKinds[] = {{"fp32", SCRUPLE_NEAREST},    {"bf16", SCRUPLE_NEAREST},
-                                   {"bf16", SCRUPLE_STOCHASTIC}, {"fp16", SCRUPLE_NEAREST},
-                                   {"int8", SCRUPLE_NEAREST},    {"int8", SCRUPLE_STOCHASTIC},
-                                   {"int8", SCRUPLE_DITHER}};
 
 bool accumulates(const GradientKind& kind) {
   return (info_of(scruple_format_find(kind.format)).roles & SCRUPLE_ROLE_ACCUMULATOR) != 0;
@@ -145,7 +136,7 @@ TEST(Measure, EqualsNormAndClipFactor) {
   for (const std::string& name : cpu_engines())
     for (const int threads : {1, 3}) {
       const Engine engine(threads, name.c_str());
-      for (const GradientKind& kind : kKinds) {
+      for (const GradientKind& kind : kGradientKinds) {
         Table table(engine, "sgd", "fp32", kind);
         table.fill(1);
         const double norm = table.norm();
@@ -164,7 +155,7 @@ TEST(Measure, EqualsNormAndClipFactor) {
 
 TEST(Measure, TheLossScaleDividesTheNorm) {
   const Engine engine;
-  Table table(engine, "sgd", "fp32", kKinds[0]);
+  Table table(engine, "sgd", "fp32", kGradientKinds[0]);
   table.fill(1);
   const double norm = table.norm();
   for (const float scale : {1.0f, 65536.0f, 3000.0f, 0x1p-20f}) {
@@ -180,7 +171,7 @@ TEST(Measure, TheLossScaleDividesTheNorm) {
 
 TEST(Measure, AnyOutputMayBeAbsent) {
   const Engine engine;
-  Table table(engine, "sgd", "fp32", kKinds[1]);
+  Table table(engine, "sgd", "fp32", kGradientKinds[1]);
   table.fill(1);
   Outputs want;
   CHECK_OK(table.measure(measure_into(want, 1.0)));
@@ -199,7 +190,7 @@ TEST(Measure, AnyOutputMayBeAbsent) {
 
 TEST(Measure, FindsWhatIsNotFiniteAndLeavesItUnclipped) {
   const Engine engine(2);
-  for (const GradientKind& kind : kKinds)
+  for (const GradientKind& kind : kGradientKinds)
     for (const float bad : {kInf, -kInf, kNaN}) {
       Table table(engine, "sgd", "fp32", kind);
       table.fill(1, bad);
@@ -217,7 +208,7 @@ TEST(Measure, FindsWhatIsNotFiniteAndLeavesItUnclipped) {
 // A finite sum over a tiny loss scale is a large norm, not an overflow.
 TEST(Measure, TheFlagIsAboutTheGradientsNotTheQuotient) {
   const Engine engine;
-  Table table(engine, "sgd", "fp32", kKinds[0]);
+  Table table(engine, "sgd", "fp32", kGradientKinds[0]);
   for (Tensor& tensor : table.tensors)
     tensor.encode(engine, SCRUPLE_GRADIENT,
                   std::vector<float>(static_cast<std::size_t>(tensor.row.size), 3e38f));
@@ -247,7 +238,7 @@ void expect_invalid(scruple_status got, const char* part) {
 
 TEST(Measure, RefusesWhatItMust) {
   const Engine engine;
-  Table table(engine, "sgd", "fp32", kKinds[0]);
+  Table table(engine, "sgd", "fp32", kGradientKinds[0]);
   table.fill(1);
   Outputs out;
   const scruple_measure_options good = measure_into(out, 1.0);
@@ -284,8 +275,8 @@ TEST(StepOptions, ClipAndLossScaleAreAMultiplier) {
     for (const float multiplier : {1.0f, -0.7f})
       for (int mask = 0; mask < 4; ++mask) {
         const bool clips = (mask & 1) != 0, scales = (mask & 2) != 0;
-        Table by_pointer(engine, rule.c_str(), recipe, kKinds[0]),
-            by_value(engine, rule.c_str(), recipe, kKinds[0]);
+        Table by_pointer(engine, rule.c_str(), recipe, kGradientKinds[0]),
+            by_value(engine, rule.c_str(), recipe, kGradientKinds[0]);
         for (int t = 1; t <= 2; ++t) {
           scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
           for (Table* table : {&by_pointer, &by_value}) table->at_step(t), table->fill(t);
@@ -333,7 +324,7 @@ TEST(StepOptions, StepsAreAddedToTheTensorsStep) {
   const Engine engine(2);
   for (const auto& [rule, recipe] : walks())
     for (const int rounding : {SCRUPLE_NEAREST, SCRUPLE_STOCHASTIC})
-      for (const GradientKind& kind : kKinds) {
+      for (const GradientKind& kind : kGradientKinds) {
         Table counted(engine, rule.c_str(), recipe, kind, rounding),
             plain(engine, rule.c_str(), recipe, kind, rounding);
         for (const std::int64_t taken : {std::int64_t{0}, std::int64_t{1}, std::int64_t{41}}) {
@@ -371,7 +362,7 @@ TEST(StepOptions, StepsAreAddedToTheTensorsStep) {
 TEST(StepOptions, StepsMatter) {
   const Engine engine;
   const auto after = [&](const char* rule, int rounding, std::int64_t steps, int array) {
-    Table table(engine, rule, "scruple", kKinds[1], rounding);
+    Table table(engine, rule, "scruple", kGradientKinds[1], rounding);
     table.fill(1);
     scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
     options.steps = &steps;
@@ -391,7 +382,7 @@ TEST(StepOptions, StepsMatter) {
 
 TEST(StepOptions, AFlagSkipsWhateverElseIsGiven) {
   const Engine engine;
-  Table table(engine, "adamw", "scruple", kKinds[1]);
+  Table table(engine, "adamw", "scruple", kGradientKinds[1]);
   table.fill(1);
   const Bytes before = table.bytes();
   const float flag = 1, nan = kNaN;
@@ -410,7 +401,7 @@ TEST(StepOptions, FieldsBeyondStructSizeAreNotThere) {
   const float clip = 0.25f, scale = 8.0f;
   const std::int64_t steps = 7;
   const auto stepped = [&](std::size_t struct_size, bool with_clip, bool with_scale, bool with_steps) {
-    Table table(engine, "adamw", "scruple", kKinds[0]);
+    Table table(engine, "adamw", "scruple", kGradientKinds[0]);
     table.fill(1);
     scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
     options.struct_size = struct_size;
@@ -433,7 +424,8 @@ TEST(StepOptions, FieldsBeyondStructSizeAreNotThere) {
 TEST(ReadLr, IsTheLearningRateSet) {
   const Engine engine(2);
   for (const auto& [rule, recipe] : walks()) {
-    Table read(engine, rule.c_str(), recipe, kKinds[1]), set(engine, rule.c_str(), recipe, kKinds[1]);
+    Table read(engine, rule.c_str(), recipe, kGradientKinds[1]),
+        set(engine, rule.c_str(), recipe, kGradientKinds[1]);
     double lr = 0;
     CHECK_OK(scruple_optimizer_read_lr(read.optimizer, &lr));
     double remembered = 0, initial = 0;
@@ -507,7 +499,7 @@ TEST(Streams, ACpuEngineHasNone) {
     CHECK_OK(scruple_engine_synchronize(engine));
     int dummy = 0;
     expect_invalid(scruple_engine_set_stream(engine, &dummy), "stream");
-    Table table(engine, "adamw", "scruple", kKinds[1]);
+    Table table(engine, "adamw", "scruple", kGradientKinds[1]);
     table.fill(1);
     CHECK_OK(table.step(SCRUPLE_STEP_OPTIONS_INIT));
     CHECK_OK(scruple_engine_synchronize(engine));
@@ -525,7 +517,7 @@ TEST(Loop, EqualsTheLoopThatTheHostRuns) {
   const Engine engine(2);
   constexpr double kMaxNorm = 0.4;
   for (const auto& [rule, recipe] : walks())
-    for (const GradientKind& kind : kKinds) {
+    for (const GradientKind& kind : kGradientKinds) {
       if (!accumulates(kind)) continue;
       if (rule != "adamw" && kind.rounding != SCRUPLE_NEAREST && kind.rounding != SCRUPLE_DITHER) continue;
       Table in_memory(engine, rule.c_str(), recipe, kind, SCRUPLE_STOCHASTIC),

@@ -10,7 +10,7 @@
 #include <limits>
 #include <memory>
 
-#include "tests/support.h"
+#include "tests/configs.h"
 
 namespace scruple_tests {
 namespace {
@@ -21,15 +21,6 @@ constexpr int kSteps = 5;
 // ------------------------------------------------------------------------------------------------
 
 enum class Calls { kTogether, kAlone, kViews };
-enum class Data { kNormal, kSubnormal, kNonFinite };
-
-struct Config {
-  std::string rule = "adamw";
-  scruple_tensor formats{};  // formats and roundings of every array
-  std::vector<std::pair<std::string, double>> hypers;
-  std::string name;
-};
-
 struct Shape {
   std::vector<std::int64_t> sizes;
   std::size_t shift = 0;  // of every codes plane; aux planes lie one byte further
@@ -40,80 +31,6 @@ std::vector<std::int64_t> small_sizes() {
   for (std::int64_t n = 0; n <= 129; n += kStride == 1 ? 1 : 7) sizes.push_back(n);
   for (std::int64_t n = 1023; n <= 1025; ++n) sizes.push_back(n);
   return sizes;
-}
-
-std::string rule_name(int index) {
-  scruple_rule_info info{};
-  CHECK_OK(scruple_rule_at(index, &info));
-  return info.name;
-}
-
-// Every hyperparameter away from zero and every flag that the others allow: all slots are in use.
-std::vector<std::pair<std::string, double>> busy_hypers(int rule) {
-  const Engine engine;
-  const std::string name = rule_name(rule);
-  Optimizer optimizer(name.c_str());
-  scruple_rule_info info{};
-  CHECK_OK(scruple_rule_at(rule, &info));
-  std::vector<std::pair<std::string, double>> set;
-  for (const int flags : {0, 1})
-    for (int h = 0; h < info.hypers; ++h) {
-      scruple_hyper_info hyper{};
-      CHECK_OK(scruple_rule_hyper(rule, h, &hyper));
-      if (hyper.flag != flags) continue;
-      const double value = hyper.flag != 0 ? 1 : hyper.value == 0 ? 0.1 : 0.9 * hyper.value;
-      optimizer.set(hyper.name, value);
-      const Tensor probe(optimizer, 1, "fp32", engine);
-      if (scruple_step(engine, &probe.row, 1, nullptr) == SCRUPLE_OK)
-        set.emplace_back(hyper.name, value);
-      else
-        optimizer.set(hyper.name, 0);
-    }
-  return set;
-}
-
-// The formats of a recipe whatever the tensor's size; false where it does not serve the rule.
-bool recipe_config(int rule, int recipe, Config& out) {
-  scruple_recipe_info info{};
-  CHECK_OK(scruple_recipe_at(recipe, &info));
-  out.rule = rule_name(rule);
-  out.hypers = busy_hypers(rule);
-  out.name = out.rule + " " + info.name;
-  const Optimizer optimizer(out.rule.c_str());
-  scruple_tensor row{};
-  row.optimizer = optimizer;
-  row.size = std::int64_t{1} << 30;
-  if (scruple_tensor_use(&row, info.name) != SCRUPLE_OK) return false;
-  out.formats = row;
-  return true;
-}
-
-std::vector<Config> recipe_configs() {
-  std::vector<Config> list;
-  for (int rule = 0; rule < scruple_rule_count(); ++rule)
-    for (int recipe = 0; recipe < scruple_recipe_count(); ++recipe) {
-      Config config;
-      if (recipe_config(rule, recipe, config)) list.push_back(config);
-    }
-  return list;
-}
-
-void set_gradient(Config& config, const char* format, int rounding) {
-  config.formats.arrays[SCRUPLE_GRADIENT] = {};
-  config.formats.arrays[SCRUPLE_GRADIENT].format = scruple_format_find(format);
-  config.formats.arrays[SCRUPLE_GRADIENT].rounding = rounding;
-  config.name += std::string(", gradient ") + format + " " + std::to_string(rounding);
-}
-
-// Every weight and moment rounded stochastically where its format can.
-void set_rounding(Config& config, int rounding) {
-  for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
-    scruple_array& array = config.formats.arrays[a];
-    if (array.format == nullptr) continue;
-    const bool can = (info_of(array.format).roundings >> rounding & 1u) != 0;
-    array.rounding = can ? rounding : SCRUPLE_NEAREST;
-  }
-  config.name += ", rounding " + std::to_string(rounding);
 }
 
 // ---- Tensors that walk through a config
@@ -280,15 +197,6 @@ void expect_parity(const std::vector<std::unique_ptr<Worker>>& all, const Config
   }
 }
 
-struct GradientKind {
-  const char* format;
-  int rounding;
-};
-constexpr GradientKind kGradientKinds[] = {{"fp32", SCRUPLE_NEAREST},    {"bf16", SCRUPLE_NEAREST},
-                                           {"bf16", SCRUPLE_STOCHASTIC}, {"fp16", SCRUPLE_NEAREST},
-                                           {"int8", SCRUPLE_NEAREST},    {"int8", SCRUPLE_STOCHASTIC},
-                                           {"int8", SCRUPLE_DITHER}};
-
 // All of them; under sanitizers, where the walk of one is slow, two.
 std::vector<GradientKind> gradient_kinds() {
   if (kStride != 1) return {kGradientKinds[1], kGradientKinds[6]};
@@ -305,7 +213,7 @@ TEST(Parity, EveryRuleRecipeRoundingAndGradientFormatAtEveryShortLength) {
       for (const GradientKind& kind : gradient_kinds()) {
         Config config = recipe;
         set_rounding(config, rounding);
-        set_gradient(config, kind.format, kind.rounding);
+        config = with_gradient(config, kind);
         expect_parity(all, config, {small_sizes(), 0}, Data::kNormal, 2);
         if (HasFatalFailure()) return;
       }
@@ -332,7 +240,7 @@ TEST(Parity, OddAddressesGiveTheBitsOfAlignedOnes) {
   for (const Config& recipe : recipe_configs()) {
     for (const GradientKind& kind : gradient_kinds()) {
       Config config = recipe;
-      set_gradient(config, kind.format, kind.rounding);
+      config = with_gradient(config, kind);
       const std::vector<std::int64_t> sizes = {1, 7, 33, 64, 127, 128, 129, 1025, 2049};
       const Bytes want = walk(all[0]->engine, config, {sizes, 0}, Calls::kTogether, Data::kNormal, 3);
       for (const std::size_t shift : {1u, 3u, 6u}) {
@@ -350,7 +258,7 @@ TEST(Parity, NonFiniteGradientsGiveTheSameBits) {
   for (const Config& recipe : recipe_configs())
     for (const GradientKind& kind : gradient_kinds()) {
       Config config = recipe;
-      set_gradient(config, kind.format, kind.rounding);
+      config = with_gradient(config, kind);
       expect_parity(all, config, {{1, 5, 63, 64, 65, 200, 1025, 3000}, 0}, Data::kNonFinite, 4);
       if (HasFatalFailure()) return;
     }
@@ -494,8 +402,7 @@ TEST(Parity, NormsDoNotDependOnTheCallersFloatingPointMode) {
 
 TEST(Parity, AForkedChildCanStepWithItsParentsEngine) {
   const Engine engine(3);
-  Config config;
-  ASSERT_TRUE(recipe_config(0, 0, config));
+  const Config config = recipe_configs().front();
   const Shape shape{{200000, 70000}, 0};
   const Bytes want = walk(engine, config, shape, Calls::kTogether, Data::kNormal, 2);
   const pid_t child = fork();
@@ -600,7 +507,7 @@ TEST(Parity, AMultiplierIsTheGradientsMultipliedBeforehand) {
   for (Config config : recipe_configs())
     for (const char* format : {"fp32", "bf16"})
       for (const float multiplier : {0.25f, -2.0f, 0x1p-16f}) {
-        set_gradient(config, format, SCRUPLE_NEAREST);
+        config = with_gradient(config, {format, SCRUPLE_NEAREST});
         const Shape shape{{100, 1025}, 0};
         Pack a(engine, config, shape), b(engine, config, shape);
         a.accumulates = b.accumulates = false;
@@ -625,8 +532,7 @@ TEST(Parity, AMultiplierIsTheGradientsMultipliedBeforehand) {
 
 TEST(Parity, OptionsOfAnOlderCallerAreReadAsFarAsTheyGo) {
   const Engine engine;
-  Config config;
-  ASSERT_TRUE(recipe_config(0, 0, config));
+  const Config config = recipe_configs().front();
   const Shape shape{{100}, 0};
   const Bytes want = walk(engine, config, shape, Calls::kTogether, Data::kNormal, 1);
   Pack pack(engine, config, shape);
