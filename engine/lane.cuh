@@ -406,10 +406,8 @@ __device__ float (&levels())[256] {
 }
 template <class C>
 __device__ void fill_levels() {
-  if constexpr (requires { C::scales_levels; }) {
-    static_assert(kBlock == 256);
-    levels<C>()[threadIdx.x] = C::decode(threadIdx.x, 1.0f);
-  }
+  static_assert(kBlock == 256);
+  levels<C>()[threadIdx.x] = C::decode(threadIdx.x, 1.0f);
 }
 
 // One array of one tensor whose format and rounding are part of the kernel.
@@ -449,14 +447,14 @@ __device__ void with_rounding(const DeviceArray& a, const auto& visit) {
   if constexpr (C::roundings != 0) visit.template operator()<C, kNearest>();
 }
 
-// Gradients come in few formats, and in any of them to every kernel: reading them is inlined, behind a branch
-// that a whole tile takes together.
 constexpr bool serves(const char* roles, char role) {
   for (; *roles != 0; ++roles)
     if (*roles == role) return true;
   return false;
 }
 
+// Gradients come in few formats, and in any of them to every kernel: reading them is inlined, behind a branch
+// that a whole tile takes together.
 __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
   constexpr int kFirst = __COUNTER__ + 1;
   switch (a.format) {
