@@ -10,7 +10,7 @@
 #include "engine/failure.h"
 #include "engine/float_environment.h"
 #include "engine/scaler.h"
-#include "engine/unit.h"
+#include "grad/sink.h"
 
 namespace {
 
@@ -101,16 +101,6 @@ void check_array_index(const scruple_tensor& t, int array) {
 void use_format(scruple_array& array, const char* format, Rounding rounding) {
   array.format = &find_format(format);
   array.rounding = rounding;
-}
-
-void check_scaler(const scruple_scaler& s) {
-  if (!(s.scale >= kSmallestScale && s.scale <= kLargestScale) ||
-      !(s.growth >= 1 && std::isfinite(s.growth)) || !(s.backoff > 0 && s.backoff <= 1) || s.interval < 1 ||
-      s.clean < 0)
-    fail(SCRUPLE_INVALID, "loss scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff,
-         ", interval ", s.interval, ", clean ", s.clean,
-         "}: needs scale in [2^-126, 2^127], growth >= 1, backoff in (0, 1], interval >= 1, 0 <= clean < "
-         "interval");
 }
 
 void reset_slots(scruple_engine& engine, const scruple_tensor& t, uint32_t mask) {
@@ -394,21 +384,7 @@ scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, 
   return guarded([&] {
     const scruple_tensor& t = required(tensor, "tensor");
     check_tensor(t, 0);
-    const bool inside = first >= 0 && size >= 0 && first <= t.size && size <= t.size - first;
-    if (!inside || first % kAlign != 0 || (size % kAlign != 0 && first + size != t.size))
-      fail(SCRUPLE_INVALID, "a view of ", size, " elements from ", first, " of a tensor of ", t.size,
-           ": it must lie inside, begin at a multiple of ", kAlign, " and end at one or at the tensor's end");
-    scruple_tensor view = t;
-    view.size = size;
-    view.offset += first;
-    for (scruple_array& array : view.arrays) {
-      array.owned = 0;
-      if (array.format == nullptr) continue;
-      const Bytes skip = bytes_of(*array.format, first);
-      if (array.codes != nullptr) array.codes = static_cast<char*>(array.codes) + skip.codes;
-      if (array.aux != nullptr) array.aux = static_cast<char*>(array.aux) + skip.aux;
-    }
-    required(out, "out") = view;
+    required(out, "out") = view_of(t, first, size, "a view");
   });
 }
 
@@ -446,7 +422,11 @@ scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensor
     if (!std::isfinite(all.multiplier) || all.multiplier == 0)
       fail(SCRUPLE_INVALID, "multiplier is ", all.multiplier,
            "; it must be finite and not 0 (start from SCRUPLE_STEP_OPTIONS_INIT)");
-    e.step(tensors, count, check_step(tensors, count, e.checked), all);
+    if (all.parts < 1 || all.part < 0 || all.part >= all.parts)
+      fail(SCRUPLE_INVALID, "part ", all.part, " of ", all.parts, "; parts count from 0 to parts - 1");
+    const u64 version = check_step(tensors, count, e.checked);
+    for (int64_t i = 0; i < count && all.parts > 1; ++i) check_parts(tensors[i], i);
+    e.step(tensors, count, version, all);
   });
 }
 
@@ -470,6 +450,9 @@ scruple_status scruple_measure(scruple_engine* engine, const scruple_tensor* ten
         offsetof(scruple_measure_options, loss_scale), "measure", "SCRUPLE_MEASURE_OPTIONS_INIT");
     if (!(all.max_norm >= 0 && std::isfinite(all.max_norm)))
       fail(SCRUPLE_INVALID, "max_norm is ", all.max_norm, "; it must be finite and at least 0 (0: no limit)");
+    if (all.gamma != nullptr && !(all.adagc > 0 && std::isfinite(all.adagc)))
+      fail(SCRUPLE_INVALID, "adagc is ", all.adagc,
+           "; with gamma it must be finite and above 0 (such as 1.05)");
     check_gradients(tensors, count);
     e.measure(tensors, count, all);
   });
@@ -517,7 +500,45 @@ scruple_status scruple_scaler_update(scruple_scaler* scaler, float found_inf) {
 
 scruple_status scruple_advance(scruple_engine* engine, const float* found_inf, scruple_scaler* scaler,
                                int64_t* steps) {
-  return guarded([&] { required(engine, "engine").advance(found_inf, scaler, steps); });
+  return guarded([&] { required(engine, "engine").advance({found_inf, scaler, steps}); });
+}
+
+// ---- Gradient policies ----
+
+scruple_status scruple_sink_create(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
+                                   const scruple_sink_options* options, scruple_sink** out) {
+  return guarded([&] {
+    scruple_sink*& made = required(out, "out");
+    scruple_engine& e = required(engine, "engine");
+    const scruple_sink_options all = read_options<scruple_sink_options>(
+        options, SCRUPLE_SINK_OPTIONS_INIT, offsetof(scruple_sink_options, max_norm), "sink",
+        "SCRUPLE_SINK_OPTIONS_INIT");
+    made = std::make_unique<scruple_sink>(e, tensors, count, all).release();
+  });
+}
+void scruple_sink_destroy(scruple_sink* sink) { delete sink; }
+int scruple_sink_measures(const scruple_sink* sink) { return sink != nullptr && sink->measures() ? 1 : 0; }
+
+scruple_status scruple_sink_measure(scruple_sink* sink, const scruple_piece* pieces, int64_t count) {
+  return guarded([&] { required(sink, "sink").measure(pieces, count); });
+}
+scruple_status scruple_sink_add(scruple_sink* sink, const scruple_piece* pieces, int64_t count) {
+  return guarded([&] { required(sink, "sink").add(pieces, count); });
+}
+scruple_status scruple_sink_end(scruple_sink* sink) {
+  return guarded([&] { required(sink, "sink").end(); });
+}
+scruple_status scruple_sink_read(scruple_sink* sink, scruple_sink_report* out) {
+  return guarded([&] {
+    scruple_sink_report& report = required(out, "out");
+    report = required(sink, "sink").read();
+  });
+}
+scruple_status scruple_sink_read_tensors(scruple_sink* sink, int64_t* steps, double* adagc_norms) {
+  return guarded([&] { required(sink, "sink").read_tensors(steps, adagc_norms); });
+}
+const float* scruple_sink_loss_scale(const scruple_sink* sink) {
+  return sink == nullptr ? nullptr : sink->loss_scale();
 }
 
 }  // extern "C"

@@ -6,6 +6,7 @@
 
 #include "engine/engine.h"
 #include "engine/failure.h"
+#include "engine/unit.h"
 
 namespace scruple {
 namespace {
@@ -153,24 +154,29 @@ bool is_last(const scruple_tensor* tensors, i64 count, const CheckedTable& last)
   return true;
 }
 
-}  // namespace
-
-u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last) {
-  check_table(tensors, count);
-  const std::lock_guard lock(last.mutex);
-  if (is_last(tensors, count, last)) return last.version;
+// The first `arrays` arrays of every tensor: all, or all but the gradient.
+void check_arrays(const scruple_tensor* tensors, i64 count, int arrays) {
   std::vector<Interval> intervals;
   intervals.reserve(static_cast<std::size_t>(count) * 7);
   for (i64 i = 0; i < count; ++i) {
     const scruple_tensor& t = tensors[i];
     check_steppable(t, i);
-    for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    for (int a = 0; a < arrays; ++a) {
       if (!is_used(t, a)) continue;
       check_array(t, i, a, true);
       add_planes(intervals, t.arrays[a], t.size, a != SCRUPLE_GRADIENT, i, a);
     }
   }
   check_overlap(intervals, tensors);
+}
+
+}  // namespace
+
+u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last) {
+  check_table(tensors, count);
+  const std::lock_guard lock(last.mutex);
+  if (is_last(tensors, count, last)) return last.version;
+  check_arrays(tensors, count, SCRUPLE_ARRAYS);
   std::vector<scruple_tensor> rows(tensors, tensors + count);
   std::vector<CheckedTable::Rule> rules;
   rules.reserve(rows.size());
@@ -178,6 +184,18 @@ u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last) {
   last.rows = std::move(rows);
   last.rules = std::move(rules);
   return ++last.version;
+}
+
+void check_state(const scruple_tensor* tensors, i64 count) {
+  check_table(tensors, count);
+  check_arrays(tensors, count, SCRUPLE_GRADIENT);
+}
+
+void check_parts(const scruple_tensor& t, i64 index) {
+  if (const char* problem = t.optimizer->whole_only())
+    fail(SCRUPLE_UNSUPPORTED, "tensor ", index, ": ", t.optimizer->rule().name,
+         " cannot take a step in parts: ", problem,
+         "; fold the micro-batches into an accumulator first (policy compressed or stored)");
 }
 
 void check_gradients(const scruple_tensor* tensors, i64 count) {
@@ -188,6 +206,10 @@ void check_gradients(const scruple_tensor* tensors, i64 count) {
   }
 }
 
+void check_accumulator(const scruple_tensor& t, i64 index) {
+  check_format(t.arrays[SCRUPLE_GRADIENT], SCRUPLE_ROLE_ACCUMULATOR, t.size, false, Where{index, "gradient"});
+}
+
 void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier) {
   check_gradients(tensors, count);
   check_table(incoming, count);
@@ -196,7 +218,7 @@ void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i6
   for (i64 i = 0; i < count; ++i) {
     const scruple_tensor& t = tensors[i];
     const scruple_array& into = t.arrays[SCRUPLE_GRADIENT];
-    check_format(into, SCRUPLE_ROLE_ACCUMULATOR, t.size, true, Where{i, "gradient"});
+    check_accumulator(t, i);
     const Where where{i, "incoming gradient"};
     check_format(incoming[i], SCRUPLE_ROLE_GRADIENT, t.size, true, where);
     if (incoming[i].rounding == kDither)
@@ -206,6 +228,34 @@ void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i6
     add_planes(intervals, incoming[i], t.size, false, i, SCRUPLE_GRADIENT);
   }
   check_overlap(intervals, tensors);
+}
+
+void check_scaler(const scruple_scaler& s) {
+  if (!(s.scale >= kSmallestScale && s.scale <= kLargestScale) ||
+      !(s.growth >= 1 && std::isfinite(s.growth)) || !(s.backoff > 0 && s.backoff <= 1) || s.interval < 1 ||
+      s.clean < 0)
+    fail(SCRUPLE_INVALID, "loss scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff,
+         ", interval ", s.interval, ", clean ", s.clean,
+         "}: needs scale in [2^-126, 2^127], growth >= 1, backoff in (0, 1], interval >= 1, 0 <= clean < "
+         "interval");
+}
+
+scruple_tensor view_of(const scruple_tensor& t, i64 first, i64 size, const std::string& what) {
+  const bool inside = first >= 0 && size >= 0 && first <= t.size && size <= t.size - first;
+  if (!inside || first % kAlign != 0 || (size % kAlign != 0 && first + size != t.size))
+    fail(SCRUPLE_INVALID, what, " of ", size, " elements from ", first, " of a tensor of ", t.size,
+         ": it must lie inside, begin at a multiple of ", kAlign, " and end at one or at the tensor's end");
+  scruple_tensor view = t;
+  view.size = size;
+  view.offset += first;
+  for (scruple_array& array : view.arrays) {
+    array.owned = 0;
+    if (array.format == nullptr) continue;
+    const Bytes skip = bytes_of(*array.format, first);
+    if (array.codes != nullptr) array.codes = static_cast<char*>(array.codes) + skip.codes;
+    if (array.aux != nullptr) array.aux = static_cast<char*>(array.aux) + skip.aux;
+  }
+  return view;
 }
 
 }  // namespace scruple

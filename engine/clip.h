@@ -1,8 +1,10 @@
 // What becomes of gradients before an optimizer sees them: clipping by the global norm, as
-// torch.nn.utils.clip_grad_norm_ does it, and unscaling.
+// torch.nn.utils.clip_grad_norm_ does it, or by a tensor's own history, and unscaling; and how a step ends.
 #pragma once
 
+#include "engine/scaler.h"
 #include "formats/codec.h"
+#include "include/scruple/scruple.h"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
@@ -29,6 +31,56 @@ SCRUPLE_HD Measured measured(double sum_squares, float loss_scale, double max_no
   const double norm = __builtin_sqrt(sum_squares) / static_cast<double>(loss_scale);
   return {norm == norm ? norm : __builtin_nan(""), is_finite(sum_squares) ? 0.0f : 1.0f,
           clip_factor(norm, max_norm)};
+}
+
+// AdaGC (Wang et al., "AdaGC: Enhancing LLM Pretraining Stability via Adaptive Gradient Clipping",
+// 2502.11034):
+//   h = min(1, lambda gamma / |g|);  gamma = beta gamma + (1 - beta) |h g|,  beta = 0.98
+// per tensor. gamma 0: no history; the first norm starts it, where the paper warms up under a global limit.
+// A norm that is not finite leaves no trace.
+struct AdaGc {
+  float clip;
+  double gamma;
+};
+SCRUPLE_HD AdaGc adagc(double norm, float clip, double lambda, double gamma) {
+  constexpr double kBeta = 0.98;
+  if (!is_finite(norm)) return {clip, gamma};
+  const double factor = lambda * gamma / norm;
+  if (gamma > 0 && factor < static_cast<double>(clip)) clip = static_cast<float>(factor);
+  const double clipped = norm * static_cast<double>(clip);
+  return {clip, gamma > 0 ? kBeta * gamma + (1 - kBeta) * clipped : clipped};
+}
+
+// The end of a measurement on every engine: writes what was asked for.
+SCRUPLE_HD void write_measured(double sum_squares, const scruple_measure_options& out) {
+  Measured result = measured(sum_squares, value_or(out.loss_scale, 1.0f), out.max_norm);
+  if (out.gamma != nullptr) {
+    const AdaGc adapted = adagc(result.norm, result.clip, out.adagc, *out.gamma);
+    result.clip = adapted.clip;
+    *out.gamma = adapted.gamma;
+  }
+  if (out.sum != nullptr) *out.sum = sum_squares;
+  if (out.norm != nullptr) *out.norm = result.norm;
+  if (out.found_inf != nullptr) *out.found_inf = result.found_inf;
+  if (out.clip != nullptr) *out.clip = result.clip;
+}
+
+// The end of a step on every engine. All in the engine's memory; any may be null.
+struct Advance {
+  const float* found_inf;
+  scruple_scaler* scaler;
+  i64* steps;              // + 1 where the step was taken
+  i64* skipped = nullptr;  // + 1 where it was not
+  float* any = nullptr;    // 1 where it was not, else as it was
+  float* reset = nullptr;  // 0 at the end; may be found_inf
+};
+SCRUPLE_HD void advance_by(const Advance& a) {
+  const bool skip = a.found_inf != nullptr && *a.found_inf != 0;
+  if (a.scaler != nullptr) *a.scaler = updated(*a.scaler, skip);
+  if (a.steps != nullptr && !skip) ++*a.steps;
+  if (a.skipped != nullptr && skip) ++*a.skipped;
+  if (a.any != nullptr && skip) *a.any = 1.0f;
+  if (a.reset != nullptr) *a.reset = 0.0f;
 }
 
 SCRUPLE_HD float gradient_multiplier(float multiplier, float clip, float loss_scale) {

@@ -33,6 +33,7 @@ struct TensorWork {
   UpdateFn update;
   StepConstants step;
   float multiplier;
+  bool keep_weight;  // another part of this step follows
 };
 
 struct alignas(64) TileBuffers {
@@ -40,7 +41,9 @@ struct alignas(64) TileBuffers {
   u16 random[kTile + 2 * kRandomsPerBlock];
 };
 
-ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_array& array, int which) {
+// `part` of the step: each has random numbers of its own.
+ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_array& array, int which,
+                     int part = 0) {
   ArrayWork work;
   const bool nonneg = which != SCRUPLE_GRADIENT && role_of(t, which) == SCRUPLE_ROLE_NONNEG;
   const CodecFns& fns = unit.codecs[array.format->index][nonneg ? 1 : 0];
@@ -53,7 +56,7 @@ ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_ar
   work.random_encode = array.rounding == kDither || array.rounding == kStochastic;
   const bool folded = which == SCRUPLE_GRADIENT;
   work.key = {t.optimizer->seed, static_cast<u32>(t.step), t.id, static_cast<u32>(which),
-              folded ? static_cast<u32>(t.folds) : 0u};
+              static_cast<u32>(folded ? t.folds : part)};
   return work;
 }
 
@@ -76,7 +79,7 @@ class CpuEngine final : public scruple_engine {
     const i64 steps = value_or(options.steps, i64{0});
     std::vector<TensorWork> work(static_cast<std::size_t>(count));
     for (i64 i = 0; i < count; ++i)
-      work[static_cast<std::size_t>(i)] = tensor_work(at_step(tensors[i], steps), multiplier);
+      work[static_cast<std::size_t>(i)] = tensor_work(at_step(tensors[i], steps), multiplier, options);
     for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
       TileBuffers buffers;
       for (i64 at = first; at < first + n; at += kTile)
@@ -86,9 +89,9 @@ class CpuEngine final : public scruple_engine {
   }
 
   double sum_squares(const scruple_tensor* tensors, i64 count) override {
-    return sum_squares(tensors, count, 0);
+    return sum_squares(tensors, count, 0, 0);
   }
-  double sum_squares(const scruple_tensor* tensors, i64 count, i64 steps) {
+  double sum_squares(const scruple_tensor* tensors, i64 count, i64 steps, double before) {
     std::vector<double> sums(static_cast<std::size_t>(chunk_count(tensors, count)));
     for_chunks(tensors, count, [&](i64 tensor, i64 chunk, i64 first, i64 n) {
       const scruple_tensor t = at_step(tensors[tensor], steps);
@@ -104,24 +107,17 @@ class CpuEngine final : public scruple_engine {
       }
       sums[static_cast<std::size_t>(chunk)] = sum;
     });
-    double total = 0;
+    double total = before;
     for (const double sum : sums) total += sum;
     return total;
   }
 
   void measure(const scruple_tensor* tensors, i64 count, const scruple_measure_options& options) override {
-    const Measured out = measured(sum_squares(tensors, count, value_or(options.steps, i64{0})),
-                                  value_or(options.loss_scale, 1.0f), options.max_norm);
-    if (options.norm != nullptr) *options.norm = out.norm;
-    if (options.found_inf != nullptr) *options.found_inf = out.found_inf;
-    if (options.clip != nullptr) *options.clip = out.clip;
+    const double before = value_or(options.sum_before, 0.0);
+    write_measured(sum_squares(tensors, count, value_or(options.steps, i64{0}), before), options);
   }
 
-  void advance(const float* found_inf, scruple_scaler* scaler, i64* steps) override {
-    const bool skipped = value_or(found_inf, 0.0f) != 0;
-    if (scaler != nullptr) *scaler = updated(*scaler, skipped);
-    if (steps != nullptr && !skipped) ++*steps;
-  }
+  void advance(const Advance& what) override { advance_by(what); }
 
   void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier,
             const i64* steps) override {
@@ -137,7 +133,7 @@ class CpuEngine final : public scruple_engine {
         if (t.folds > 0)
           decode_tile(before, t.offset, at, in_tile, buffers, buffers.weight);
         else
-          std::fill_n(buffers.weight, in_tile, 0.0f);
+          std::fill_n(buffers.weight, in_tile, -0.0f);  // added to -0, every x stays x
         decode_tile(arriving, t.offset, at, in_tile, buffers, buffers.gradient);
         unit_.add_scaled(buffers.weight, buffers.gradient, multiplier, in_tile);
         encode_tile(buffers.weight, after, t.offset, at, in_tile, buffers);
@@ -231,16 +227,19 @@ class CpuEngine final : public scruple_engine {
     });
   }
 
-  TensorWork tensor_work(const scruple_tensor& t, float multiplier) const {
+  TensorWork tensor_work(const scruple_tensor& t, float multiplier,
+                         const scruple_step_options& options) const {
     TensorWork work{};
     work.offset = t.offset;
-    work.weight = array_work(unit_, t, t.arrays[SCRUPLE_WEIGHT], SCRUPLE_WEIGHT);
+    work.weight = array_work(unit_, t, t.arrays[SCRUPLE_WEIGHT], SCRUPLE_WEIGHT, options.part);
     work.gradient = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
     for (int s = 0; s < kMaxSlots; ++s)
       if (is_used(t, SCRUPLE_SLOT + s))
-        work.slots[s] = array_work(unit_, t, t.arrays[SCRUPLE_SLOT + s], SCRUPLE_SLOT + s);
+        work.slots[s] = array_work(unit_, t, t.arrays[SCRUPLE_SLOT + s], SCRUPLE_SLOT + s, options.part);
     work.update = unit_.update[t.optimizer->rule().index][t.optimizer->active()];
-    work.step = t.optimizer->prepare(t.step);
+    work.step = t.optimizer->prepare(t.step, options.part == 0);
+    work.keep_weight = options.part + 1 < options.parts;
+    work.weight.in_place = work.weight.in_place && !work.keep_weight;
     work.multiplier = t.optimizer->maximize ? -multiplier : multiplier;
     return work;
   }
@@ -282,7 +281,8 @@ class CpuEngine final : public scruple_engine {
 
     work.update(weight, slots, gradient, n, work.step.bytes, work.multiplier);
 
-    if (!work.weight.in_place) encode_tile(weight, work.weight, work.offset, at, n, buffers);
+    if (!work.weight.in_place && !work.keep_weight)
+      encode_tile(weight, work.weight, work.offset, at, n, buffers);
     for (int s = 0; s < kMaxSlots; ++s)
       if (slots[s] != nullptr && !work.slots[s].in_place)
         encode_tile(slots[s], work.slots[s], work.offset, at, n, buffers);

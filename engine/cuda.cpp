@@ -212,7 +212,8 @@ class CudaEngine final : public scruple_engine {
       workspace_->version = version;
       sources_of_last_ = sources_.size();
     }
-    prepare(options.found_inf, options.clip, options.loss_scale, options.steps);
+    prepare(options.found_inf, options.clip, options.loss_scale, options.steps, options.part,
+            options.part + 1 < options.parts);
     for (const Image& image : images()) launch_over(image, image.kernel);
   }
 
@@ -231,12 +232,12 @@ class CudaEngine final : public scruple_engine {
     measure_into(tensors, count, options);
   }
 
-  void advance(const float* found_inf, scruple_scaler* scaler, i64* steps) override {
+  void advance(const Advance& what) override {
     const Call call(*this);
-    check_readable(found_inf, "found_inf");
-    check_readable(scaler, "scaler");
-    check_readable(steps, "steps");
-    launch(gradient_kernels().advance, 1, 1, found_inf, scaler, steps);
+    check_readable(what.found_inf, "found_inf");
+    check_readable(what.scaler, "scaler");
+    check_readable(what.steps, "steps");
+    launch(gradient_kernels().advance, 1, 1, what);
   }
 
   void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier,
@@ -527,7 +528,10 @@ class CudaEngine final : public scruple_engine {
     }
   }
 
-  void prepare(const float* found_inf, const float* clip, const float* loss_scale, const i64* steps) {
+  void prepare(const float* found_inf, const float* clip, const float* loss_scale, const i64* steps,
+               int part = 0, bool keep_weight = false) {
+    prepare_.part = static_cast<u32>(part);
+    prepare_.keep_weight = keep_weight ? 1 : 0;
     prepare_.found_inf = found_inf;
     prepare_.clip = clip;
     prepare_.loss_scale = loss_scale;
@@ -548,6 +552,9 @@ class CudaEngine final : public scruple_engine {
     check_readable(options.norm, "norm");
     check_readable(options.found_inf, "found_inf");
     check_readable(options.clip, "clip");
+    check_readable(options.sum_before, "sum_before");
+    check_readable(options.sum, "sum");
+    check_readable(options.gamma, "gamma");
     Image& image = image_for(gradient_kernels().sum_squares);
     for (i64 i = 0; i < count; ++i) {
       const scruple_tensor& t = tensors[i];
@@ -564,9 +571,7 @@ class CudaEngine final : public scruple_engine {
     auto* const sums = sums_.at<double>(0);
     prepare(nullptr, nullptr, nullptr, options.steps);
     launch_over(image, image.kernel, sums + 1);
-    launch(gradient_kernels().finish_norm, 1, kBlock,
-           NormOutput{sums + 1, chunks, sums, options.max_norm, options.loss_scale, options.norm,
-                      options.found_inf, options.clip});
+    launch(gradient_kernels().finish_norm, 1, kBlock, NormOutput{sums + 1, chunks, sums, options});
     return sums;
   }
 

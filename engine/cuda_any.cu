@@ -88,6 +88,11 @@ __global__ void __launch_bounds__(kBlock) step_any(DeviceTable table, const Cons
     if (c.skip != 0) return;
     const Place at =
         place_of<kLane>(cursor.tile * kBlockTile + static_cast<i64>(threadIdx.x) * kLane, row.size);
+    const auto draws = [&](int array) {
+      Draws drawn = draws_of(row, c, array);
+      drawn.key.folds = write_of(row, c, array);
+      return drawn;
+    };
     Elements<kLane> e{};
     float g[kLane] = {};
     float(*const slots[kMaxSlots])[kLane] = {&e.s0, &e.s1, &e.s2};
@@ -95,12 +100,12 @@ __global__ void __launch_bounds__(kBlock) step_any(DeviceTable table, const Cons
       for (int s = 0; s < kMaxSlots; ++s)
         if ((row.active >> s & 1u) != 0) visit(SCRUPLE_SLOT + s, *slots[s]);
     };
-    decode_any(row.arrays[SCRUPLE_GRADIENT], at, draws_of(row, c, SCRUPLE_GRADIENT), g);
-    decode_any(row.arrays[SCRUPLE_WEIGHT], at, draws_of(row, c, SCRUPLE_WEIGHT), e.w);
-    for_slots([&](int a, float(&x)[kLane]) { decode_any(row.arrays[a], at, draws_of(row, c, a), x); });
+    decode_any(row.arrays[SCRUPLE_GRADIENT], at, draws(SCRUPLE_GRADIENT), g);
+    decode_any(row.arrays[SCRUPLE_WEIGHT], at, draws(SCRUPLE_WEIGHT), e.w);
+    for_slots([&](int a, float(&x)[kLane]) { decode_any(row.arrays[a], at, draws(a), x); });
     update_any(row, e, g, c, at.n);
-    encode_any(e.w, row.arrays[SCRUPLE_WEIGHT], at, draws_of(row, c, SCRUPLE_WEIGHT));
-    for_slots([&](int a, const float(&x)[kLane]) { encode_any(x, row.arrays[a], at, draws_of(row, c, a)); });
+    if (c.keep_weight == 0) encode_any(e.w, row.arrays[SCRUPLE_WEIGHT], at, draws(SCRUPLE_WEIGHT));
+    for_slots([&](int a, const float(&x)[kLane]) { encode_any(x, row.arrays[a], at, draws(a)); });
   }
 }
 

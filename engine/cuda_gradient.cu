@@ -15,10 +15,13 @@ __global__ void upload(const __grid_constant__ Upload data) {
 }
 
 template <class Rule>
-__device__ void prepare_rule(const ConstantsSource& from, i64 t, StepConstants& to) {
+__device__ void prepare_rule(const ConstantsSource& from, i64 t, bool first, StepConstants& to) {
   auto hyper = *reinterpret_cast<const typename Rule::Hyper*>(from.hyper.bytes);
   if (from.lr != nullptr) hyper.lr = *from.lr;
-  *reinterpret_cast<typename Rule::Step*>(to.bytes) = Rule::prepare(hyper, t);
+  typename Rule::Step step = Rule::prepare(hyper, t);
+  if constexpr (requires { Rule::continued(step); })
+    if (!first) step = Rule::continued(step);
+  *reinterpret_cast<typename Rule::Step*>(to.bytes) = step;
 }
 
 __global__ void prepare(const __grid_constant__ PrepareInput in) {
@@ -30,6 +33,8 @@ __global__ void prepare(const __grid_constant__ PrepareInput in) {
   to.t = static_cast<u32>(t);
   to.rule = from.rule;
   to.seed = from.seed;
+  to.part = in.part;
+  to.keep_weight = in.keep_weight;
   to.skip = value_or(in.found_inf, 0.0f) != 0 ? 1u : 0u;
   // In the order that the CPU takes: the sign of `maximize` comes last and is exact.
   to.multiplier =
@@ -38,7 +43,7 @@ __global__ void prepare(const __grid_constant__ PrepareInput in) {
   switch (from.rule) {
 #define SCRUPLE_OPTIMIZER(Rule) \
   case __COUNTER__ - kFirst:    \
-    return prepare_rule<Rule>(from, t, to.step);
+    return prepare_rule<Rule>(from, t, in.part == 0, to.step);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
     default: return;
@@ -125,7 +130,7 @@ __global__ void __launch_bounds__(kBlock, 2)
 __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ NormOutput out) {
   constexpr int kBatch = 8 * kBlock;
   __shared__ alignas(16) double batch[kBatch];
-  double sum = 0;
+  double sum = value_or(out.options.sum_before, 0.0);
   for (i64 first = 0; first < out.chunks; first += kBatch) {
     const int n = static_cast<int>(min(static_cast<i64>(kBatch), out.chunks - first));
     for (int i = static_cast<int>(threadIdx.x); i < kBatch; i += kBlock)
@@ -140,11 +145,8 @@ __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ No
     __syncthreads();
   }
   if (threadIdx.x != 0) return;
-  const Measured result = measured(sum, value_or(out.loss_scale, 1.0f), out.max_norm);
   if (out.sum != nullptr) *out.sum = sum;
-  if (out.norm != nullptr) *out.norm = result.norm;
-  if (out.found_inf != nullptr) *out.found_inf = result.found_inf;
-  if (out.clip != nullptr) *out.clip = result.clip;
+  write_measured(sum, out.options);
 }
 
 // ---- Folds ----
@@ -155,7 +157,9 @@ __device__ void fold_tile(const DeviceRow& row, const Constants& constants, floa
   const Draws before = draws_of(row, constants, SCRUPLE_GRADIENT);
   Draws after = before;
   ++after.key.folds;
-  float sum[kLane] = {}, x[kLane] = {};
+  float sum[kLane], x[kLane] = {};
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
   if (row.folds > 0) read_gradient<Whole, kLane>(total, at, before, sum);
   read_gradient<Whole, kLane>(arriving, at, before, x);
 #pragma unroll
@@ -192,11 +196,7 @@ __global__ void __launch_bounds__(kBlock)
   }
 }
 
-__global__ void advance(const float* found_inf, scruple_scaler* scaler, i64* steps) {
-  const bool skipped = value_or(found_inf, 0.0f) != 0;
-  if (scaler != nullptr) *scaler = updated(*scaler, skipped);
-  if (steps != nullptr && !skipped) ++*steps;
-}
+__global__ void advance(const __grid_constant__ Advance what) { advance_by(what); }
 
 }  // namespace
 }  // namespace SCRUPLE_UNIT

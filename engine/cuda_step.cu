@@ -57,7 +57,11 @@ __device__ void step_tile(const DeviceRow& row, const Constants& constants, Plac
   using S1 = decltype(array_of_slot<Rule, Active, 1, Moment, Nonneg>());
   using S2 = decltype(array_of_slot<Rule, Active, 2, Moment, Nonneg>());
   const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
-  const auto draws = [&](int array) { return draws_of(row, constants, array); };
+  const auto draws = [&](int array) {
+    Draws drawn = draws_of(row, constants, array);
+    drawn.key.folds = write_of(row, constants, array);
+    return drawn;
+  };
   Elements<N> e{};
   // Reads, decodes and updates; nothing is written, so it can be done again.
   const auto advance = [&](auto& math) {
@@ -84,7 +88,8 @@ __device__ void step_tile(const DeviceRow& row, const Constants& constants, Plac
   }
   if (bad) make_canonical<Active, N>(e);
 
-  Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, draws(SCRUPLE_WEIGHT));
+  if (constants.keep_weight == 0)
+    Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, draws(SCRUPLE_WEIGHT));
   encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, draws(SCRUPLE_SLOT));
   encode_array<S1, Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, draws(SCRUPLE_SLOT + 1));
   encode_array<S2, Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, draws(SCRUPLE_SLOT + 2));

@@ -42,8 +42,13 @@ struct Constants {
   u32 t;
   u32 skip;
   i32 rule;
-  u32 unused[2];
+  u32 part;         // of the step; 0: the first, or the whole
+  u32 keep_weight;  // another part follows
 };
+// Which write of its step an array's random numbers belong to.
+SCRUPLE_HD u32 write_of(const DeviceRow& row, const Constants& c, int array) {
+  return array == SCRUPLE_GRADIENT ? row.folds : c.part;
+}
 struct ConstantsSource {
   HyperBytes hyper;
   const double* lr;
@@ -90,6 +95,7 @@ struct PrepareInput {
   int count;
   const float *found_inf, *clip, *loss_scale;
   const i64* steps;
+  u32 part, keep_weight;
   ConstantsSource sources[kPreparedAtOnce];
 };
 static_assert(sizeof(Upload) <= 32764 && sizeof(PrepareInput) <= 32764);
@@ -97,11 +103,8 @@ static_assert(sizeof(Upload) <= 32764 && sizeof(PrepareInput) <= 32764);
 struct NormOutput {
   const double* sums;  // of chunks
   i64 chunks;
-  double* sum;  // may be null, and so may the others
-  double max_norm;
-  const float* loss_scale;
-  double* norm;
-  float *found_inf, *clip;
+  double* sum;  // may be null
+  scruple_measure_options options;
 };
 
 struct GradientKernels {
@@ -110,7 +113,7 @@ struct GradientKernels {
   const void* sum_squares;  // (DeviceTable in chunks, const Constants*, double* sums)
   const void* finish_norm;  // (NormOutput), one block
   const void* fold;         // (DeviceTable, const Constants*, float multiplier); arrays[0] is what arrives
-  const void* advance;      // (const float* found_inf, scruple_scaler*, i64* steps), one thread
+  const void* advance;      // (Advance), one thread
 };
 const GradientKernels& gradient_kernels();
 

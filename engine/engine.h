@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/clip.h"
 #include "engine/registry.h"
 #include "engine/rule.h"
 #include "include/scruple/scruple.h"
@@ -41,7 +42,7 @@ struct scruple_engine {
                              scruple::i64 count) = 0;  // of the gradients as stored, on the host
   virtual void measure(const scruple_tensor* tensors, scruple::i64 count,
                        const scruple_measure_options& options) = 0;
-  virtual void advance(const float* found_inf, scruple_scaler* scaler, scruple::i64* steps) = 0;
+  virtual void advance(const scruple::Advance& what) = 0;
   virtual void fold(const scruple_tensor* tensors, const scruple_array* incoming, scruple::i64 count,
                     float multiplier, const scruple::i64* steps) = 0;
   virtual void clear(const scruple_tensor* tensors, scruple::i64 count) = 0;  // gradients
@@ -77,7 +78,16 @@ void check_tensor(const scruple_tensor& tensor, i64 index);
 // Format, rounding and, with `memory`, planes of one array that is used.
 void check_array(const scruple_tensor& tensor, i64 index, int array, bool memory);
 u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last);  // the table's version
+// Weights and moments as check_step would, gradients not.
+void check_state(const scruple_tensor* tensors, i64 count);
+// That tensor `index` can take a step in parts.
+void check_parts(const scruple_tensor& tensor, i64 index);
 void check_gradients(const scruple_tensor* tensors, i64 count);
 void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier);
+void check_accumulator(const scruple_tensor& tensor, i64 index);  // the format alone
+void check_scaler(const scruple_scaler& scaler);
+
+// Elements `first` to `first + size` as a tensor of their own. `what` is asked for, in messages.
+scruple_tensor view_of(const scruple_tensor& tensor, i64 first, i64 size, const std::string& what);
 
 }  // namespace scruple

@@ -14,7 +14,8 @@ constexpr const char* kMaximize = "maximize";
 
 template <class Rule>
 RuleInfo describe(int index) {
-  RuleInfo info{Rule::name, Rule::doc, index, Rule::slots, {}};
+  RuleInfo info{Rule::name, Rule::doc, index, Rule::slots, {}, Accumulation::none};
+  if constexpr (requires { Rule::accumulation; }) info.accumulation = Rule::accumulation;
   typename Rule::Hyper defaults;
   Rule::visit(defaults, [&](const char* name, double& value, Range range, const char* doc) {
     info.hypers.push_back({name, doc, value, range});
@@ -57,10 +58,17 @@ struct OptimizerOf final : scruple_optimizer {
     return 0;
   }
   HyperBytes hyper() const override { return packed<HyperBytes>(hyper_); }
-  StepConstants prepare(i64 step) const override {
+  StepConstants prepare(i64 step, bool first) const override {
     typename Rule::Hyper h = hyper_;
     if (lr_at != nullptr) h.lr = *lr_at;
-    return packed<StepConstants>(Rule::prepare(h, step));
+    const typename Rule::Step whole = Rule::prepare(h, step);
+    if constexpr (requires { Rule::continued(whole); })
+      if (!first) return packed<StepConstants>(Rule::continued(whole));
+    return packed<StepConstants>(whole);
+  }
+  const char* whole_only() const override {
+    if constexpr (requires { Rule::whole_only(hyper_); }) return Rule::whole_only(hyper_);
+    return "its update needs the whole gradient at once";
   }
 
  private:

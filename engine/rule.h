@@ -23,6 +23,7 @@ struct RuleInfo {
   int index;  // its row in optim.def and in every unit's table
   std::span<const Slot> slots;
   std::vector<HyperField> hypers;
+  Accumulation accumulation;  // how it takes a step in parts
 };
 
 // The constants of one step, and the hyperparameters, of any rule.
@@ -44,7 +45,9 @@ struct scruple_optimizer {
   virtual const char* problem() const = 0;
   virtual double initial(int slot) const = 0;
   virtual scruple::HyperBytes hyper() const = 0;
-  virtual scruple::StepConstants prepare(scruple::i64 step) const = 0;  // reads lr_at, where it is set
+  // `first`: of the parts of this step, or the whole of it. Reads lr_at, where it is set.
+  virtual scruple::StepConstants prepare(scruple::i64 step, bool first) const = 0;
+  virtual const char* whole_only() const = 0;  // why it cannot take a step in parts, or nullptr
 
   std::uint64_t seed = 0;
   const double* lr_at = nullptr;  // in an engine's memory

@@ -33,6 +33,13 @@ struct AdamMoments {
             static_cast<float>(1 / __builtin_sqrt(correction2)),
             static_cast<float>(h.eps)};
   }
+  // AdamA (Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients",
+  // 2305.19982): both moments decay once a step, however many gradients it takes in.
+  SCRUPLE_HD AdamMoments continued() const {
+    AdamMoments k = *this;
+    k.b1 = k.b2 = 1;
+    return k;
+  }
   // `kept` is the weight after decay.
   template <unsigned Active>
   SCRUPLE_HD Elem<3> advance(Elem<3> e, float g, float kept, auto& math) const {
@@ -64,6 +71,13 @@ struct Adam {
   };
   static SCRUPLE_HD Step prepare(const Hyper& h, i64 t) {
     return {AdamMoments::prepare(h, t), static_cast<float>(h.weight_decay)};
+  }
+  static constexpr Accumulation accumulation = Accumulation::adama;
+  static SCRUPLE_HD Step continued(const Step& k) { return {k.moments.continued(), k.decay}; }
+  static const char* whole_only(const Hyper& h) {
+    if (h.amsgrad != 0) return "amsgrad would compare second moments that are not complete";
+    return h.weight_decay != 0 ? "coupled weight decay would be added with every part (adamw decays once)"
+                               : nullptr;
   }
   template <unsigned Active>
   static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k, auto& math) {

@@ -26,6 +26,11 @@ struct AdamW {
   static SCRUPLE_HD Step prepare(const Hyper& h, i64 t) {
     return {AdamMoments::prepare(h, t), static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
   }
+  static constexpr Accumulation accumulation = Accumulation::adama;
+  static SCRUPLE_HD Step continued(const Step& k) { return {k.moments.continued(), k.keep}; }
+  static const char* whole_only(const Hyper& h) {
+    return h.amsgrad != 0 ? "amsgrad would compare second moments that are not complete" : nullptr;
+  }
   template <unsigned Active>
   static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k, auto& math) {
     return k.moments.advance<Active>(e, g, e.w * k.keep, math);

@@ -7,6 +7,10 @@
 //   update<Active>       the formula: floats in, floats out, no storage. A NaN in the gradient or in any slot
 //                        must reach the weight: the engines look for one there alone. `math`
 //                        divides by roots.
+// and, where a step can be taken in parts (gradients of micro-batches going straight into the moments),
+//   accumulation         by which method
+//   continued(k)         the constants of the parts after the first: nothing decays
+//   whole_only(h)        why these hyperparameters cannot, or nullptr
 // All arithmetic is IEEE; fma is written where it is wanted and the compiler may not add any.
 #pragma once
 
@@ -21,6 +25,11 @@ struct Slot {
   Sign sign;
   bool optional = false;
 };
+
+// How the gradients of several micro-batches make one step without being kept.
+//   momentum  b = mu b + g_1 / N, then b += g_i / N: exactly the step of the mean gradient
+//   adama     m = b1 m + (1 - b1) g_1 / N, v = b2 v + (1 - b2) (g_1 / N)^2, then the same without decay
+enum class Accumulation { none, momentum, adama };
 
 // Values a hyperparameter may take: 0 and up, [0, 1), or 0 and 1.
 enum class Range { nonneg, fraction, flag };

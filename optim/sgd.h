@@ -16,6 +16,12 @@ struct Momentum {
     return {static_cast<float>(momentum), static_cast<float>(t == 1 ? 1 : 1 - dampening),
             static_cast<float>(nesterov != 0 ? momentum : -1)};
   }
+  SCRUPLE_HD Momentum continued() const { return {1, take, nesterov}; }
+  static const char* whole_only(const auto& h) {
+    if (h.momentum == 0) return "without momentum there is no buffer to take the parts";
+    if (h.dampening != 0) return "dampening would differ between the parts of the first step";
+    return h.nesterov != 0 ? "nesterov needs the whole gradient when the weight moves" : nullptr;
+  }
   SCRUPLE_HD float next(float buffer, float g) const { return fma(momentum, buffer, take * g); }
   SCRUPLE_HD float direction(float buffer, float g) const {
     return nesterov >= 0 ? fma(nesterov, buffer, g) : buffer;
@@ -50,6 +56,10 @@ struct Sgd {
     return {Momentum::prepare(h.momentum, h.dampening, h.nesterov, t), static_cast<float>(h.lr),
             static_cast<float>(h.weight_decay)};
   }
+  static constexpr Accumulation accumulation = Accumulation::momentum;
+  // The decay came with the first part; the weight has not moved since.
+  static SCRUPLE_HD Step continued(const Step& k) { return {k.momentum.continued(), k.lr, 0}; }
+  static const char* whole_only(const Hyper& h) { return Momentum::whole_only(h); }
   template <unsigned Active>
   static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
     g = fma(k.decay, e.w, g);

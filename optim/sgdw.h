@@ -29,6 +29,9 @@ struct Sgdw {
     return {Momentum::prepare(h.momentum, h.dampening, h.nesterov, t), static_cast<float>(h.lr),
             static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
   }
+  static constexpr Accumulation accumulation = Accumulation::momentum;
+  static SCRUPLE_HD Step continued(const Step& k) { return {k.momentum.continued(), k.lr, k.keep}; }
+  static const char* whole_only(const Hyper& h) { return Momentum::whole_only(h); }
   template <unsigned Active>
   static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
     if constexpr (Active & 1) {

@@ -272,10 +272,14 @@ typedef struct scruple_step_options {
   const float* loss_scale; /* such as the first field of a scruple_scaler */
   const int64_t* steps;    /* added to every tensor's step: the steps taken since the table was made; the sum
                               must stay below 2^32 */
+  /* Above 1: these gradients are number `part` (from 0) of `parts` that make one step. The moments decay with
+   * the first, the weight moves with the last and is not touched before. Only for optimizers that can
+   * (docs/gradients.md); the mean is taken by a multiplier of 1 / parts. */
+  int32_t part, parts;
 } scruple_step_options;
 
 #define SCRUPLE_STEP_OPTIONS_INIT \
-  { sizeof(scruple_step_options), 1.0f, NULL, NULL, NULL, NULL }
+  { sizeof(scruple_step_options), 1.0f, NULL, NULL, NULL, NULL, 0, 1 }
 
 /* One optimizer step of all tensors. `options` NULL: the defaults. Planes that the step writes may not
  * overlap. A non-finite gradient is not an error: it makes that element (and the scale group of its moments)
@@ -302,10 +306,16 @@ typedef struct scruple_measure_options {
   double* norm;            /* out: the norm over loss_scale */
   float* found_inf;        /* out: 1 if any gradient is not finite, else 0 */
   float* clip;             /* out: scruple_clip_factor(*norm, max_norm) */
+  /* For gradients that are measured piece by piece: the squares so far, to which these are added. */
+  const double* sum_before;
+  double* sum; /* out: the sum of squares, not divided by loss_scale; may be sum_before */
+  /* AdaGC (2502.11034) for the gradients of this table as one: *clip is at most adagc * *gamma / *norm. */
+  double adagc;
+  double* gamma; /* in and out: the moving average of the clipped norm; 0: no history yet. NULL: no AdaGC */
 } scruple_measure_options;
 
 #define SCRUPLE_MEASURE_OPTIONS_INIT \
-  { sizeof(scruple_measure_options), 0.0, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(scruple_measure_options), 0.0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0.0, NULL }
 
 /* What scruple_norm computes, left in the engine's memory for scruple_step to read: no trip to the host. */
 SCRUPLE_API scruple_status scruple_measure(scruple_engine* engine, const scruple_tensor* tensors,
@@ -339,6 +349,103 @@ SCRUPLE_API scruple_status scruple_scaler_update(scruple_scaler* scaler, float f
  * copied there must be one that scruple_scaler_update accepts. */
 SCRUPLE_API scruple_status scruple_advance(scruple_engine* engine, const float* found_inf,
                                            scruple_scaler* scaler, int64_t* steps);
+
+/* ---- Gradient policies ---- */
+
+/* A sink takes gradients as backward produces them, whole tensors or pieces, and takes the step: clipping,
+ * loss scaling and accumulation over micro-batches included, with nothing read back by the host. What becomes
+ * of a gradient on the way is the policy. docs/gradients.md compares them. */
+typedef enum scruple_policy {
+  SCRUPLE_STORED = 0,    /* kept from the first piece to the next step, in memory that the sink keeps */
+  SCRUPLE_RELEASED = 1,  /* stepped on arrival and never kept: no memory; no global norm */
+  SCRUPLE_COMPRESSED = 2 /* as stored, but with one micro-batch memory is taken at a tensor's first piece and
+                            given back after the step */
+} scruple_policy;
+
+/* How several micro-batches make one step. */
+typedef enum scruple_accumulation {
+  SCRUPLE_ACCUMULATE_GRADIENTS = 0, /* stored, compressed: the mean gradient */
+  SCRUPLE_ACCUMULATE_MOMENTUM = 1,  /* released; sgd and sgdw with momentum: the same step as the mean's */
+  SCRUPLE_ACCUMULATE_ADAMA = 2 /* released; adam and adamw, by AdamA (2305.19982): the first moment is the
+                                       mean's, the second up to micro_batches times smaller */
+} scruple_accumulation;
+
+/* Where accumulators come from. `free` is called when the work that uses the memory has been queued, not when
+ * it is done: with a CUDA engine the memory must be ordered by the engine's stream. NULL from `alloc`: out of
+ * memory. Neither may call the sink. */
+typedef struct scruple_memory {
+  void* context;
+  void* (*alloc)(void* context, int64_t bytes);
+  void (*free)(void* context, void* memory, int64_t bytes);
+} scruple_memory;
+
+typedef struct scruple_sink_options {
+  size_t struct_size;
+  scruple_policy policy;
+  scruple_accumulation accumulation;
+  int32_t micro_batches; /* scruple_sink_end calls to a step */
+  double max_norm;       /* stored, compressed: limit of the global norm; 0: none */
+  double tensor_norm;    /* released: limit of every tensor's own norm; 0: none */
+  double adagc;          /* released: lambda of AdaGC, such as 1.05; 0: off. With both, the smaller factor */
+  const scruple_scaler* scaler; /* copied; NULL: no loss scaling */
+  const double* adagc_norms;    /* copied, one for each tensor: AdaGC goes on from here; NULL: afresh */
+  scruple_memory memory;        /* all NULL: the engine's own */
+} scruple_sink_options;
+
+#define SCRUPLE_SINK_OPTIONS_INIT                                                                       \
+  {                                                                                                     \
+    sizeof(scruple_sink_options), SCRUPLE_STORED, SCRUPLE_ACCUMULATE_GRADIENTS, 1, 0.0, 0.0, 0.0, NULL, \
+        NULL, {                                                                                         \
+      NULL, NULL, NULL                                                                                  \
+    }                                                                                                   \
+  }
+
+/* A part of one tensor's gradient: `size` elements from `first`, bounded as in scruple_tensor_view. Any
+ * format that a step can read, undithered. */
+typedef struct scruple_piece {
+  int64_t tensor, first, size;
+  scruple_array gradient;
+} scruple_piece;
+
+typedef struct scruple_sink_report {
+  double norm;     /* of the last step's gradient over the loss scale; released: NaN, it is never known */
+  float found_inf; /* 1: the last step was skipped (released: of a tensor) */
+  float clip;      /* the last step's factor; released: 1, each tensor has its own */
+  int64_t steps;   /* taken; released: without a skipped tensor */
+  int64_t skipped; /* steps skipped; released: tensors skipped, over all steps */
+  scruple_scaler scaler;
+} scruple_sink_report;
+
+typedef struct scruple_sink scruple_sink;
+
+/* The table is copied; its planes, its optimizers and the engine must outlive the sink. step is that of the
+ * first step to be taken; the sink counts on from it, for each tensor. Stored and compressed:
+ * arrays[SCRUPLE_GRADIENT] says how gradients are kept (such as int8 with SCRUPLE_DITHER, or fp32), planes
+ * that are set there are used and the others allocated. Released: that array is ignored. */
+SCRUPLE_API scruple_status scruple_sink_create(scruple_engine* engine, const scruple_tensor* tensors,
+                                               int64_t count, const scruple_sink_options* options,
+                                               scruple_sink** out);
+SCRUPLE_API void scruple_sink_destroy(scruple_sink* sink);
+/* 1: a tensor that comes in pieces must be shown whole with scruple_sink_measure, in the order of `first`,
+ * before its first piece is added: released with clipping or loss scaling. A tensor added in one piece need
+ * not be. */
+SCRUPLE_API int scruple_sink_measures(const scruple_sink* sink);
+SCRUPLE_API scruple_status scruple_sink_measure(scruple_sink* sink, const scruple_piece* pieces,
+                                                int64_t count);
+/* Takes these pieces of the micro-batch's gradient, of the loss times *scruple_sink_loss_scale. Every element
+ * of a tensor comes once in a micro-batch, in any order of pieces; a tensor that gets none in a whole step is
+ * left alone. The pieces' memory is read in the engine's order of work, as by scruple_fold. */
+SCRUPLE_API scruple_status scruple_sink_add(scruple_sink* sink, const scruple_piece* pieces, int64_t count);
+/* After the backward pass of each micro-batch; the last of a step takes it. Where a tensor has not come
+ * whole, says so and changes nothing: add the rest, and call it again. */
+SCRUPLE_API scruple_status scruple_sink_end(scruple_sink* sink);
+/* What the host may want to know; waits for the engine. */
+SCRUPLE_API scruple_status scruple_sink_read(scruple_sink* sink, scruple_sink_report* out);
+/* For a checkpoint, one value for each tensor: the step about to be taken, and what AdaGC remembers. Either
+ * may be NULL. Waits for the engine. */
+SCRUPLE_API scruple_status scruple_sink_read_tensors(scruple_sink* sink, int64_t* steps, double* adagc_norms);
+/* What to multiply the loss by, in the engine's memory; 1 without a scaler. */
+SCRUPLE_API const float* scruple_sink_loss_scale(const scruple_sink* sink);
 
 #ifdef __cplusplus
 }

@@ -179,6 +179,49 @@ inline void step(Engine& engine, Tensor& tensor, float multiplier = 1) {
   step(engine, std::span<Tensor>(&tensor, 1), multiplier);
 }
 
+// A gradient policy over a table of tensors, which must outlive it with their engine. Gradients go in with
+// add(), end() closes a micro-batch, and the last one of a step takes it.
+class Sink {
+ public:
+  Sink(Engine& engine, std::span<const scruple_tensor> tensors, const scruple_sink_options& options) {
+    scruple_sink* made = nullptr;
+    check(scruple_sink_create(engine.raw(), tensors.data(), static_cast<std::int64_t>(tensors.size()),
+                              &options, &made));
+    handle_.reset(made);
+  }
+  Sink(Engine& engine, std::span<const Tensor> tensors, const scruple_sink_options& options)
+      : Sink(engine, std::span<const scruple_tensor>(table_of(tensors)), options) {}
+
+  bool measures() const { return scruple_sink_measures(raw()) != 0; }
+  void measure(std::span<const scruple_piece> pieces) {
+    check(scruple_sink_measure(raw(), pieces.data(), static_cast<std::int64_t>(pieces.size())));
+  }
+  void add(std::span<const scruple_piece> pieces) {
+    check(scruple_sink_add(raw(), pieces.data(), static_cast<std::int64_t>(pieces.size())));
+  }
+  // `size` elements from `first` of one tensor's gradient.
+  void add(std::int64_t tensor, std::int64_t first, std::int64_t size, const void* codes,
+           const char* format) {
+    const scruple_piece piece = {
+        tensor, first, size, {format_named(format), const_cast<void*>(codes), nullptr, SCRUPLE_NEAREST, 0}};
+    add(std::span(&piece, 1));
+  }
+  void end() { check(scruple_sink_end(raw())); }
+  scruple_sink_report read() const {
+    scruple_sink_report report = {};
+    check(scruple_sink_read(raw(), &report));
+    return report;
+  }
+  const float* loss_scale() const { return scruple_sink_loss_scale(raw()); }
+  scruple_sink* raw() const { return handle_.get(); }
+
+ private:
+  struct Destroy {
+    void operator()(scruple_sink* sink) const { scruple_sink_destroy(sink); }
+  };
+  std::unique_ptr<scruple_sink, Destroy> handle_;
+};
+
 struct Norm {
   double value;
   bool finite;  // false: do not take this step
