@@ -1,0 +1,64 @@
+// Files as this library wants them: read through a mapping, written whole or not at all. Problems are
+// thrown as std::runtime_error with the path, what was wrong and what to do.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace scruple::io {
+
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+// A file's bytes, read only, for as long as this lives. Pages are loaded when they are touched, so a large
+// file costs nothing until then; but a file that another process shortens meanwhile kills the one that
+// touches the lost end. Replacing the file (as NewFile does) is harmless: the mapping keeps the old one.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path);
+  ~MappedFile();
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&&) = delete;
+
+  std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(memory_), size_}; }
+
+ private:
+  void* memory_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// A file that appears under its name complete and on the disk, or not at all: it is written beside, under
+// another name, and renamed by finish(). Without finish() nothing is left behind and an older file of that
+// name stays as it was. (A process that is killed leaves NAME.partial-PID-N; it is safe to delete.)
+class NewFile {
+ public:
+  explicit NewFile(const std::string& path);
+  ~NewFile();
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+
+  void write(std::uint64_t offset, std::span<const std::byte> bytes);
+  void finish();
+
+ private:
+  [[noreturn]] void give_up(const char* doing, int error);
+
+  std::string path_, partial_;
+  int descriptor_ = -1;
+};
+
+// A short text, in the same way.
+void write_text(const std::string& path, std::string_view text);
+// At most `limit` bytes; a longer file is refused.
+std::string read_text(const std::string& path, std::size_t limit);
+
+}  // namespace scruple::io

@@ -1,0 +1,527 @@
+// Safetensors files: what is written is read back, what is half written is not there, what is hostile is
+// refused.
+#include "io/safetensors.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <new>
+
+namespace {
+
+std::atomic<std::size_t> allocated{0}, most_allocated{0};
+
+}  // namespace
+
+// Counts what the reader asks for: hostile files may not buy memory with numbers.
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
+  void* const memory = std::malloc(bytes + 16);
+  if (memory == nullptr) return nullptr;
+  std::memcpy(memory, &bytes, sizeof bytes);
+  const std::size_t now = allocated += bytes;
+  if (now > most_allocated) most_allocated = now;
+  return static_cast<char*>(memory) + 16;
+}
+void* operator new(std::size_t bytes) {
+  void* const memory = operator new(bytes, std::nothrow);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept {
+  if (memory == nullptr) return;
+  std::size_t bytes = 0;
+  std::memcpy(&bytes, static_cast<char*>(memory) - 16, sizeof bytes);
+  allocated -= bytes;
+  std::free(static_cast<char*>(memory) - 16);
+}
+void operator delete(void* memory, std::size_t) noexcept { operator delete(memory); }
+
+namespace scruple_tests {
+namespace {
+
+using scruple::io::Dtype;
+using scruple::io::Metadata;
+using scruple::io::Safetensors;
+using scruple::io::SafetensorsWriter;
+using scruple::io::StoredTensor;
+using scruple::io::TensorInfo;
+
+// The most that was allocated at once since this was made.
+struct Allocations {
+  std::size_t before = most_allocated = allocated.load();
+  std::size_t most() const { return most_allocated - before; }
+};
+
+constexpr int kDtypes = static_cast<int>(Dtype::u64) + 1;
+
+std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
+std::string text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::string length_of(std::uint64_t length) {
+  std::string text(8, '\0');
+  for (std::size_t i = 0; i < 8; ++i) text[i] = static_cast<char>(length >> (8 * i) & 0xff);
+  return text;
+}
+std::string file_of(const std::string& header, const std::string& data = "") {
+  return length_of(header.size()) + header + data;
+}
+std::string entry(const std::string& dtype, const std::string& shape, const std::string& offsets) {
+  return R"({"dtype":)" + dtype + R"(,"shape":)" + shape + R"(,"data_offsets":)" + offsets + "}";
+}
+// A file of one tensor "a".
+std::string one(const std::string& dtype, const std::string& shape, const std::string& offsets,
+                std::size_t bytes) {
+  return file_of(R"({"a":)" + entry(dtype, shape, offsets) + "}", std::string(bytes, 'x'));
+}
+
+std::string repeated(std::string_view text, int times) {
+  std::string all;
+  for (int i = 0; i < times; ++i) all += text;
+  return all;
+}
+
+class Files : public testing::Test {
+ protected:
+  Files() {
+    std::string pattern = testing::TempDir() + "safetensors-XXXXXX";
+    folder_ = mkdtemp(pattern.data());
+  }
+  ~Files() override { std::filesystem::remove_all(folder_); }
+
+  std::string path(const std::string& name = "model.safetensors") const { return folder_ + "/" + name; }
+  std::string put(const std::string& content) const {
+    std::ofstream(path(), std::ios::binary) << content;
+    return path();
+  }
+  std::string content() const {
+    std::ifstream file(path(), std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  std::size_t files() const {
+    const std::filesystem::directory_iterator all(folder_);
+    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+  }
+
+  std::string folder_;
+};
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+void expect_words(const std::string& message, const std::string& words, const std::string& what) {
+  EXPECT_NE(message.find(words), message.npos) << what << "\n  said: " << message << "\n  not:  " << words;
+}
+
+// ---- What is written is read back ----
+
+using SafetensorsWriting = Files;
+
+TEST_F(SafetensorsWriting, EveryTypeComesBack) {
+  std::vector<TensorInfo> tensors;
+  std::vector<std::string> data;
+  for (int i = 0; i < kDtypes; ++i) {
+    const auto dtype = static_cast<Dtype>(i);
+    tensors.push_back({std::string("t.") + name_of(dtype), dtype, {3, 5}});
+    std::string values(static_cast<std::size_t>(tensors.back().bytes()), '\0');
+    for (std::size_t k = 0; k < values.size(); ++k)
+      values[k] = static_cast<char>(i * 31 + static_cast<int>(k) * 7);
+    data.push_back(values);
+  }
+  const Metadata metadata = {{"format", "pt"}, {"quote\" and \n", "\\ \xc3\xa9"}, {"", ""}};
+  SafetensorsWriter writer(path(), tensors, metadata);
+  for (std::size_t i = tensors.size(); i-- > 0;)  // any order
+    for (std::size_t k = 0; k < data[i].size(); k += 7)
+      writer.write(i, bytes_of(std::string_view(data[i]).substr(k, 7)));
+  writer.finish();
+
+  const Safetensors file(path());
+  EXPECT_EQ(file.metadata(), metadata);
+  ASSERT_EQ(file.tensors().size(), tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const StoredTensor& stored = file.at(tensors[i].name);
+    EXPECT_EQ(stored.dtype, tensors[i].dtype);
+    EXPECT_EQ(stored.shape, tensors[i].shape);
+    EXPECT_EQ(text_of(stored.data), data[i]);
+    const auto element = static_cast<std::size_t>(bytes_of(stored.dtype));
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(stored.data.data()) % element, 0u)
+        << stored.name << " is not aligned";
+  }
+  EXPECT_EQ(files(), 1u) << "nothing else is left";
+}
+
+TEST_F(SafetensorsWriting, DataBeginsAtAMultipleOf64WhateverTheNames) {
+  for (std::size_t length = 0; length < 66; ++length) {
+    SafetensorsWriter writer(path(), {{std::string(length, 'n'), Dtype::f64, {1}}});
+    writer.write(0, bytes_of("12345678"));
+    writer.finish();
+    EXPECT_EQ(content().size() % 64, 8u);
+    EXPECT_EQ(content()[8], '{');
+    EXPECT_EQ(text_of(Safetensors(path()).at(std::string(length, 'n')).data), "12345678");
+  }
+}
+
+TEST_F(SafetensorsWriting, NoTensorsNoValuesOneValue) {
+  SafetensorsWriter(path(), {}).finish();
+  EXPECT_TRUE(Safetensors(path()).tensors().empty());
+  EXPECT_TRUE(Safetensors(path()).metadata().empty());
+  SafetensorsWriter writer(
+      path(), {{"none", Dtype::f32, {4, 0, 2}}, {"one", Dtype::bf16, {}}, {"also none", Dtype::u8, {0}}});
+  writer.write(1, bytes_of("ab"));
+  writer.write(0, {});
+  writer.finish();
+  const Safetensors file(path());
+  EXPECT_TRUE(file.at("none").data.empty());
+  EXPECT_EQ(file.at("none").shape, (std::vector<std::int64_t>{4, 0, 2}));
+  EXPECT_TRUE(file.at("one").shape.empty());
+  EXPECT_EQ(text_of(file.at("one").data), "ab");
+}
+
+TEST_F(SafetensorsWriting, TheBytesAreThoseOfTheFormat) {
+  SafetensorsWriter writer(path(), {{"b", Dtype::u8, {1}}, {"a", Dtype::f32, {}}}, {{"k", "v"}});
+  writer.write(0, bytes_of("!"));
+  writer.write(1, bytes_of("1234"));
+  writer.finish();
+  std::string header = R"({"__metadata__":{"k":"v"},"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},)"
+                       R"("b":{"dtype":"U8","shape":[1],"data_offsets":[4,5]}})";
+  header.resize((header.size() + 8 + 63) / 64 * 64 - 8, ' ');
+  EXPECT_EQ(content(), file_of(header, "1234!"));
+}
+
+TEST_F(SafetensorsWriting, TensorsAreFoundByName) {
+  SafetensorsWriter(path(), {{"b", Dtype::u8, {0}}, {"a", Dtype::u8, {0}}, {"c", Dtype::u8, {0}}}).finish();
+  const Safetensors file(path());
+  EXPECT_EQ(file.find("b")->name, "b");
+  EXPECT_EQ(file.find("bb"), nullptr);
+  EXPECT_EQ(file.find(""), nullptr);
+  EXPECT_EQ(file.find("d"), nullptr);
+  expect_words(message_of([&] { file.at("d"); }), R"(has no tensor "d"; it has 3: "a", "b", "c")",
+               "unknown name");
+}
+
+// ---- What is half written is not there ----
+
+TEST_F(SafetensorsWriting, WithoutFinishNothingIsLeft) {
+  put("older");
+  {
+    SafetensorsWriter writer(path(), {{"a", Dtype::u8, {3}}});
+    writer.write(0, bytes_of("abc"));
+    EXPECT_EQ(content(), "older");
+    EXPECT_EQ(files(), 2u);
+  }
+  EXPECT_EQ(content(), "older");
+  EXPECT_EQ(files(), 1u);
+}
+
+TEST_F(SafetensorsWriting, TooLittleAndTooMuchAreRefused) {
+  SafetensorsWriter writer(path(), {{"a", Dtype::u8, {3}}, {"b", Dtype::u8, {2}}});
+  writer.write(0, bytes_of("abc"));
+  expect_words(message_of([&] { writer.write(0, bytes_of("d")); }),
+               "\"a\" takes 3 bytes, of which 0 are missing", "more");
+  expect_words(message_of([&] { writer.write(2, bytes_of("d")); }), "no tensor 2", "beyond the list");
+  expect_words(message_of([&] { writer.finish(); }), "\"b\" lacks 2 of its 2 bytes", "unfinished");
+  EXPECT_FALSE(std::filesystem::exists(path()));
+  writer.write(1, bytes_of("de"));
+  writer.finish();
+  EXPECT_EQ(text_of(Safetensors(path()).at("b").data), "de");
+  expect_words(message_of([&] { writer.finish(); }), "finished", "twice");
+}
+
+TEST_F(SafetensorsWriting, WhatNoFileCanHoldIsRefused) {
+  const auto refused = [&](std::vector<TensorInfo> tensors, const std::string& words,
+                           const Metadata& metadata = {}) {
+    expect_words(message_of([&] { SafetensorsWriter(path(), tensors, metadata); }), words, words);
+    EXPECT_EQ(files(), 0u) << words;
+  };
+  refused({{"a", Dtype::u8, {1}}, {"b", Dtype::u8, {1}}, {"a", Dtype::u8, {1}}},
+          "two tensors are called \"a\"");
+  refused({{"__metadata__", Dtype::u8, {1}}}, "__metadata__");
+  refused({{"a", Dtype::u8, {-1}}}, "at least 0");
+  refused({{"a", Dtype::f64, {INT64_MAX, 2}}}, "63 bits");
+  refused({{"a", Dtype::u8, {INT64_MAX}}, {"b", Dtype::u8, {INT64_MAX}}}, "larger than any file");
+  refused({{"a", Dtype::u8, std::vector<std::int64_t>(65, 1)}}, "64 dimensions");
+  refused({{"\xff", Dtype::u8, {1}}}, "UTF-8");
+  refused({}, "UTF-8", {{"k", "\xc3"}});
+  refused({}, "limit", {{"k", std::string(100'000'001, 'v')}});
+}
+
+TEST_F(SafetensorsWriting, AFullDiskIsReported) {
+  // The nearest thing to a full disk that every machine has: a limit on the size of files.
+  rlimit old{};
+  getrlimit(RLIMIT_FSIZE, &old);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  const rlimit small{4096, old.rlim_max};
+  std::string message;
+  {
+    SafetensorsWriter writer(path(), {{"a", Dtype::u8, {100000}}});
+    setrlimit(RLIMIT_FSIZE, &small);
+    message = message_of([&] { writer.write(0, bytes_of(std::string(100000, 'x'))); });
+    setrlimit(RLIMIT_FSIZE, &old);
+    EXPECT_EQ(files(), 0u) << "the part that fitted is gone at once";
+    EXPECT_NE(message_of([&] { writer.finish(); }), "no error") << "and cannot be finished";
+  }
+  std::signal(SIGXFSZ, handler);
+  expect_words(message, "cannot write " + path(), "full disk");
+  EXPECT_EQ(files(), 0u);
+}
+
+TEST_F(SafetensorsWriting, PlacesThatCannotBeWrittenAreNamed) {
+  expect_words(message_of([&] { SafetensorsWriter(path("no/such/folder"), {}); }), "does not exist",
+               "no folder");
+  std::filesystem::create_directory(path());
+  SafetensorsWriter writer(path(), {});
+  expect_words(message_of([&] { writer.finish(); }), "cannot name " + path(), "a folder is in the way");
+  EXPECT_EQ(files(), 1u);
+}
+
+TEST_F(SafetensorsWriting, AReaderKeepsTheFileThatItOpened) {
+  const auto write = [&](std::string_view text) {
+    SafetensorsWriter writer(path(), {{"a", Dtype::u8, {3}}});
+    writer.write(0, bytes_of(text));
+    writer.finish();
+  };
+  write("old");
+  const Safetensors old(path());
+  write("new");
+  EXPECT_EQ(text_of(old.at("a").data), "old");
+  EXPECT_EQ(text_of(Safetensors(path()).at("a").data), "new");
+}
+
+// ---- What is hostile is refused ----
+
+struct Hostile {
+  const char* what;
+  std::string content;
+  const char* words;  // of the message
+};
+
+std::vector<Hostile> hostile_files() {
+  const std::string good = entry("\"F32\"", "[2]", "[0,8]"), eight(8, 'x');
+  const std::string huge = "9223372036854775807";
+  std::string utf8 = R"({"a?":)" + good + "}";
+  utf8[3] = '\xff';
+  return {
+      {"empty", "", "has 0 bytes"},
+      {"seven bytes", std::string(7, '\0'), "has 7 bytes"},
+      {"no header", length_of(0), "begin with '{'"},
+      {"header over the limit", length_of(100'000'001) + "{}", "the limit is"},
+      {"header of 2^64 - 1", length_of(~0ull) + "{}", "the limit is"},
+      {"header of 2^63", length_of(1ull << 63) + "{}", "the limit is"},
+      {"header over the file", length_of(3) + "{}", "only 2 follow"},
+      {"header far over the file", length_of(100'000'000) + "{}", "only 2 follow"},
+      {"begins with a space", file_of(" {}"), "begin with '{'"},
+      {"begins with a byte order mark", file_of("\xef\xbb\xbf{}"), "begin with '{'"},
+      {"is an array", file_of("[]"), "begin with '{'"},
+      {"is a number", file_of("17"), "begin with '{'"},
+      {"JSON cut short", file_of("{\"a\":"), "not valid JSON"},
+      {"JSON with a comma too many", file_of(R"({"a":)" + good + ",}", eight), "not valid JSON"},
+      {"JSON with a comment", file_of("{/*x*/}"), "not valid JSON"},
+      {"two objects", file_of("{}{}"), "not valid JSON"},
+      {"text behind the object", file_of("{}x"), "not valid JSON"},
+      {"zero byte behind the object", file_of(std::string("{}\0 hidden", 10)), "zero byte"},
+      {"zero byte in a name", file_of(std::string("{\"\0\":1}", 8)), "zero byte"},
+      {"name not UTF-8", file_of(utf8, eight), "not valid JSON"},
+      {"half a surrogate", file_of(R"({"\ud800":)" + good + "}", eight), "not valid JSON"},
+      {"single quotes", file_of("{'a':1}"), "not valid JSON"},
+      {"NaN", file_of(R"({"a":NaN})"), "not valid JSON"},
+      {"a tensor twice", file_of(R"({"a":)" + good + R"(,"a":)" + good + "}", eight), "\"a\" stands twice"},
+      {"a tensor twice, spelled differently",
+       file_of(R"({"a":)" + good + R"(,"\u0061":)" + good + "}", eight), "\"a\" stands twice"},
+      {"dtype twice",
+       file_of(R"({"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}})", eight),
+       "dtype stands twice"},
+      {"shape twice", file_of(R"({"a":{"dtype":"F32","shape":[2],"shape":[2],"data_offsets":[0,8]}})", eight),
+       "shape stands twice"},
+      {"offsets twice",
+       file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"data_offsets":[0,8]}})", eight),
+       "data_offsets stands twice"},
+      {"metadata twice", file_of(R"({"__metadata__":{},"__metadata__":{}})"), "__metadata__ stands twice"},
+      {"a metadata key twice", file_of(R"({"__metadata__":{"k":"1","k":"2"}})"), "\"k\" stands twice"},
+      {"metadata is a string", file_of(R"({"__metadata__":"x"})"), "object of strings"},
+      {"metadata is null", file_of(R"({"__metadata__":null})"), "object of strings"},
+      {"metadata is an array", file_of(R"({"__metadata__":["x"]})"), "object of strings"},
+      {"metadata with a number", file_of(R"({"__metadata__":{"k":1}})"), "\"k\" is the number 1"},
+      {"metadata with null", file_of(R"({"__metadata__":{"k":null}})"), "\"k\" is null"},
+      {"metadata with an object", file_of(R"({"__metadata__":{"k":{}}})"), "\"k\" is an object"},
+      {"metadata with an array", file_of(R"({"__metadata__":{"k":[]}})"), "\"k\" is an array"},
+      {"metadata with a boolean", file_of(R"({"__metadata__":{"k":true}})"), "\"k\" is a boolean"},
+      {"a tensor is null", file_of(R"({"a":null})"), "\"a\" is null"},
+      {"a tensor is a number", file_of(R"({"a":1})"), "\"a\" is the number 1"},
+      {"a tensor is a string", file_of(R"({"a":"F32"})"), "\"a\" is the string"},
+      {"a tensor is an array", file_of(R"({"a":[]})"), "\"a\" is an array"},
+      {"a tensor is empty", file_of(R"({"a":{}})"), "\"a\" has no dtype"},
+      {"no dtype", file_of(R"({"a":{"shape":[2],"data_offsets":[0,8]}})", eight), "has no dtype"},
+      {"no shape", file_of(R"({"a":{"dtype":"F32","data_offsets":[0,8]}})", eight), "has no shape"},
+      {"no offsets", file_of(R"({"a":{"dtype":"F32","shape":[2]}})", eight), "has no data_offsets"},
+      {"a field more", file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1}})", eight),
+       "has a field \"x\""},
+      {"unknown dtype", one("\"F33\"", "[2]", "[0,8]", 8), "dtype \"F33\" is not known"},
+      {"dtype in small letters", one("\"f32\"", "[2]", "[0,8]", 8), "not known"},
+      {"dtype of half a byte", one("\"F4\"", "[16]", "[0,8]", 8), "dtype \"F4\" is not known"},
+      {"dtype is a number", one("32", "[2]", "[0,8]", 8), "dtype is the number 32"},
+      {"dtype is an array", one("[\"F32\"]", "[2]", "[0,8]", 8), "dtype is an array"},
+      {"shape is a number", one("\"F32\"", "2", "[0,8]", 8), "shape is the number 2"},
+      {"shape is a string", one("\"F32\"", "\"2\"", "[0,8]", 8), "shape is the string"},
+      {"shape is an object", one("\"F32\"", "{}", "[0,8]", 8), "shape is an object"},
+      {"shape with a string", one("\"F32\"", "[\"2\"]", "[0,8]", 8), "shape holds the string"},
+      {"shape with an array", one("\"F32\"", "[[2]]", "[0,8]", 8), "shape holds an array"},
+      {"shape with null", one("\"F32\"", "[null]", "[0,8]", 8), "shape holds null"},
+      {"shape negative", one("\"F32\"", "[-2]", "[0,8]", 8), "negative number -2"},
+      {"shape with both negative", one("\"F32\"", "[-1,-2]", "[0,8]", 8), "negative number -1"},
+      {"shape with a fraction", one("\"F32\"", "[2.0]", "[0,8]", 8), "the number 2.0"},
+      {"shape with an exponent", one("\"F32\"", "[2e0]", "[0,8]", 8), "the number 2e0"},
+      {"shape of 2^63", one("\"U8\"", "[9223372036854775808]", "[0,8]", 8), "2^63 - 1"},
+      {"shape of 2^64", one("\"U8\"", "[18446744073709551616]", "[0,8]", 8), "shape holds"},
+      {"product overflows to 8", one("\"U8\"", "[4294967296,4294967296,8]", "[0,8]", 8), "more than 2^63"},
+      {"product overflows by the type", one("\"F64\"", "[" + huge + "]", "[0,8]", 8), "more than 2^63"},
+      {"product overflows, then a zero", one("\"U8\"", "[" + huge + "," + huge + ",0]", "[0,0]", 0),
+       "more than 2^63"},
+      {"a zero, then the product overflows", one("\"U8\"", "[0," + huge + "," + huge + "]", "[0,0]", 0),
+       "more than 2^63"},
+      {"too many dimensions", one("\"U8\"", "[1" + repeated(",1", 64) + "]", "[0,1]", 1), "64 dimensions"},
+      {"offsets empty", one("\"F32\"", "[2]", "[]", 8), "has 0 numbers"},
+      {"one offset", one("\"F32\"", "[2]", "[0]", 8), "has 1 numbers"},
+      {"three offsets", one("\"F32\"", "[2]", "[0,8,8]", 8), "more than two"},
+      {"offsets negative", one("\"F32\"", "[2]", "[-8,0]", 8), "negative number -8"},
+      {"offsets with a fraction", one("\"F32\"", "[2]", "[0,8.5]", 8), "the number 8.5"},
+      {"offsets are a string", one("\"F32\"", "[2]", "\"0,8\"", 8), "data_offsets is the string"},
+      {"offsets backwards", one("\"F32\"", "[2]", "[8,0]", 8), "end before"},
+      {"offsets wrap around", one("\"F32\"", "[2]", "[18446744073709551608,0]", 8), "2^63 - 1"},
+      {"offsets beyond the file", one("\"F32\"", "[2]", "[0,8]", 7), "cut short"},
+      {"offsets far beyond the file", one("\"U8\"", "[" + huge + "]", "[0," + huge + "]", 8), "cut short"},
+      {"size too small for the shape", one("\"F32\"", "[3]", "[0,8]", 8), "takes 12 bytes"},
+      {"size too large for the shape", one("\"F32\"", "[1]", "[0,8]", 8), "takes 4 bytes"},
+      {"one value without its bytes", one("\"F32\"", "[]", "[0,0]", 0), "takes 4 bytes"},
+      {"overlap",
+       file_of(R"({"a":)" + good + R"(,"b":)" + entry("\"F32\"", "[2]", "[4,12]") + "}",
+               std::string(12, 'x')),
+       "may not overlap"},
+      {"the same bytes twice", file_of(R"({"a":)" + good + R"(,"b":)" + good + "}", eight),
+       "may not overlap"},
+      {"an empty tensor inside another",
+       file_of(R"({"a":)" + good + R"(,"b":)" + entry("\"F32\"", "[0]", "[4,4]") + "}", eight),
+       "may not overlap"},
+      {"hole in the middle",
+       file_of(R"({"a":)" + good + R"(,"b":)" + entry("\"F32\"", "[2]", "[9,17]") + "}",
+               std::string(17, 'x')),
+       "belong to no tensor"},
+      {"hole at the beginning", one("\"F32\"", "[2]", "[4,12]", 12), "belong to no tensor"},
+      {"bytes at the end", one("\"F32\"", "[2]", "[0,8]", 9), "1 bytes follow the last tensor"},
+      {"bytes and no tensor", file_of("{}", "x"), "1 bytes follow"},
+      {"deep arrays", file_of("{\"a\":" + std::string(1'000'000, '[')), "\"a\" is an array"},
+      {"deep arrays in a shape", file_of(R"({"a":{"shape":)" + std::string(1'000'000, '[')),
+       "shape holds an array"},
+      {"deep objects", file_of(repeated("{\"a\":", 1'000'000)), "dtype"},
+      {"a number of a million digits", one("\"U8\"", "[" + std::string(1'000'000, '9') + "]", "[0,8]", 8),
+       "not valid JSON"},
+      {"a name of a million letters", file_of("{\"" + std::string(1'000'000, 'n') + "\":1}"), "nnn..."},
+      {"terminal codes in a name", file_of("{\"\\u001b[2J\":1}"), "\"?[2J\""},
+  };
+}
+
+using SafetensorsReading = Files;
+
+TEST_F(SafetensorsReading, HostileFilesAreRefusedWithTheReason) {
+  const std::vector<Hostile> all = hostile_files();
+  EXPECT_GE(all.size(), 40u);
+  for (const Hostile& hostile : all) {
+    put(hostile.content);
+    const Allocations allocations;
+    const std::string message = message_of([&] { const Safetensors file(path()); });
+    // A name or number is buffered as it is read; the JSON library's own message quotes it several times.
+    EXPECT_LE(allocations.most(), 12 * hostile.content.size() + 20000) << hostile.what;
+    expect_words(message, hostile.words, hostile.what);
+    expect_words(message, path(), hostile.what);
+    EXPECT_LT(message.size(), 1000u) << hostile.what;
+  }
+}
+
+// Each is one step from one that is refused above.
+TEST_F(SafetensorsReading, UnusualButLegalFilesAreRead) {
+  const std::string good = entry("\"F32\"", "[2]", "[0,8]"), eight(8, 'x');
+  for (const std::string& content :
+       {file_of("{}"), file_of("{}  \n\t "), file_of("{ }"), file_of(R"({"__metadata__":{}})"),
+        file_of(R"({"":)" + good + "}", eight), file_of(R"({"\ud83d\ude00":)" + good + "}", eight),
+        file_of(R"({"a":{"data_offsets":[0,8],"shape":[2],"dtype":"F32"}})", eight),
+        one("\"U8\"", "[0,9223372036854775807]", "[0,0]", 0), one("\"F64\"", "[]", "[0,8]", 8),
+        one("\"C64\"", "[1,1,1]", "[0,8]", 8),
+        file_of(R"({"z":)" + good + R"(,"e":)" + entry("\"F32\"", "[0]", "[8,8]") + R"(,"a":)" +
+                    entry("\"U8\"", "[3]", "[8,11]") + "}",
+                eight + "abc")})
+    EXPECT_EQ(message_of([&] { const Safetensors file(put(content)); }), "no error") << content;
+}
+
+TEST_F(SafetensorsReading, AFileCutAnywhereIsRefused) {
+  SafetensorsWriter writer(path(), {{"a", Dtype::f32, {3}}, {"b", Dtype::u8, {5}}}, {{"k", "v"}});
+  writer.write(0, bytes_of("0123456789ab"));
+  writer.write(1, bytes_of("cdefg"));
+  writer.finish();
+  const std::string whole = content();
+  for (std::size_t size = 0; size < whole.size(); ++size)
+    EXPECT_NE(message_of([&] { const Safetensors file(put(whole.substr(0, size))); }), "no error") << size;
+}
+
+// No byte of a header can be changed so that reading it does worse than throw. The sanitizers watch.
+TEST_F(SafetensorsReading, AnyByteMayBeAnything) {
+  const std::string good = file_of(R"({"__metadata__":{"k":"v"},"a":)" + entry("\"F32\"", "[2,1]", "[0,8]") +
+                                       R"(,"b":)" + entry("\"U8\"", "[3]", "[8,11]") + "}",
+                                   std::string(11, 'x'));
+  for (std::size_t i = 0; i < good.size() - 11; ++i)
+    for (const char byte : {'\0', '0', '9', '-', '"', '{', '}', '[', ']', ',', ' ', '\x7f', '\x80', '\xff'}) {
+      std::string changed = good;
+      changed[i] = byte;
+      put(changed);
+      message_of([&] {
+        const Safetensors file(path());
+        for (const StoredTensor& tensor : file.tensors())
+          EXPECT_EQ(static_cast<std::int64_t>(tensor.data.size()), tensor.bytes());
+      });
+    }
+}
+
+TEST_F(SafetensorsReading, ManyTensorsCostAFewTimesTheirHeader) {
+  std::string header = "{";
+  for (int i = 0; i < 50000; ++i)
+    header += (i == 0 ? "\"" : ",\"") + std::to_string(i) + "\":" + entry("\"U8\"", "[0]", "[0,0]");
+  put(file_of(header + "}"));
+  const Allocations allocations;
+  const Safetensors file(path());
+  EXPECT_EQ(file.tensors().size(), 50000u);
+  EXPECT_LE(allocations.most(), 8 * header.size());
+}
+
+TEST_F(SafetensorsReading, OnlyFilesAreFiles) {
+  expect_words(message_of([&] { Safetensors(path("none")); }), "does not exist", "no such file");
+  expect_words(message_of([&] { Safetensors{folder_}; }), "not a regular file", "a folder");
+  ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
+  expect_words(message_of([&] { Safetensors(path("pipe")); }), "not a regular file", "a pipe");
+}
+
+// tests/safetensors_interop_test.py runs this one: what the official library wrote is read and written again.
+TEST(SafetensorsInterop, CopiesAFile) {
+  const char *from = std::getenv("SCRUPLE_COPY_FROM"), *to = std::getenv("SCRUPLE_COPY_TO");
+  if (from == nullptr || to == nullptr) GTEST_SKIP() << "runs from safetensors_interop_test.py";
+  const Safetensors file(from);
+  SafetensorsWriter writer(to, {file.tensors().begin(), file.tensors().end()}, file.metadata());
+  for (std::size_t i = 0; i < file.tensors().size(); ++i) writer.write(i, file.tensors()[i].data);
+  writer.finish();
+}
+
+}  // namespace
+}  // namespace scruple_tests
