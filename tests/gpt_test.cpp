@@ -1,0 +1,506 @@
+// The native model against an independent reference (gpt_reference.h): loss, logits and the gradient of
+// every value of every parameter; and what it promises beside: the same bits on any number of threads,
+// 16-bit activations, one layer's weights at a time.
+#include "train/gpt.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+#include <set>
+#include <stdexcept>
+
+#include "tests/gpt_reference.h"
+#include "train/blas.h"
+#include "train/layers.h"
+#include "train/math.h"
+
+namespace scruple::train {
+namespace {
+
+using Values = std::vector<std::vector<float>>;
+constexpr Precision kPrecisions[] = {Precision::fp32, Precision::bf16, Precision::fp16};
+
+// Weights in fp32. Handed out as copies in the caller's scratch, as a low-bit store would.
+struct Store : Weights {
+  explicit Store(const GptShape& shape, unsigned seed = 1) {
+    std::mt19937 random(seed);
+    for (const Parameter& p : parameters_of(shape)) {
+      // Far from the initial values, so that every path matters: norms and biases too.
+      const float deviation = p.shape.size() == 2 ? 1 / std::sqrt(static_cast<float>(shape.width)) : 0.2f;
+      std::normal_distribution<float> normal(static_cast<float>(p.mean), deviation);
+      std::vector<float>& v = values_of.emplace_back(static_cast<std::size_t>(p.size()));
+      for (float& x : v) x = normal(random);
+    }
+  }
+  const float* values(int parameter, float* scratch) override {
+    const std::vector<float>& v = values_of[static_cast<std::size_t>(parameter)];
+    if (direct) return v.data();
+    std::copy(v.begin(), v.end(), scratch);
+    return scratch;
+  }
+  Values values_of;
+  bool direct = false;
+};
+
+// Keeps every gradient, asking for `tile_rows` rows at a time.
+struct Keep : Gradients {
+  Keep(const GptShape& shape, std::int64_t rows) : list(parameters_of(shape)), tile_rows(rows) {
+    for (const Parameter& p : list)
+      all.emplace_back(static_cast<std::size_t>(p.size()), std::numeric_limits<float>::quiet_NaN());
+  }
+  void take(int parameter, const FillRows& fill) override {
+    const Parameter& p = list[static_cast<std::size_t>(parameter)];
+    EXPECT_TRUE(taken.insert(parameter).second) << p.name << " was handed over twice";
+    const std::int64_t rows = p.shape[0], width = p.size() / rows, step = tile_rows > 0 ? tile_rows : rows;
+    for (std::int64_t first = 0; first < rows; first += step) {
+      const std::int64_t count = std::min(step, rows - first);
+      float* tile = all[static_cast<std::size_t>(parameter)].data() + first * width;
+      fill(first, count, tile);
+      std::vector<float> again(static_cast<std::size_t>(count * width), -1.0f);
+      fill(first, count, again.data());
+      EXPECT_EQ(std::memcmp(again.data(), tile, again.size() * sizeof(float)), 0) << p.name;
+    }
+    if (after) after(parameter);
+  }
+  std::vector<Parameter> list;
+  std::int64_t tile_rows;
+  Values all;
+  std::set<int> taken;
+  std::function<void(int)> after;
+};
+
+struct Batch {
+  Batch(const GptShape& shape, std::int64_t sequences, unsigned seed = 7) : size(sequences) {
+    std::mt19937 random(seed);
+    std::uniform_int_distribution<std::int32_t> token(0, static_cast<std::int32_t>(shape.vocabulary) - 1);
+    for (std::int64_t i = 0; i < sequences * shape.context; ++i)
+      tokens.push_back(token(random)), targets.push_back(token(random));
+  }
+  std::int64_t size;
+  std::vector<std::int32_t> tokens, targets;
+};
+
+struct Result {
+  double loss;
+  Values gradients;
+};
+
+Result run(const GptShape& shape, const Batch& batch, Precision precision, int threads = 2, float scale = 1,
+           std::int64_t tile_rows = 0, bool direct = false) {
+  Threads pool(threads);
+  Ledger ledger;
+  Gpt model(shape, batch.size, precision, pool, ledger);
+  Store store(shape);
+  store.direct = direct;
+  Keep keep(shape, tile_rows);
+  const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+  model.backward(store, keep, scale);
+  EXPECT_EQ(keep.taken.size(), keep.list.size());
+  return {loss, keep.all};
+}
+
+template <class A, class B>
+double relative_error(const std::vector<A>& got, const std::vector<B>& want) {
+  double difference = 0, norm = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    difference += std::pow(static_cast<double>(got[i]) - static_cast<double>(want[i]), 2);
+    norm += std::pow(static_cast<double>(want[i]), 2);
+  }
+  return std::sqrt(difference / std::max(norm, 1e-300));
+}
+
+bool same_bits(const Result& a, const Result& b) {
+  if (std::memcmp(&a.loss, &b.loss, sizeof a.loss) != 0) return false;
+  for (std::size_t i = 0; i < a.gradients.size(); ++i)
+    if (std::memcmp(a.gradients[i].data(), b.gradients[i].data(), a.gradients[i].size() * sizeof(float)) != 0)
+      return false;
+  return true;
+}
+
+gpt_reference::Shape plain(const GptShape& s) {
+  return {static_cast<int>(s.layers), static_cast<int>(s.width), static_cast<int>(s.heads),
+          static_cast<int>(s.context), static_cast<int>(s.vocabulary)};
+}
+
+gpt_reference::Parameters<double> in_double(const Store& store) {
+  gpt_reference::Parameters<double> p;
+  for (const std::vector<float>& v : store.values_of) p.emplace_back(v.begin(), v.end());
+  return p;
+}
+
+const GptShape kOdd = {2, 12, 3, 7, 11};
+// More than one chunk of tokens, of queries and of gradient tiles.
+const GptShape kLarge = {2, 160, 5, 150, 300};
+
+TEST(GptReference, LossAndEveryGradient) {
+  const GptShape shapes[] = {kOdd, {1, 6, 1, 5, 4}, {1, 10, 5, 1, 3}, {1, 1, 1, 2, 2}};
+  for (const GptShape& shape : shapes) {
+    SCOPED_TRACE("width " + std::to_string(shape.width));
+    const Batch batch(shape, 2);
+    const Result got = run(shape, batch, Precision::fp32, 2, 1, 0);
+    const auto p = in_double(Store(shape));
+    EXPECT_NEAR(got.loss, gpt_reference::loss(plain(shape), p, batch.tokens, batch.targets), 1e-6);
+    const auto want = gpt_reference::gradients(plain(shape), p, batch.tokens, batch.targets);
+    const auto list = parameters_of(shape);
+    for (std::size_t i = 0; i < list.size(); ++i) {
+      double size = 0;
+      for (const double w : want[i]) size += std::abs(w);
+      if (size < 1e-12) {  // a norm over one value, a key's bias: no gradient at all
+        for (const float g : got.gradients[i]) EXPECT_NEAR(g, 0, 1e-6) << list[i].name;
+        continue;
+      }
+      EXPECT_LE(relative_error(got.gradients[i], want[i]), 1e-5) << list[i].name;
+    }
+  }
+}
+
+// The derivative along a random direction in each parameter.
+void check_directions(const GptShape& shape, std::int64_t sequences) {
+  const Batch batch(shape, sequences);
+  const Result got = run(shape, batch, Precision::fp32, 2, 1, 500);
+  const auto p = in_double(Store(shape));
+  const gpt_reference::Shape small = plain(shape);
+  EXPECT_NEAR(got.loss, gpt_reference::loss(small, p, batch.tokens, batch.targets), 1e-5);
+  std::mt19937 random(3);
+  std::normal_distribution<double> normal;
+  const auto list = parameters_of(shape);
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    gpt_reference::Parameters<std::complex<double>> z;
+    for (const std::vector<double>& values : p) z.emplace_back(values.begin(), values.end());
+    double along = 0, norm = 0;
+    for (std::size_t j = 0; j < z[i].size(); ++j) {
+      const double direction = normal(random), g = static_cast<double>(got.gradients[i][j]);
+      z[i][j].imag(1e-100 * direction);
+      along += direction * g;
+      norm += g * g;
+    }
+    const auto loss = gpt_reference::Model<std::complex<double>>{small, z}.loss(batch.tokens, batch.targets);
+    EXPECT_NEAR(along, loss.imag() / 1e-100, 1e-5 * std::sqrt(norm)) << list[i].name;
+  }
+}
+
+// Beyond one piece of work there are too many derivatives for the reference to take each. Here: several
+// chunks of tokens, blocks of queries and blocks of logits; then several tiles of a weight's gradient, down
+// and across.
+TEST(GptReference, ManyTokens) { check_directions({1, 32, 2, 150, 1100}, 2); }
+TEST(GptReference, WideLayers) { check_directions({1, 260, 2, 5, 140}, 1); }
+
+TEST(GptBits, SameOnAnyNumberOfThreads) {
+  const Batch batch(kLarge, 3);
+  for (const Precision precision : kPrecisions) {
+    const Result one = run(kLarge, batch, precision, 1, 64);
+    EXPECT_TRUE(std::isfinite(one.loss));
+    for (const int threads : {2, 3, 5})
+      EXPECT_TRUE(same_bits(one, run(kLarge, batch, precision, threads, 64))) << threads << " threads";
+  }
+}
+
+TEST(GptBits, SameForDirectWeights) {
+  const Batch batch(kOdd, 2);
+  EXPECT_TRUE(same_bits(run(kOdd, batch, Precision::fp32, 2, 1, 0, false),
+                        run(kOdd, batch, Precision::fp32, 2, 1, 0, true)));
+}
+
+TEST(GptBits, ASecondPassIsLikeTheFirst) {
+  for (const Precision precision : kPrecisions) {
+    Threads pool(2);
+    Ledger ledger;
+    Gpt model(kOdd, 2, precision, pool, ledger);
+    Store store(kOdd);
+    const Batch batch(kOdd, 2), other(kOdd, 2, 99);
+    Result result[2];
+    for (Result& r : result) {
+      Keep keep(kOdd, 0), ignored(kOdd, 0);
+      r.loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+      model.backward(store, keep, 1);
+      r.gradients = keep.all;
+      model.forward(store, other.tokens.data(), other.targets.data());
+      model.backward(store, ignored, 1);
+    }
+    EXPECT_TRUE(same_bits(result[0], result[1]));
+  }
+}
+
+TEST(GptGradients, TilesChangeRoundingOnly) {
+  const Batch batch(kLarge, 2);
+  const Result whole = run(kLarge, batch, Precision::fp32);
+  for (const std::int64_t rows : {7, 64}) {
+    const Result tiled = run(kLarge, batch, Precision::fp32, 2, 1, rows);
+    for (std::size_t i = 0; i < whole.gradients.size(); ++i)
+      EXPECT_LE(relative_error(tiled.gradients[i], whole.gradients[i]), 1e-6) << i;
+  }
+}
+
+// A policy may step a weight as soon as its gradient has been taken. No gradient that follows may see the
+// new value.
+TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
+  for (const bool direct : {false, true}) {
+    const Batch batch(kOdd, 2);
+    const Result want = run(kOdd, batch, Precision::fp32);
+    Threads pool(2);
+    Ledger ledger;
+    Gpt model(kOdd, 2, Precision::fp32, pool, ledger);
+    Store store(kOdd);
+    store.direct = direct;
+    Keep keep(kOdd, 0);
+    keep.after = [&](int parameter) {
+      for (float& x : store.values_of[static_cast<std::size_t>(parameter)]) x = 1e9f;
+    };
+    const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+    model.backward(store, keep, 1);
+    EXPECT_TRUE(same_bits(want, {loss, keep.all}));
+  }
+}
+
+// The token table is read twice, as the embedding and as the head; a token that is never read still has a
+// gradient.
+TEST(GptGradients, TheTokenTableIsTied) {
+  Batch batch(kOdd, 1);
+  std::fill(batch.tokens.begin(), batch.tokens.end(), 3);
+  std::fill(batch.targets.begin(), batch.targets.end(), 5);
+  const Result got = run(kOdd, batch, Precision::fp32);
+  for (std::size_t i = 0; i < got.gradients[0].size(); ++i) EXPECT_NE(got.gradients[0][i], 0.0f);
+}
+
+TEST(GptGradients, ScaleIsAFactor) {
+  const Batch batch(kOdd, 2);
+  const Result one = run(kOdd, batch, Precision::fp32), many = run(kOdd, batch, Precision::fp32, 2, 1024);
+  EXPECT_EQ(one.loss, many.loss);
+  for (std::size_t i = 0; i < one.gradients.size(); ++i)
+    for (std::size_t j = 0; j < one.gradients[i].size(); ++j)
+      EXPECT_EQ(one.gradients[i][j] * 1024, many.gradients[i][j]);
+}
+
+TEST(GptPrecision, SixteenBitsAreCloseAndAreSixteenBits) {
+  const Batch batch(kOdd, 2);
+  const Result exact = run(kOdd, batch, Precision::fp32, 2, 256);
+  for (const Precision precision : {Precision::bf16, Precision::fp16}) {
+    const double tolerance = precision == Precision::bf16 ? 0.1 : 0.0125;
+    const Result got = run(kOdd, batch, precision, 2, 256);
+    EXPECT_NEAR(got.loss, exact.loss, tolerance * exact.loss);
+    EXPECT_NE(got.loss, exact.loss);
+    for (std::size_t i = 0; i < exact.gradients.size(); ++i) {
+      const double error = relative_error(got.gradients[i], exact.gradients[i]);
+      EXPECT_LE(error, tolerance) << i;
+      EXPECT_GE(error, precision == Precision::bf16 ? 1e-4 : 1e-5) << i;
+    }
+  }
+}
+
+TEST(GptPrecision, Fp16UnderflowsAndOverflows) {
+  const Batch batch(kOdd, 2);
+  for (const std::vector<float>& gradient : run(kOdd, batch, Precision::fp16, 2, 1e-9f).gradients)
+    for (const float g : gradient) EXPECT_EQ(g, 0.0f);
+  bool finite = true;
+  for (const std::vector<float>& gradient : run(kOdd, batch, Precision::fp16, 2, 1e9f).gradients)
+    for (const float g : gradient) finite = finite && std::isfinite(g);
+  EXPECT_FALSE(finite);
+  for (const std::vector<float>& gradient : run(kOdd, batch, Precision::bf16, 2, 1e9f).gradients)
+    for (const float g : gradient) EXPECT_TRUE(std::isfinite(g));
+}
+
+TEST(GptPrecision, ANaNReachesTheLossAndTheGradients) {
+  for (const Precision precision : kPrecisions) {
+    Threads pool(1);
+    Ledger ledger;
+    Gpt model(kOdd, 1, precision, pool, ledger);
+    Store store(kOdd);
+    store.values_of[4][0] = std::numeric_limits<float>::quiet_NaN();
+    const Batch batch(kOdd, 1);
+    Keep keep(kOdd, 0);
+    EXPECT_TRUE(std::isnan(model.forward(store, batch.tokens.data(), batch.targets.data())));
+    model.backward(store, keep, 1);
+    EXPECT_TRUE(std::isnan(keep.all[0][0]));
+  }
+}
+
+TEST(GptPrecision, ActivationsAreRoundedToNearest) {
+  const float all_ones = float_of(0x7fffffffu);  // a NaN that a careless rounding turns into -0
+  for (const Precision precision : kPrecisions) {
+    Ledger ledger;
+    Matrix matrix(ledger, precision, 1, 4);
+    const float values[4] = {1 + 0x1.8p-8f, 1 + 0x1.8p-11f, all_ones, 1e5f};
+    float scratch[4] = {};
+    const Target to = matrix.open(0, 0, 4, scratch);
+    std::copy_n(values, 4, to.data);
+    matrix.keep(0, 1, 0, 4, to);
+    const float* got = matrix.read(0, 1, 0, 4, scratch).data;
+    EXPECT_EQ(got[0], precision == Precision::bf16 ? 1 + 0x1p-7f : values[0]);
+    EXPECT_EQ(got[1], precision == Precision::bf16   ? 1.0f
+                      : precision == Precision::fp16 ? 1 + 0x1p-10f
+                                                     : values[1]);
+    EXPECT_TRUE(std::isnan(got[2]));
+    EXPECT_EQ(std::isinf(got[3]), precision == Precision::fp16);
+  }
+}
+
+TEST(GptPrecision, HalvesTheActivations) {
+  Threads pool(1);
+  std::int64_t bytes[3] = {};
+  for (int i = 0; i < 3; ++i) {
+    Ledger ledger;
+    const Gpt model(kLarge, 4, kPrecisions[i], pool, ledger);
+    bytes[i] = ledger.peak("activations");
+    EXPECT_GT(ledger.peak("workspace"), 0);
+  }
+  EXPECT_NEAR(static_cast<double>(bytes[1]) / static_cast<double>(bytes[0]), 0.5, 0.02);
+  EXPECT_EQ(bytes[1], bytes[2]);
+}
+
+TEST(GptNext, IsTheReferenceAfterAnyPrefix) {
+  Threads pool(2);
+  Ledger ledger;
+  Gpt model(kOdd, 1, Precision::fp32, pool, ledger);
+  Store store(kOdd);
+  const Batch batch(kOdd, 1);
+  const auto p = in_double(store);
+  const gpt_reference::Shape shape = plain(kOdd);
+  for (int count = 1; count <= kOdd.context; ++count) {
+    std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
+    model.next(store, batch.tokens.data(), count, logits.data());
+    const auto rows = gpt_reference::Model<double>{shape, p}.logits(batch.tokens.data(), count);
+    EXPECT_LE(relative_error(logits, rows.back()), 2e-6) << count;
+  }
+}
+
+// The loss of forward from the logits of next().
+TEST(GptNext, AgreesWithForward) {
+  for (const Precision precision : kPrecisions) {
+    Threads pool(2);
+    Ledger ledger;
+    Gpt model(kLarge, 1, precision, pool, ledger);
+    Store store(kLarge);
+    const Batch batch(kLarge, 1);
+    const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+    double mean = 0;
+    for (std::int64_t t = 0; t < kLarge.context; ++t) {
+      std::vector<float> logits(static_cast<std::size_t>(kLarge.vocabulary));
+      model.next(store, batch.tokens.data(), t + 1, logits.data());
+      double sum = 0;
+      for (const float l : logits) sum += std::exp(static_cast<double>(l));
+      const auto target = static_cast<std::size_t>(batch.targets[static_cast<std::size_t>(t)]);
+      mean += (std::log(sum) - static_cast<double>(logits[target])) / static_cast<double>(kLarge.context);
+    }
+    EXPECT_NEAR(loss, mean, precision == Precision::fp32 ? 1e-5 : 1e-2);
+  }
+}
+
+TEST(GptErrors, BackwardNeedsItsForward) {
+  Threads pool(1);
+  Ledger ledger;
+  Gpt model(kOdd, 1, Precision::fp32, pool, ledger);
+  Store store(kOdd);
+  Keep keep(kOdd, 0);
+  const Batch batch(kOdd, 1);
+  EXPECT_THROW(model.backward(store, keep, 1), std::logic_error);
+  model.forward(store, batch.tokens.data(), batch.targets.data());
+  model.backward(store, keep, 1);
+  EXPECT_THROW(model.backward(store, keep, 1), std::logic_error);
+  model.forward(store, batch.tokens.data(), batch.targets.data());
+  std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
+  model.next(store, batch.tokens.data(), 1, logits.data());
+  EXPECT_THROW(model.backward(store, keep, 1), std::logic_error);
+}
+
+TEST(GptErrors, TokensOutsideTheVocabularyAndCountsOutsideTheContext) {
+  Threads pool(1);
+  Ledger ledger;
+  Gpt model(kOdd, 1, Precision::fp32, pool, ledger);
+  Store store(kOdd);
+  std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
+  for (const std::int32_t bad : {-1, 11}) {
+    Batch batch(kOdd, 1);
+    batch.tokens[3] = bad;
+    EXPECT_THROW(model.forward(store, batch.tokens.data(), batch.targets.data()), std::invalid_argument);
+    std::swap(batch.tokens, batch.targets);
+    EXPECT_THROW(model.forward(store, batch.tokens.data(), batch.targets.data()), std::invalid_argument);
+    EXPECT_THROW(model.next(store, batch.targets.data(), 4, logits.data()), std::invalid_argument);
+  }
+  const Batch batch(kOdd, 2);
+  for (const std::int64_t count : {0, 8})
+    EXPECT_THROW(model.next(store, batch.tokens.data(), count, logits.data()), std::invalid_argument);
+  EXPECT_THROW(Gpt(kOdd, 0, Precision::fp32, pool, ledger), std::invalid_argument);
+  EXPECT_THROW(Gpt(kOdd, std::int64_t{1} << 40, Precision::fp32, pool, ledger), std::invalid_argument);
+}
+
+TEST(GptShapes, ProblemsAreNamed) {
+  EXPECT_EQ(problem_with({}), "");
+  EXPECT_EQ(problem_with(kOdd), "");
+  EXPECT_NE(problem_with({0, 12, 3, 7, 11}).find("layers = 0"), std::string::npos);
+  EXPECT_NE(problem_with({1, -4, 3, 7, 11}).find("width = -4"), std::string::npos);
+  EXPECT_NE(problem_with({1, 12, 0, 7, 11}).find("heads = 0"), std::string::npos);
+  EXPECT_NE(problem_with({1, 12, 3, 0, 11}).find("context = 0"), std::string::npos);
+  EXPECT_NE(problem_with({1, 12, 3, 7, 1}).find("vocabulary = 1"), std::string::npos);
+  EXPECT_NE(problem_with({1, 13, 3, 7, 11}).find("multiple of the heads, such as 15"), std::string::npos);
+  const std::int64_t huge = std::int64_t{1} << 40;
+  EXPECT_NE(problem_with({huge, 12, 3, 7, 11}), "");
+  EXPECT_NE(problem_with({1, huge, 1, 7, 11}), "");
+  EXPECT_NE(problem_with({1, 12, 3, huge, 11}), "");
+  EXPECT_NE(problem_with({1, 12, 3, 7, huge}), "");
+}
+
+TEST(GptShapes, ParametersAreGpt2s) {
+  std::int64_t size = 0;
+  const std::vector<Parameter> list = parameters_of({12, 768, 12, 1024, 50257});
+  std::set<std::string> names;
+  for (const Parameter& p : list) {
+    size += p.size();
+    names.insert(p.name);
+    EXPECT_EQ(p.decays, p.shape.size() == 2) << p.name;
+    EXPECT_EQ(p.deviation == 0, p.shape.size() == 1) << p.name;
+  }
+  EXPECT_EQ(size, 124439808);  // of the published checkpoint
+  EXPECT_EQ(list.size(), names.size());
+  EXPECT_EQ(list[4].name, "transformer.h.0.attn.c_attn.weight");
+  EXPECT_EQ(list[4].shape, (std::vector<std::int64_t>{768, 2304}));
+  EXPECT_EQ(list[2].mean, 1);
+  EXPECT_EQ(list[12].name, "transformer.h.0.mlp.c_proj.weight");
+  EXPECT_NEAR(list[12].deviation, 0.02 / std::sqrt(24), 1e-12);
+  EXPECT_EQ(list.back().name, "transformer.ln_f.bias");
+}
+
+// OpenBLAS built without threads is not always safe to call from several.
+TEST(GptMath, ProductsFromManyThreadsAtOnce) {
+  constexpr Index kSide = 16;
+  std::atomic<int> wrong = 0;
+  Threads pool(4);
+  pool.run(64, [&](i64 piece) {
+    std::vector<float> a(kSide * kSide), b(kSide * kSide), c(kSide * kSide), want(kSide * kSide, 0.0f);
+    for (std::size_t i = 0; i < a.size(); ++i) {
+      a[i] = static_cast<float>((7 * i + static_cast<std::size_t>(piece)) % 13);
+      b[i] = static_cast<float>((3 * i + static_cast<std::size_t>(piece)) % 11);
+    }
+    for (std::size_t i = 0; i < a.size(); ++i)
+      for (std::size_t k = 0; k < kSide; ++k) want[i] += a[i / kSide * kSide + k] * b[k * kSide + i % kSide];
+    for (int repeat = 0; repeat < 10000; ++repeat) {
+      product(kSide, kSide, kSide, 1, {{a.data(), kSide}}, {{b.data(), kSide}}, 0, {c.data(), kSide});
+      if (c != want) ++wrong;
+    }
+  });
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(GptMath, ExpAndGelu) {
+  for (float x = -87; x < 88; x += 0.00371f) {
+    const double want = std::exp(static_cast<double>(x));
+    EXPECT_NEAR(exp_of(x), want, 2.5e-7 * want) << x;
+  }
+  EXPECT_TRUE(std::isnan(exp_of(std::numeric_limits<float>::quiet_NaN())));
+  EXPECT_EQ(exp_of(0), 1);
+  for (float x = -9; x < 9; x += 0.00271f) {
+    const double d = x, s = std::sqrt(2 / std::acos(-1.0)), t = std::tanh(s * (d + 0.044715 * d * d * d));
+    const double slope = 0.5 * (1 + t) + 0.5 * d * (1 - t * t) * s * (1 + 3 * 0.044715 * d * d);
+    EXPECT_NEAR(gelu(x), 0.5 * d * (1 + t), 1e-6 * std::max(1.0, std::abs(d))) << x;
+    EXPECT_NEAR(gelu_slope(x), slope, 2e-6) << x;
+  }
+  EXPECT_EQ(gelu(50), 50);
+}
+
+}  // namespace
+}  // namespace scruple::train

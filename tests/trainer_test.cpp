@@ -1,0 +1,322 @@
+// The trainer as a whole: policies, accumulation, clipping, loss scaling and thread counts on a small model that
+// learns a real (tiny) task.
+#include "train/trainer.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "train/corpus.h"
+#include "train/run.h"
+
+namespace scruple::train {
+namespace {
+
+constexpr GptShape kSmall = {2, 32, 2, 24, 256};
+
+// Rows by recipe; the gradient's format and rounding may be replaced.
+Describe describe_by(const std::string& recipe, const std::string& gradient = "",
+                     int rounding = SCRUPLE_NEAREST) {
+  return [=](const Optimizer& optimizer, std::int64_t size) {
+    scruple_tensor row = {};
+    row.optimizer = optimizer.raw();
+    row.size = size;
+    check(scruple_tensor_use(&row, recipe.c_str()));
+    if (!gradient.empty())
+      row.arrays[SCRUPLE_GRADIENT] = {format_named(gradient.c_str()), nullptr, nullptr, rounding, 0};
+    return row;
+  };
+}
+
+Job job_of(const std::string& recipe, scruple_policy policy = SCRUPLE_STORED,
+           const std::string& gradient = "fp32") {
+  Job job;
+  job.shape = kSmall;
+  job.batch = 8;
+  job.threads = 2;
+  const bool sgd = recipe == "lpmm";
+  job.optimizer = [sgd] {
+    return sgd ? Optimizer("sgd", {{"momentum", 0.9}}) : Optimizer("adamw", {{"weight_decay", 0.1}});
+  };
+  job.describe = describe_by(recipe, gradient);
+  job.schedule = {Shape::constant, sgd ? 0.1 : 3e-3, 0, 1000};
+  job.gradients.policy = policy;
+  return job;
+}
+
+// The grammar's lines: enough for a few hundred steps.
+const Windows& text(std::int64_t context = kSmall.context) {
+  static const Corpus corpus = Grammar(1).sample(200'000, 1);
+  static const Windows windows(corpus.bytes, context, corpus.line_starts);
+  return windows;
+}
+
+std::vector<Outcome> take(Trainer& trainer, int steps) {
+  std::vector<Outcome> outcomes;
+  for (int i = 0; i < steps; ++i) outcomes.push_back(trainer.step(text()));
+  return outcomes;
+}
+
+// Every byte of weights, extra bits, moments and scales.
+std::vector<char> planes_of(Trainer& trainer) {
+  std::vector<char> all;
+  for (const scruple_tensor& row : trainer.state().table())
+    for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
+      const scruple_array& array = row.arrays[a];
+      if (array.codes == nullptr) continue;
+      std::int64_t codes = 0, aux = 0;
+      check(scruple_format_bytes(array.format, row.size, &codes, &aux));
+      all.insert(all.end(), static_cast<char*>(array.codes), static_cast<char*>(array.codes) + codes);
+      if (aux > 0) all.insert(all.end(), static_cast<char*>(array.aux), static_cast<char*>(array.aux) + aux);
+    }
+  return all;
+}
+
+std::vector<std::string> recipes() {
+  std::vector<std::string> names;
+  for (int i = 0; i < scruple_recipe_count(); ++i) {
+    scruple_recipe_info info;
+    check(scruple_recipe_at(i, &info));
+    names.emplace_back(info.name);
+  }
+  return names;
+}
+
+std::vector<char> planes_after(const Job& job, int steps) {
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  take(trainer, steps);
+  return planes_of(trainer);
+}
+
+TEST(Policies, StoredReleasedAndCompressedGiveTheSameBits) {
+  for (const std::string& recipe : recipes()) {
+    const auto with = [&](scruple_policy policy) {
+      Job job = job_of(recipe, policy);
+      job.gradients.max_norm = 0;
+      return planes_after(job, 3);
+    };
+    const std::vector<char> stored = with(SCRUPLE_STORED);
+    EXPECT_EQ(stored, with(SCRUPLE_RELEASED)) << recipe;
+    EXPECT_EQ(stored, with(SCRUPLE_COMPRESSED)) << recipe;
+  }
+}
+
+// Several tiles per tensor: rows of 1 MiB are 1,024 at this width, and the vocabulary has more.
+TEST(Policies, TheSameBitsInSeveralTiles) {
+  const auto with = [&](scruple_policy policy) {
+    Job job = job_of("scruple", policy);
+    job.shape = {1, 256, 2, 24, 2048};
+    job.batch = 2;
+    return planes_after(job, 2);
+  };
+  const std::vector<char> stored = with(SCRUPLE_STORED);
+  EXPECT_EQ(stored, with(SCRUPLE_RELEASED));
+  EXPECT_EQ(stored, with(SCRUPLE_COMPRESSED));
+}
+
+TEST(Policies, ReleasedHoldsOneTileOfGradients) {
+  Job job = job_of("scruple", SCRUPLE_RELEASED);
+  job.shape = {1, 256, 2, 24, 4096};
+  job.batch = 2;
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  take(trainer, 2);
+  EXPECT_GT(ledger.peak("gradients"), 0);
+  EXPECT_LE(ledger.peak("gradients"), 1 << 20);
+}
+
+TEST(Policies, CompressedGivesItsAccumulatorsBackAfterEachStep) {
+  Ledger ledger;
+  Trainer trainer(job_of("scruple", SCRUPLE_COMPRESSED, "int8"), ledger);
+  take(trainer, 2);
+  for (const Ledger::Entry& entry : ledger.entries())
+    if (entry.kind == "gradients") {
+      EXPECT_EQ(entry.now, 0);
+    }
+  EXPECT_GT(ledger.peak("gradients"), trainer.state().size());
+  EXPECT_LT(ledger.peak("gradients"), trainer.state().size() * 12 / 10);
+}
+
+// Clipping by the tensor's own norm computes gradients twice, tile by tile; a limit that nothing reaches changes nothing.
+TEST(Policies, MeasuringFirstChangesNoBit) {
+  Job job = job_of("scruple", SCRUPLE_RELEASED);
+  job.shape = {1, 256, 2, 24, 2048};
+  job.batch = 2;
+  const std::vector<char> plain = planes_after(job, 2);
+  job.gradients.tensor_norm = 1e6;
+  EXPECT_EQ(plain, planes_after(job, 2));
+  job.gradients.tensor_norm = 1e-3;
+  EXPECT_NE(plain, planes_after(job, 2));
+}
+
+TEST(Accumulation, FourMicroBatchesAreOneLargeBatch) {
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_COMPRESSED}) {
+    Job large = job_of("fp32", policy), small = large;
+    large.gradients.max_norm = small.gradients.max_norm = 0.5;
+    small.batch = large.batch / 4;
+    small.gradients.micro_batches = 4;
+    Ledger ledger;
+    Trainer a(large, ledger), b(small, ledger);
+    const Outcome one = a.step(text()), four = b.step(text());
+    EXPECT_NEAR(one.loss, four.loss, 1e-5 * one.loss);
+    EXPECT_NEAR(one.norm, four.norm, 1e-4 * one.norm);
+    EXPECT_GT(one.norm, 0.5);  // so that clipping had something to do
+    for (std::size_t p = 0; p < a.state().parameters().size(); ++p) {
+      const std::vector<float> x = a.state().master(static_cast<int>(p)),
+                               y = b.state().master(static_cast<int>(p));
+      double difference = 0, size = 0;
+      for (std::size_t i = 0; i < x.size(); ++i)
+        difference += std::pow(x[i] - y[i], 2), size += std::pow(x[i], 2);
+      // Adam's first step is lr times the gradient's sign: where that is noise, so is the step.
+      EXPECT_LT(std::sqrt(difference), 1e-3 * std::sqrt(size) + 1e-3) << a.state().parameters()[p].name;
+    }
+  }
+}
+
+TEST(Accumulation, MomentumFoldedInBackwardIsTheMeanGradient) {
+  Job stored = job_of("fp32"), released = job_of("fp32", SCRUPLE_RELEASED);
+  for (Job* job : {&stored, &released}) {
+    job->optimizer = [] { return Optimizer("sgd", {{"momentum", 0.9}}); };
+    job->schedule = {Shape::constant, 0.1, 0, 100};
+    job->gradients.micro_batches = 4;
+    job->batch = 2;
+  }
+  released.gradients.accumulation = SCRUPLE_ACCUMULATE_MOMENTUM;
+  Ledger ledger;
+  Trainer a(stored, ledger), b(released, ledger);
+  for (int i = 0; i < 5; ++i) EXPECT_NEAR(a.step(text()).loss, b.step(text()).loss, 1e-5);
+}
+
+// Int8 accumulators cost no more than another seed does.
+TEST(Accumulation, Int8AccumulatorsStayWithinTheNoiseOfSeeds) {
+  const auto loss = [&](std::uint64_t seed, const char* format) {
+    Job job = job_of("scruple", SCRUPLE_COMPRESSED);
+    job.describe =
+        describe_by("scruple", format, std::string(format) == "int8" ? SCRUPLE_DITHER : SCRUPLE_NEAREST);
+    job.seed = seed;
+    job.batch = 2;
+    job.gradients.micro_batches = 4;
+    job.gradients.max_norm = 1;
+    job.schedule = {Shape::cosine, 5e-3, 10, 300};
+    Ledger ledger;
+    Trainer trainer(job, ledger);
+    take(trainer, 300);
+    return trainer.validate(text(), 128);
+  };
+  std::vector<double> exact;
+  for (std::uint64_t seed = 1; seed <= 3; ++seed) exact.push_back(loss(seed, "fp32"));
+  double gap = 0, spread = 0;
+  const double mean = (exact[0] + exact[1] + exact[2]) / 3;
+  for (std::uint64_t seed = 1; seed <= 3; ++seed) {
+    gap += (loss(seed, "int8") - exact[seed - 1]) / 3;
+    spread += std::pow(exact[seed - 1] - mean, 2) / 2;
+  }
+  std::printf("int8 accumulators: gap %.4f, deviation over seeds %.4f, loss %.4f\n", gap, std::sqrt(spread),
+              mean);
+  EXPECT_LT(gap, std::max(0.01, std::sqrt(spread)));
+}
+
+TEST(LossScale, AnOverflowTouchesNothingAndHalvesTheScale) {
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_COMPRESSED}) {
+    Job job = job_of("scruple", policy);
+    job.activations = Precision::fp16;
+    job.describe = describe_by("scruple", policy == SCRUPLE_COMPRESSED ? "int8" : "fp32");
+    job.scaler = scruple_scaler_dynamic();
+    job.scaler.scale = 0x1p40f;  // gradients of the logits overflow fp16
+    Ledger ledger;
+    Trainer trainer(job, ledger);
+    const std::vector<char> before = planes_of(trainer);
+    const Outcome first = trainer.step(text());
+    EXPECT_TRUE(first.skipped);
+    EXPECT_EQ(before, planes_of(trainer));
+    const Outcome second = trainer.step(text());
+    EXPECT_EQ(second.loss_scale, 0x1p39f);
+    double last = 0;
+    int skipped = 0;
+    for (int i = 0; i < 120; ++i) {
+      const Outcome outcome = trainer.step(text());
+      skipped += outcome.skipped;
+      last = outcome.loss;
+    }
+    EXPECT_LT(skipped, 40);
+    EXPECT_LT(last, first.loss - 1);
+  }
+}
+
+TEST(Threads, LossCurvesAreTheSameToTheBit) {
+  for (const Precision activations : {Precision::fp32, Precision::bf16}) {
+    std::vector<std::vector<double>> curves;
+    std::vector<std::vector<char>> planes;
+    for (const int threads : {1, 2, 3}) {
+      Job job = job_of("scruple", SCRUPLE_COMPRESSED, "int8");
+      job.threads = threads;
+      job.activations = activations;
+      job.gradients.max_norm = 1;
+      Ledger ledger;
+      Trainer trainer(job, ledger);
+      curves.emplace_back();
+      for (const Outcome& outcome : take(trainer, 10))
+        curves.back().insert(curves.back().end(), {outcome.loss, outcome.norm});
+      planes.push_back(planes_of(trainer));
+    }
+    for (std::size_t i = 1; i < curves.size(); ++i) {
+      EXPECT_EQ(0, std::memcmp(curves[0].data(), curves[i].data(), curves[0].size() * sizeof(double)));
+      EXPECT_EQ(planes[0], planes[i]);
+    }
+  }
+}
+
+TEST(Learning, EveryRecipeLearns) {
+  for (const std::string& recipe : recipes()) {
+    Job job = job_of(recipe, SCRUPLE_STORED, "");
+    job.gradients.max_norm = 1;
+    Ledger ledger;
+    Trainer trainer(job, ledger);
+    const double before = trainer.validate(text(), 64);
+    take(trainer, 60);
+    const double after = trainer.validate(text(), 64);
+    EXPECT_NEAR(before, std::log(256), 0.2) << recipe;  // it starts without a clue
+    EXPECT_LT(after, before - 1.5) << recipe;
+  }
+}
+
+TEST(Rates, WarmUpThenDown) {
+  const Schedule cosine = {Shape::cosine, 2.0, 10, 110};
+  EXPECT_DOUBLE_EQ(cosine.at(1), 0.2);
+  EXPECT_DOUBLE_EQ(cosine.at(10), 2.0);
+  EXPECT_DOUBLE_EQ(cosine.at(60), 1.0);
+  EXPECT_DOUBLE_EQ(cosine.at(110), 0.0);
+  const Schedule linear = {Shape::linear, 2.0, 0, 100};
+  EXPECT_DOUBLE_EQ(linear.at(25), 1.5);
+  EXPECT_DOUBLE_EQ(linear.at(100), 0.0);
+  const Schedule constant = {Shape::constant, 2.0, 4, 100};
+  EXPECT_DOUBLE_EQ(constant.at(1), 0.5);
+  EXPECT_DOUBLE_EQ(constant.at(100), 2.0);
+}
+
+TEST(Memory, WhatDoesNotFitIsRefusedBeforeItIsTouched) {
+  Job job = job_of("fp32");
+  job.shape = {96, 12288, 96, 2048, 256};
+  Ledger ledger(std::int64_t{1} << 30);
+  try {
+    Trainer trainer(job, ledger);
+    FAIL() << "174 billion parameters fit into 1 GiB";
+  } catch (const std::runtime_error& error) {
+    EXPECT_NE(std::string(error.what()).find("1024 MiB are free"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Memory, TheLedgerIsEmptyAfterwards) {
+  Ledger ledger;
+  {
+    Trainer trainer(job_of("scruple", SCRUPLE_COMPRESSED, "int8"), ledger);
+    take(trainer, 1);
+  }
+  for (const Ledger::Entry& entry : ledger.entries()) EXPECT_EQ(entry.now, 0) << entry.kind;
+}
+
+}  // namespace
+}  // namespace scruple::train

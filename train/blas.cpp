@@ -1,0 +1,39 @@
+#include "train/blas.h"
+
+#include <cblas.h>
+
+#include <mutex>
+
+namespace scruple::train {
+namespace {
+
+CBLAS_TRANSPOSE order_of(const Factor& factor) { return factor.turned ? CblasTrans : CblasNoTrans; }
+int narrow(Index size) { return static_cast<int>(size); }  // problem_with() bounds every size
+
+// A threaded OpenBLAS would cut the work by the number of processors. Once per thread, because OpenMP's
+// builds keep the number per thread.
+bool be_serial() {
+  openblas_set_num_threads(1);
+  return true;
+}
+
+// Builds of OpenBLAS without threads, such as Debian's libopenblas-serial, may have no lock around their
+// table of buffers: two calls at a time can share one, and then a product is wrong, about once in a
+// million. There, one at a time.
+std::unique_lock<std::mutex> turn() {
+  static std::mutex mutex;
+  static const bool unlocked = openblas_get_parallel() == 0;
+  return unlocked ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
+}
+
+}  // namespace
+
+void product(Index m, Index n, Index k, float alpha, Factor a, Factor b, float beta, Target c) {
+  thread_local const bool serial = be_serial();
+  (void)serial;
+  const auto lock = turn();
+  cblas_sgemm(CblasRowMajor, order_of(a), order_of(b), narrow(m), narrow(n), narrow(k), alpha, a.view.data,
+              narrow(a.view.stride), b.view.data, narrow(b.view.stride), beta, c.data, narrow(c.stride));
+}
+
+}  // namespace scruple::train

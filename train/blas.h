@@ -1,0 +1,33 @@
+// Matrix products, from OpenBLAS. Each call is serial, so that its bits depend on its shape alone; parallel
+// work is cut into calls by the layers.
+#pragma once
+
+#include <cstdint>
+
+namespace scruple::train {
+
+using Index = std::int64_t;
+
+// Rows of fp32 values, `stride` apart.
+struct View {
+  const float* data;
+  Index stride;
+};
+struct Target {
+  float* data;
+  Index stride;
+  operator View() const { return {data, stride}; }
+};
+
+// A factor as it lies in memory, or turned: its columns are then the rows of the product's factor.
+struct Factor {
+  View view;
+  bool turned = false;
+};
+inline Factor turned(View view) { return {view, true}; }
+inline Factor plain(View view) { return {view, false}; }
+
+// c = alpha a b + beta c, with a [m, k], b [k, n] and c [m, n].
+void product(Index m, Index n, Index k, float alpha, Factor a, Factor b, float beta, Target c);
+
+}  // namespace scruple::train

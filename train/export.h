@@ -1,0 +1,34 @@
+// A model as a folder that Hugging Face's transformers loads with GPT2LMHeadModel.from_pretrained:
+// config.json and model.safetensors. Problems are thrown as std::runtime_error.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "io/safetensors.h"
+#include "train/gpt.h"
+
+namespace scruple::train {
+
+// One parameter as it lies in memory; dtype is f32, bf16 or f16.
+struct ParameterData {
+  io::Dtype dtype;
+  const void* values;
+};
+
+// `parameters` in the order of parameters_of(shape). The folder is made if need be; each of the two files
+// appears whole or not at all, the config last. The output head is tied to the embedding and not stored
+// again.
+void write_model(const std::string& folder, const GptShape& shape,
+                 const std::vector<ParameterData>& parameters);
+
+struct Model {
+  GptShape shape;
+  std::vector<std::vector<float>> parameters;  // in the order of parameters_of(shape)
+};
+
+// Reads such a folder, and those of GPT-2's family on the Hugging Face hub; refuses whatever this trainer
+// would compute differently.
+Model read_model(const std::string& folder);
+
+}  // namespace scruple::train

@@ -1,0 +1,61 @@
+#include "train/ledger.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+namespace scruple::train {
+
+void Ledger::add(const std::string& kind, std::int64_t bytes) {
+  if (bytes > limit_ - now_)
+    throw std::runtime_error("the run needs at least " + std::to_string((now_ + bytes) >> 20) + " MiB, " +
+                             std::to_string(bytes >> 20) + " of them for " + kind + ", and " +
+                             std::to_string(limit_ >> 20) +
+                             " MiB are free; choose a smaller model, batch or context, or a smaller recipe");
+  auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.kind == kind; });
+  if (entry == entries_.end()) entry = entries_.insert(entry, {kind, 0, 0});
+  entry->now += bytes;
+  entry->peak = std::max(entry->peak, entry->now);
+  now_ += bytes;
+  peak_ = std::max(peak_, now_);
+}
+
+std::int64_t Ledger::peak(const std::string& kind) const {
+  for (const Entry& entry : entries_)
+    if (entry.kind == kind) return entry.peak;
+  return 0;
+}
+
+Block::Block(Ledger& ledger, std::string kind, std::int64_t bytes)
+    : ledger_(&ledger), kind_(std::move(kind)), bytes_(bytes) {
+  if (bytes < 0) throw std::bad_alloc();
+  ledger_->add(kind_, bytes_);
+  memory_ = std::calloc(1, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1)));
+  if (memory_ == nullptr) {
+    ledger_->add(kind_, -bytes_);
+    throw std::bad_alloc();
+  }
+}
+
+Block::Block(Block&& other) noexcept
+    : ledger_(std::exchange(other.ledger_, nullptr)),
+      kind_(std::move(other.kind_)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      memory_(std::exchange(other.memory_, nullptr)) {}
+
+Block& Block::operator=(Block&& other) noexcept {
+  std::swap(ledger_, other.ledger_);
+  std::swap(kind_, other.kind_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(memory_, other.memory_);
+  return *this;
+}
+
+Block::~Block() {
+  std::free(memory_);
+  if (ledger_ != nullptr) ledger_->add(kind_, -bytes_);
+}
+
+}  // namespace scruple::train

@@ -1,0 +1,53 @@
+// Where the trainer's memory goes: every allocation of model memory names its kind, and one ledger counts
+// them all.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace scruple::train {
+
+class Ledger {
+ public:
+  struct Entry {
+    std::string kind;  // "weights", "exp_avg", "gradients", "activations", "workspace"...
+    std::int64_t now = 0, peak = 0;
+  };
+  // More than `limit` bytes at once are refused, before any is touched.
+  explicit Ledger(std::int64_t limit = std::numeric_limits<std::int64_t>::max()) : limit_(limit) {}
+  void add(const std::string& kind, std::int64_t bytes);          // negative: given back
+  const std::vector<Entry>& entries() const { return entries_; }  // in the order of their first allocation
+  std::int64_t peak(const std::string& kind) const;
+  std::int64_t peak() const { return peak_; }  // of the sum
+
+ private:
+  std::vector<Entry> entries_;
+  std::int64_t limit_, now_ = 0, peak_ = 0;
+};
+
+// Zeroed memory of one kind, counted from construction to destruction. Throws where the ledger or the
+// machine has no more.
+class Block {
+ public:
+  Block() = default;
+  Block(Ledger& ledger, std::string kind, std::int64_t bytes);
+  Block(Block&& other) noexcept;
+  Block& operator=(Block&& other) noexcept;
+  ~Block();
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(memory_);
+  }
+  std::int64_t bytes() const { return bytes_; }
+
+ private:
+  Ledger* ledger_ = nullptr;
+  std::string kind_;
+  std::int64_t bytes_ = 0;
+  void* memory_ = nullptr;
+};
+
+}  // namespace scruple::train

@@ -1,0 +1,32 @@
+// The loop around a trainer: steps, validations, what was seen, and a chance to stop.
+#pragma once
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "train/trainer.h"
+
+namespace scruple::train {
+
+struct Span {
+  std::int64_t steps = 0;
+  std::int64_t validate_every = 0;  // 0: only before the first and after the last
+  std::int64_t validation_windows = 64;
+};
+
+struct Record {
+  std::vector<Outcome> steps;
+  std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
+  double step_seconds = 0;                                   // without the validations
+  bool stopped = false;                                      // before its last step, because `watch` said so
+
+  double ms_per_step() const;
+  double final_loss() const { return validations.back().second; }
+};
+
+// `watch` sees the record after every step; false stops, after a last validation.
+Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
+           const std::function<bool(const Record&)>& watch);
+
+}  // namespace scruple::train

@@ -1,0 +1,99 @@
+#include "train/state.h"
+
+#include "train/random.h"
+
+namespace scruple::train {
+namespace {
+
+scruple_format_info info_of(const scruple_array& array) {
+  scruple_format_info info;
+  check(scruple_get_format_info(array.format, &info));
+  return info;
+}
+
+bool is_used(const scruple_tensor& tensor, int array) {
+  int used = 0;
+  // An optimizer has fewer slots than a row has places for them.
+  return tensor.arrays[array].format != nullptr &&
+         scruple_tensor_array(&tensor, array, nullptr, nullptr, &used) == SCRUPLE_OK && used != 0;
+}
+
+}  // namespace
+
+std::string kind_of(const scruple_tensor& tensor, int array, bool aux) {
+  if (array == SCRUPLE_GRADIENT) return "gradients";
+  if (aux) return info_of(tensor.arrays[array]).aux_is_scale != 0 ? "scales" : "extra";
+  if (array == SCRUPLE_WEIGHT) return "weights";
+  const char* name = nullptr;
+  check(scruple_tensor_array(&tensor, array, &name, nullptr, nullptr));
+  return name;
+}
+
+std::string visible_format(const scruple_array& weight) {
+  const std::string name = info_of(weight).name;
+  return name.substr(0, name.find('+'));
+}
+
+State::State(Engine& engine, const std::vector<Parameter>& parameters, const Optimizer& decaying,
+             const Optimizer& plain, const Describe& describe, Ledger& ledger)
+    : engine_(engine), parameters_(parameters) {
+  for (const Parameter& parameter : parameters_) {
+    scruple_tensor row = describe(parameter.decays ? decaying : plain, parameter.size());
+    row.id = static_cast<std::uint32_t>(table_.size());
+    row.step = 1;
+    for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
+      if (!is_used(row, a)) continue;
+      std::int64_t codes = 0, aux = 0;
+      check(scruple_format_bytes(row.arrays[a].format, row.size, &codes, &aux));
+      row.arrays[a].codes = planes_.emplace_back(ledger, kind_of(row, a, false), codes).as<void>();
+      if (aux > 0) row.arrays[a].aux = planes_.emplace_back(ledger, kind_of(row, a, true), aux).as<void>();
+    }
+    table_.push_back(row);
+    scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
+    const std::string format = visible_format(weight);
+    if (format != info_of(weight).name)
+      weight = {format_named(format.c_str()), weight.codes, nullptr, SCRUPLE_NEAREST, 0};
+    visible_.push_back(row);
+  }
+}
+
+void State::start(std::uint64_t seed) {
+  std::vector<float> values;
+  for (std::size_t p = 0; p < parameters_.size(); ++p) {
+    const Parameter& parameter = parameters_[p];
+    values.assign(static_cast<std::size_t>(parameter.size()), static_cast<float>(parameter.mean));
+    const auto stream = kInitialStream + static_cast<std::uint32_t>(p);
+    for (std::size_t i = 0; parameter.deviation > 0 && i < values.size(); ++i)
+      values[i] += static_cast<float>(parameter.deviation * random_normal(seed, stream, i));
+    set(static_cast<int>(p), values.data());
+    check(scruple_tensor_reset(engine_.raw(), &table_[p]));
+  }
+}
+
+void State::set(int parameter, const float* values) {
+  check(scruple_encode(engine_.raw(), &table_[static_cast<std::size_t>(parameter)], SCRUPLE_WEIGHT, values));
+}
+
+std::vector<float> State::master(int parameter) const {
+  const scruple_tensor& row = table_[static_cast<std::size_t>(parameter)];
+  std::vector<float> values(static_cast<std::size_t>(row.size));
+  check(scruple_decode(engine_.raw(), &row, SCRUPLE_WEIGHT, values.data()));
+  return values;
+}
+
+const float* State::values(int parameter, float* scratch) {
+  const scruple_tensor& row = visible_[static_cast<std::size_t>(parameter)];
+  const scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
+  static const scruple_format* const fp32 = format_named("fp32");
+  if (weight.format == fp32) return static_cast<const float*>(weight.codes);
+  check(scruple_decode(engine_.raw(), &row, SCRUPLE_WEIGHT, scratch));
+  return scratch;
+}
+
+std::int64_t State::size() const {
+  std::int64_t sum = 0;
+  for (const Parameter& parameter : parameters_) sum += parameter.size();
+  return sum;
+}
+
+}  // namespace scruple::train

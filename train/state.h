@@ -1,0 +1,54 @@
+// A model's weights and moments, each array in its own format, counted in the ledger by kind. To the model they are
+// the values it computes with; to the optimizer, table rows.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "include/scruple/scruple.hpp"
+#include "train/gpt.h"
+#include "train/ledger.h"
+
+namespace scruple::train {
+
+// The formats of a tensor of this size under this optimizer: a row without memory.
+using Describe = std::function<scruple_tensor(const Optimizer& optimizer, std::int64_t size)>;
+
+// What a plane of an array is called in plans, ledgers and reports: "weights", "extra", "exp_avg", "scales"...
+std::string kind_of(const scruple_tensor& tensor, int array, bool aux);
+
+// The format that a model computes with: bf16 where a weight is kept as bf16+8, and otherwise the weight's own.
+std::string visible_format(const scruple_array& weight);
+
+class State final : public Weights {
+ public:
+  // `decaying` steps the parameters that decay, `plain` the others; both must outlive this.
+  State(Engine& engine, const std::vector<Parameter>& parameters, const Optimizer& decaying,
+        const Optimizer& plain, const Describe& describe, Ledger& ledger);
+
+  void start(std::uint64_t seed);  // GPT-2's initial values
+  void set(int parameter, const float* values);
+  // The fp32 values that the optimizer sees: the visible ones and their extra bits.
+  std::vector<float> master(int parameter) const;
+  const float* values(int parameter, float* scratch) override;
+  // The weight as the model reads it: without what completes it.
+  const scruple_array& visible(int parameter) const {
+    return visible_[static_cast<std::size_t>(parameter)].arrays[SCRUPLE_WEIGHT];
+  }
+
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  const std::vector<scruple_tensor>& table() const { return table_; }
+  std::int64_t size() const;
+
+ private:
+  Engine& engine_;
+  std::vector<Parameter> parameters_;
+  std::vector<scruple_tensor> table_;
+  std::vector<scruple_tensor> visible_;  // the same weights, as the model reads them
+  std::vector<Block> planes_;
+};
+
+}  // namespace scruple::train

@@ -1,0 +1,185 @@
+#include "train/trainer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <map>
+#include <numbers>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace scruple::train {
+namespace {
+
+// No gradient buffer is larger, whatever the tensor.
+constexpr std::int64_t kTileElements = (std::int64_t{1} << 20) / static_cast<std::int64_t>(sizeof(float));
+constexpr std::int64_t kPieceElements = 128;  // pieces begin at multiples: scruple_tensor_view
+
+// Rows of a tile: as many as fit, a whole number of pieces.
+std::int64_t tile_rows(const Parameter& parameter) {
+  const std::int64_t columns = parameter.shape.size() == 2 ? parameter.shape[1] : 1;
+  const std::int64_t step = kPieceElements / std::gcd(kPieceElements, columns);
+  const std::int64_t rows = kTileElements / columns / step * step;
+  if (rows == 0)
+    throw std::runtime_error(parameter.name + " has rows of " + std::to_string(columns) + " values, and " +
+                             std::to_string(step) +
+                             " of them do not fit into a gradient tile of 1 MiB; choose a --width that is a "
+                             "multiple of 128");
+  return std::min(rows, parameter.shape[0]);
+}
+
+scruple_optimizer* with_rate(const Optimizer& optimizer, double lr) {
+  check(scruple_optimizer_set(optimizer.raw(), "lr", lr));
+  return optimizer.raw();
+}
+
+// `optimizer` for what does not decay.
+Optimizer without_decay(Optimizer optimizer) {
+  double value = 0;
+  if (scruple_optimizer_get(optimizer.raw(), "weight_decay", &value) == SCRUPLE_OK)
+    optimizer.set("weight_decay", 0);
+  return optimizer;
+}
+
+}  // namespace
+
+double Schedule::at(std::int64_t step) const {
+  if (step <= warmup) return peak * static_cast<double>(step) / static_cast<double>(warmup);
+  const double done =
+      static_cast<double>(step - warmup) / static_cast<double>(std::max<std::int64_t>(steps - warmup, 1));
+  switch (shape) {
+    case Shape::cosine: return peak * 0.5 * (1 + std::cos(std::numbers::pi * std::min(done, 1.0)));
+    case Shape::linear: return peak * std::max(1 - done, 0.0);
+    case Shape::constant: break;
+  }
+  return peak;
+}
+
+// Cuts gradients into row tiles and hands them to the sink.
+class Trainer::Tiles final : public Gradients {
+ public:
+  Tiles(Engine& engine, const State& state, scruple_sink_options options, Ledger& ledger)
+      : parameters_(state.parameters()), ledger_(ledger) {
+    std::int64_t largest = 0;
+    for (const Parameter& parameter : parameters_) {
+      rows_.push_back(tile_rows(parameter));
+      largest = std::max(largest, rows_.back() * (parameter.size() / parameter.shape[0]));
+    }
+    const bool released = options.policy == SCRUPLE_RELEASED;
+    tile_ = Block(ledger, released ? "gradients" : "workspace",
+                  largest * static_cast<std::int64_t>(sizeof(float)));
+    options.memory = {this, &Tiles::allocate, &Tiles::free};
+    sink_ = std::make_unique<Sink>(engine, state.table(), options);
+  }
+
+  float loss_scale() const { return *sink_->loss_scale(); }
+
+  void take(int parameter, const FillRows& fill) override {
+    const auto p = static_cast<std::size_t>(parameter);
+    if (sink_->measures() && rows_[p] < parameters_[p].shape[0]) each_tile(parameter, fill, &Sink::measure);
+    each_tile(parameter, fill, &Sink::add);
+  }
+
+  void end() { sink_->end(); }
+  scruple_sink_report report() const { return sink_->read(); }
+
+ private:
+  using Hand = void (Sink::*)(std::span<const scruple_piece>);
+
+  void each_tile(int parameter, const FillRows& fill, Hand hand) {
+    const Parameter& p = parameters_[static_cast<std::size_t>(parameter)];
+    const std::int64_t step = rows_[static_cast<std::size_t>(parameter)], columns = p.size() / p.shape[0];
+    for (std::int64_t first = 0; first < p.shape[0]; first += step) {
+      const std::int64_t rows = std::min(step, p.shape[0] - first);
+      fill(first, rows, tile_.as<float>());
+      const scruple_piece piece = {parameter,
+                                   first * columns,
+                                   rows * columns,
+                                   {format_named("fp32"), tile_.as<void>(), nullptr, SCRUPLE_NEAREST, 0}};
+      (*sink_.*hand)({&piece, 1});
+    }
+  }
+
+  static void* allocate(void* context, std::int64_t bytes) noexcept {
+    auto& tiles = *static_cast<Tiles*>(context);
+    try {
+      Block block(tiles.ledger_, "gradients", bytes);
+      void* memory = block.as<void>();
+      tiles.blocks_.emplace(memory, std::move(block));
+      return memory;
+    } catch (...) {
+      return nullptr;
+    }
+  }
+  static void free(void* context, void* memory, std::int64_t) noexcept {
+    static_cast<Tiles*>(context)->blocks_.erase(memory);
+  }
+
+  const std::vector<Parameter>& parameters_;
+  Ledger& ledger_;
+  std::vector<std::int64_t> rows_;  // of each parameter's tiles
+  Block tile_;
+  std::map<void*, Block> blocks_;
+  std::unique_ptr<Sink> sink_;  // gives its memory back to blocks_
+};
+
+Trainer::Trainer(const Job& job, Ledger& ledger)
+    : job_(job),
+      ledger_(ledger),
+      engine_("cpu", job.threads),
+      threads_(engine_.threads()),
+      decaying_(job.optimizer()),
+      plain_(without_decay(job.optimizer())) {
+  if (const std::string problem = problem_with(job.shape); !problem.empty())
+    throw std::runtime_error(problem);
+  decaying_.set_seed(job.seed);
+  plain_.set_seed(job.seed);
+  state_ =
+      std::make_unique<State>(engine_, parameters_of(job.shape), decaying_, plain_, job.describe, ledger);
+  model_ = std::make_unique<Gpt>(job.shape, job.batch, job.activations, threads_, ledger);
+  if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler;
+  tiles_ = std::make_unique<Tiles>(engine_, *state_, job_.gradients, ledger);
+  state_->start(job.seed);
+  tokens_.resize(static_cast<std::size_t>(job.batch * job.shape.context));
+  targets_.resize(tokens_.size());
+}
+
+Trainer::~Trainer() = default;
+
+Outcome Trainer::step(const Windows& data) {
+  const std::int64_t context = job_.shape.context, parts = job_.gradients.micro_batches;
+  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, tiles_->loss_scale(), false};
+  with_rate(decaying_, outcome.lr), with_rate(plain_, outcome.lr);
+  for (std::int64_t part = 0; part < parts; ++part) {
+    for (std::int64_t w = 0; w < job_.batch; ++w) {
+      const auto index = static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w);
+      data.read(data.random_start(job_.seed, index), &tokens_[static_cast<std::size_t>(w * context)],
+                &targets_[static_cast<std::size_t>(w * context)]);
+    }
+    outcome.loss += model_->forward(*state_, tokens_.data(), targets_.data()) / static_cast<double>(parts);
+    model_->backward(*state_, *tiles_, outcome.loss_scale);
+    tiles_->end();
+  }
+  const scruple_sink_report report = tiles_->report();
+  outcome.norm = report.norm;
+  outcome.skipped = report.found_inf != 0;
+  ++taken_;
+  return outcome;
+}
+
+double Trainer::validate(const Windows& data, std::int64_t windows) {
+  const std::int64_t context = job_.shape.context;
+  const std::int64_t batches = std::max<std::int64_t>((windows + job_.batch - 1) / job_.batch, 1);
+  double sum = 0;
+  for (std::int64_t b = 0; b < batches; ++b) {
+    for (std::int64_t w = 0; w < job_.batch; ++w)
+      data.read(data.even_start(b * job_.batch + w, batches * job_.batch),
+                &tokens_[static_cast<std::size_t>(w * context)],
+                &targets_[static_cast<std::size_t>(w * context)]);
+    sum += model_->forward(*state_, tokens_.data(), targets_.data());
+  }
+  return sum / static_cast<double>(batches);
+}
+
+}  // namespace scruple::train

@@ -1,0 +1,72 @@
+// One training run of a GPT: the model, its state, the sink that takes its gradients, and the learning rate over time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "include/scruple/scruple.hpp"
+#include "train/data.h"
+#include "train/gpt.h"
+#include "train/ledger.h"
+#include "train/state.h"
+
+namespace scruple::train {
+
+enum class Shape { cosine, linear, constant };
+
+// The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 at the last step, or constant.
+struct Schedule {
+  Shape shape = Shape::cosine;
+  double peak = 1e-3;
+  std::int64_t warmup = 0, steps = 1000;
+  double at(std::int64_t step) const;  // of step 1, 2...
+};
+
+struct Job {
+  GptShape shape;
+  std::int64_t batch = 16;  // windows in a micro-batch
+  Precision activations = Precision::fp32;
+  std::function<Optimizer()> optimizer;
+  Describe describe;
+  Schedule schedule;
+  std::uint64_t seed = 1;
+  int threads = 0;
+  // The gradient policy; `memory` and `scaler` are filled in here.
+  scruple_sink_options gradients = SCRUPLE_SINK_OPTIONS_INIT;
+  scruple_scaler scaler = {};  // scale 0: none
+};
+
+struct Outcome {
+  double loss, lr;
+  double norm;  // of the gradient; NaN where the policy does not know it
+  float loss_scale;
+  bool skipped;
+};
+
+class Trainer {
+ public:
+  Trainer(const Job& job, Ledger& ledger);
+  ~Trainer();
+  Outcome step(const Windows& data);
+  // The mean loss over `windows` windows of the data, evenly spread; a multiple of the batch is taken.
+  double validate(const Windows& data, std::int64_t windows);
+  std::int64_t steps_taken() const { return taken_; }
+  State& state() { return *state_; }
+
+ private:
+  class Tiles;
+  Job job_;
+  Ledger& ledger_;
+  Engine engine_;
+  Threads threads_;
+  Optimizer decaying_, plain_;
+  std::unique_ptr<State> state_;
+  std::unique_ptr<Gpt> model_;
+  std::unique_ptr<Tiles> tiles_;
+  std::vector<std::int32_t> tokens_, targets_;
+  std::int64_t taken_ = 0;
+};
+
+}  // namespace scruple::train
