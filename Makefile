@@ -35,15 +35,13 @@ test: ## build everything with warnings as errors and run every test
 test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's and the CPU's; installs nothing
 	@nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 	@cmake -S . -B $(BUILD)/gpu --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
-	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=$(HAS_CLI)
+	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=$(HAS_CLI) -DSCRUPLE_TRAIN=OFF
 	@cmake --build $(BUILD)/gpu -j$(JOBS)
 	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_COMPILERS=g++ ctest --test-dir $(BUILD)/gpu --output-on-failure -j$(JOBS)
 
 demo: CUDA = OFF
-demo: build ## what 8 billion parameters cost in each recipe, and how fast a step runs here
-	$(BUILD)/scruple plan --params 8.03e9 --optimizer adamw
-	@echo
-	$(BUILD)/scruple bench --params 16M --repeat 3
+demo: build ## train every recipe on the same text, compare them, and draw demo/report.html
+	$(BUILD)/scruple compare --out demo
 
 bench: build ## measure every recipe on this machine
 	$(BUILD)/scruple bench

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <fstream>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -187,20 +186,12 @@ Traffic traffic_of(const std::vector<scruple_tensor>& tensors) {
   return sum;
 }
 
-// Linux kills a process that overcommits, without a word: ask first. Elsewhere, or where it cannot be read:
-// no limit.
 void check_fits(std::int64_t bytes, const std::string& recipe) {
-  std::ifstream file("/proc/meminfo");
-  std::string key, unit;
-  std::int64_t kilobytes = 0;
-  while (file >> key >> kilobytes && std::getline(file, unit)) {
-    if (key != "MemAvailable:") continue;
-    if (bytes / 1024 > kilobytes)
-      throw std::runtime_error(
-          "recipe " + recipe + " needs " + fixed(static_cast<double>(bytes) * 0x1p-30, 1) + " GiB and " +
-          fixed(static_cast<double>(kilobytes) * 0x1p-20, 1) + " GiB are free; choose fewer --params");
-    return;
-  }
+  const std::int64_t free = free_memory();
+  if (bytes > free)
+    throw std::runtime_error("recipe " + recipe + " needs " + fixed(static_cast<double>(bytes) * 0x1p-30, 1) +
+                             " GiB and " + fixed(static_cast<double>(free) * 0x1p-30, 1) +
+                             " GiB are free; choose fewer --params");
 }
 
 Row measure_recipe(const Options& options, Engine& engine, Copy& copy, const std::string& recipe,

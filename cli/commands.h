@@ -14,5 +14,9 @@ struct UsageError : std::runtime_error {
 void add_list(CLI::App& program);
 void add_plan(CLI::App& program);
 void add_bench(CLI::App& program);
+// Built with the trainer alone.
+void add_compare(CLI::App& program);
+void add_train(CLI::App& program);
+void add_sample(CLI::App& program);
 
 }  // namespace scruple::cli

@@ -14,7 +14,9 @@ constexpr int kUsage = 2;
 
 constexpr const char* kHelp =
     "Scruple trains networks in 5 to 7 bytes per parameter.\n"
-    "This program tells what the library has, what a choice of formats costs, and how fast it runs here.";
+    "This program tells what the library has, what a choice of formats costs and how fast it runs here, "
+    "compares\n"
+    "recipes, and trains small language models.";
 
 constexpr const char* kFooter =
     "Examples:\n"
@@ -22,6 +24,9 @@ constexpr const char* kFooter =
     "  scruple plan --params 8.03e9 --optimizer adamw\n"
     "  scruple plan config.json --recipe scruple --gradients compressed\n"
     "  scruple bench --recipe scruple --params 64M\n"
+    "  scruple compare --recipes fp32,scruple\n"
+    "  scruple train --data book.txt --out run1\n"
+    "  scruple sample run1 --prompt \"Once upon a time\"\n"
     "\n"
     "Each command has its own --help. Exit code: 0 done, 1 failed, 2 the command line is wrong.";
 
@@ -39,6 +44,11 @@ int run(int argc, char** argv) {
   cli::add_list(program);
   cli::add_plan(program);
   cli::add_bench(program);
+#if defined(SCRUPLE_HAS_TRAIN)
+  cli::add_compare(program);
+  cli::add_train(program);
+  cli::add_sample(program);
+#endif
   try {
     program.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -1,5 +1,8 @@
 #include "memory.h"
 
+#include <fstream>
+#include <limits>
+
 namespace scruple::cli {
 namespace {
 
@@ -50,7 +53,7 @@ std::int64_t Memory::total() const {
 Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
                const Model& model, const std::string& policy) {
   Choice folded = choice;
-  folded.gradient = "int8";
+  if (folded.gradient.empty()) folded.gradient = "int8";
   Memory memory;
   for (const auto& [size, count] : model.tensors) {
     const bool compressed = policy == "compressed" && !stays_fp32(recipe, size);
@@ -58,6 +61,15 @@ Memory measure(const Choice& choice, const Optimizer& optimizer, const std::stri
     add_tensor(memory, tensor, count, policy != "released");
   }
   return memory;
+}
+
+std::int64_t free_memory() {
+  std::ifstream file("/proc/meminfo");
+  std::string key, rest;
+  std::int64_t kilobytes = 0;
+  while (file >> key >> kilobytes && std::getline(file, rest))
+    if (key == "MemAvailable:") return kilobytes * 1024;
+  return std::numeric_limits<std::int64_t>::max();
 }
 
 std::int64_t bytes_of(const scruple_format* format, std::int64_t size) {

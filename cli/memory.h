@@ -22,9 +22,14 @@ struct Memory {
 
 inline constexpr const char* kPolicies[] = {"stored", "released", "compressed"};
 
-// `policy`: stored takes the recipe's gradient format, released nothing, compressed int8 accumulators.
+// `policy`: stored takes the recipe's gradient format, released nothing, compressed int8 accumulators
+// unless the choice names another format.
 Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
                const Model& model, const std::string& policy);
+
+// What this machine can still give. Linux kills a process that overcommits, without a word: ask first. Where it
+// cannot be read: no limit.
+std::int64_t free_memory();
 
 // Bytes of both planes of one array.
 std::int64_t bytes_of(const scruple_format* format, std::int64_t size);

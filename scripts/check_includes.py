@@ -16,13 +16,14 @@ ALLOWED = {
     "engine": ["formats/", "optim/", "include/scruple/scruple.h"],
     "grad": ["engine/", "include/"],
     "io": [],
-    "train": ["grad/", "engine/", "io/"],
+    # The trainer is a user of the library; from inside it takes threads, random numbers and 16-bit codecs.
+    "train": ["include/", "engine/", "formats/", "io/"],
     "capi": ["formats/", "optim/", "engine/", "grad/", "io/", "train/", "include/"],
     "cli": ["include/"],
     "python": ["include/"],
 }
 # Files with a door of their own.
-EXCEPTIONS = {"cli/train": ["train/"]}
+EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in ("train", "compare", "sample")}
 SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".def", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 

@@ -3,10 +3,10 @@
 # needs no network, when all are there. Usage: packages.sh build|test|format|tidy
 set -euo pipefail
 
-build="g++ cmake make pkg-config libcli11-dev nlohmann-json3-dev"
+build="g++ cmake make pkg-config libcli11-dev nlohmann-json3-dev libopenblas-pthread-dev"
 case "${1:-}" in
   build) wanted="$build" ;;
-  test) wanted="$build libgtest-dev clang clang-format python3" ;;
+  test) wanted="$build libgtest-dev clang clang-format python3 python3-venv chromium" ;;
   format) wanted="clang-format" ;;
   tidy) wanted="$build libgtest-dev clang-tidy" ;;
   *) echo "usage: $0 build|test|format|tidy" >&2; exit 2 ;;
@@ -20,6 +20,9 @@ present() {
     libcli11-dev) has_header CLI/CLI.hpp ;;
     nlohmann-json3-dev) has_header nlohmann/json.hpp ;;
     libgtest-dev) has_header gtest/gtest.h ;;
+    libopenblas-pthread-dev) ls /usr/lib/*/openblas-pthread/libopenblas.so >/dev/null 2>&1 ||
+      [ -e /usr/local/lib/libopenblas.so ] ;;
+    python3-venv) python3 -c "import ensurepip" 2>/dev/null ;;
     clang) command -v clang++ >/dev/null ;;
     *) command -v "$1" >/dev/null ;;
   esac

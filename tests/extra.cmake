@@ -21,3 +21,34 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
            COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/compilers/compare.sh ${CMAKE_CURRENT_BINARY_DIR}/compilers)
   set_tests_properties(compilers PROPERTIES TIMEOUT 900 RUN_SERIAL ON)
 endif()
+
+# The trainer from outside: its commands, its reports in a browser, its weights in transformers.
+if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
+  set(reports ${CMAKE_CURRENT_BINARY_DIR}/reports)
+  set_tests_properties(report_test PROPERTIES ENVIRONMENT SCRUPLE_REPORT_DIR=${reports} FIXTURES_SETUP reports)
+  add_test(NAME compare_report COMMAND scruple_cli compare --steps 20 --batch 4 --context 32 --out ${reports}/compare)
+  set_tests_properties(compare_report PROPERTIES FIXTURES_SETUP reports)
+  find_program(SCRUPLE_CHROMIUM NAMES chromium chromium-browser google-chrome)
+  add_test(NAME report_in_browser
+           COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/browser_test.py ${SCRUPLE_CHROMIUM}
+                   ${reports}/normal.html ${reports}/hostile.html ${reports}/diverged.html ${reports}/sparse.html
+                   ${reports}/lengthy.html ${reports}/compare/report.html)
+  set_tests_properties(report_in_browser PROPERTIES FIXTURES_REQUIRED reports SKIP_RETURN_CODE 77 TIMEOUT 300)
+
+  add_test(NAME train_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/train_test.py
+                                   $<TARGET_FILE:scruple_cli>)
+  set_tests_properties(train_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 900)
+
+  # torch and transformers live in an environment of their own, which `make test` sets up.
+  find_program(SCRUPLE_PYTHON python HINTS ${PROJECT_SOURCE_DIR}/.venv/bin NO_DEFAULT_PATH)
+  if(SCRUPLE_PYTHON)
+    add_executable(logits ${CMAKE_CURRENT_SOURCE_DIR}/logits.cpp)
+    target_link_libraries(logits PRIVATE train Threads::Threads)
+    add_test(NAME logits_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/logits_test.py
+                                      $<TARGET_FILE:scruple_cli> $<TARGET_FILE:logits>)
+    add_test(NAME safetensors_interop
+             COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/safetensors_interop_test.py
+                     $<TARGET_FILE:safetensors_test>)
+    set_tests_properties(logits_test safetensors_interop PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+  endif()
+endif()

@@ -1,0 +1,506 @@
+// `scruple compare`: every recipe trains the same small language model on the same batches of a text whose entropy is
+// known; then the same for what goes wrong without them.
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <iostream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "commands.h"
+#include "io/file.h"
+#include "text.h"
+#include "train/corpus.h"
+#include "train/report.h"
+#include "training.h"
+
+namespace scruple::cli {
+namespace {
+
+using nlohmann::ordered_json;
+using train::Corpus;
+using train::Grammar;
+using train::Ledger;
+using train::Record;
+using train::Trainer;
+using train::Windows;
+
+constexpr const char* kFooter =
+    "Every run starts from the same weights and sees the same batches of a text that a seeded grammar makes. "
+    "Its\n"
+    "entropy is the loss that no model can beat.\n"
+    "\n"
+    "Columns:\n"
+    "  B/param     bytes of weights, moments and gradients per parameter: planned, and counted in the run\n"
+    "  peak MiB    all model memory at its peak, activations and workspace included\n"
+    "  ms/step     forward, backward and optimizer; validations are not counted\n"
+    "  val loss    nats per byte on text that was not trained on\n"
+    "  gap         to the fp32 run of the same optimizer and seed\n"
+    "\n"
+    "Examples:\n"
+    "  scruple compare\n"
+    "  scruple compare --recipes fp32,scruple,scant --seeds 3 --steps 400 --json\n"
+    "  scruple compare --out demo          writes demo/report.html";
+
+// Long enough that no window is seen twice in the runs that people wait for.
+constexpr std::int64_t kTrainingBytes = 4 << 20, kValidationBytes = 1 << 18;
+constexpr std::uint64_t kTrainingSeed = 1, kValidationSeed = 2;
+
+struct Options {
+  ModelOptions model;
+  GradientOptions gradients;
+  std::string recipes, out;
+  double lr = 5e-3, sgd_lr = 0.3, weight_decay = 0.1;
+  int seeds = 1;
+  int micro_batches = 1;
+  bool as_json = false, no_hazards = false;
+};
+
+struct Run {
+  std::string name, recipe, optimizer;
+  std::uint64_t seed = 0;
+  Memory plan;
+  std::vector<std::pair<std::string, std::int64_t>> measured;
+  double planned_each = 0, measured_each = 0;
+  std::int64_t peak = 0;
+  Record record;
+  double gap = 0;
+};
+
+// A grammar's text, cut into windows that begin with a line.
+struct Text {
+  Text(const Grammar& grammar, std::int64_t context)
+      : entropy(grammar.entropy()),
+        corpora{grammar.sample(kTrainingBytes, kTrainingSeed),
+                grammar.sample(kValidationBytes, kValidationSeed)},
+        training(corpora[0].bytes, context, corpora[0].line_starts),
+        validation(corpora[1].bytes, context, corpora[1].line_starts) {}
+  double entropy;
+  Corpus corpora[2];
+  Windows training, validation;
+};
+
+bool is_adaptive(const std::string& recipe) {
+  for (const scruple_recipe_info& info : all_recipes())
+    if (info.name == recipe) return info.nonneg != nullptr;
+  return true;  // the library says what it knows of an unknown name
+}
+
+Choice choice_for(const Options& options, const std::string& optimizer) {
+  Choice choice;
+  choice.optimizer = optimizer;
+  const double decay = optimizer == "sgd" ? 0 : options.weight_decay;
+  choice.hypers = {"weight_decay=" + shortest(decay, 17)};
+  return choice;
+}
+
+train::Schedule schedule_for(const Options& options, const std::string& optimizer) {
+  const double peak = optimizer == "sgd" ? options.sgd_lr : options.lr;
+  return {train::Shape::cosine, peak, std::max<std::int64_t>(options.model.steps / 20, 1),
+          options.model.steps};
+}
+
+using Weights = std::vector<std::vector<float>>;
+
+Weights weights_of(Trainer& trainer) {
+  Weights all;
+  for (std::size_t p = 0; p < trainer.state().parameters().size(); ++p)
+    all.push_back(trainer.state().master(static_cast<int>(p)));
+  return all;
+}
+
+// One run; fills in everything but the gap. `from`: the weights to start from, and those it ended with.
+Run run_one(const std::string& name, const train::Job& job, const Text& text, std::int64_t steps,
+            const Memory& plan, Weights* from) {
+  Ledger ledger(free_memory());
+  Trainer trainer(job, ledger);
+  if (from != nullptr && !from->empty())
+    for (std::size_t p = 0; p < from->size(); ++p)
+      trainer.state().set(static_cast<int>(p), (*from)[p].data());
+  Progress progress(name, steps, job.batch * job.gradients.micro_batches * job.shape.context, ledger);
+  Run result;
+  result.name = name;
+  result.seed = job.seed;
+  result.record = train::run(trainer, text.training, text.validation,
+                             {steps, std::max<std::int64_t>(steps / 20, 1), 64}, [&](const Record& record) {
+                               progress.show(record);
+                               return !Interrupts::asked();
+                             });
+  if (from != nullptr) *from = weights_of(trainer);
+  const auto params = static_cast<double>(trainer.state().size());
+  result.plan = plan;
+  result.measured = measured_parts(ledger, plan);
+  result.planned_each = static_cast<double>(plan.total()) / params;
+  result.measured_each = static_cast<double>(measured_total(ledger)) / params;
+  result.peak = ledger.peak();
+  return result;
+}
+
+// Everything that compare found out, to print and to draw.
+struct Comparison {
+  double entropy = 0;
+  std::int64_t params = 0;
+  std::vector<Run> runs;
+  std::vector<Run> small_rate, half;  // the hazards
+  bool stopped = false;
+};
+
+class Comparer {
+ public:
+  explicit Comparer(const Options& options)
+      : options_(options),
+        text_(Grammar(1), options.model.shape.context),
+        model_(model_of(options.model.shape)) {
+    found_.entropy = text_.entropy;
+    found_.params = model_.params;
+  }
+
+  Comparison run() {
+    const Interrupts interrupts;
+    const std::vector<std::pair<std::string, std::string>> wanted = runs();
+    for (int s = 0; s < options_.seeds && !found_.stopped; ++s) {
+      options_.model.seed = static_cast<std::uint64_t>(s) + 1;
+      for (const auto& [recipe, optimizer] : wanted) {
+        if (found_.stopped) break;
+        const bool first = s == 0 && recipe == "fp32" && optimizer == "adamw";
+        found_.runs.push_back(train(recipe, optimizer, first ? &trained_ : nullptr));
+        found_.stopped = found_.runs.back().record.stopped;
+      }
+    }
+    for (Run& run : found_.runs) run.gap = run.record.final_loss() - twin_of(run);
+    if (!options_.no_hazards && !found_.stopped) hazards();
+    return found_;
+  }
+
+ private:
+  // (recipe, optimizer) of every run, each fp32 twin before those that are measured by it.
+  std::vector<std::pair<std::string, std::string>> runs() const {
+    std::vector<std::string> names;
+    if (options_.recipes.empty()) {
+      for (const scruple_recipe_info& info : all_recipes()) names.emplace_back(info.name);
+    } else {
+      std::stringstream list(options_.recipes);
+      for (std::string name; std::getline(list, name, ',');) names.push_back(name);
+    }
+    std::vector<std::pair<std::string, std::string>> adaptive = {{"fp32", "adamw"}},
+                                                     plain = {{"fp32", "sgd"}};
+    for (const std::string& name : names)
+      if (name != "fp32")
+        (is_adaptive(name) ? adaptive : plain).emplace_back(name, is_adaptive(name) ? "adamw" : "sgd");
+    const bool asked = std::find(names.begin(), names.end(), "fp32") != names.end();
+    if (adaptive.size() == 1 && !asked) adaptive.clear();
+    if (plain.size() > 1) adaptive.insert(adaptive.end(), plain.begin(), plain.end());
+    return adaptive;
+  }
+
+  Run train(const std::string& recipe, const std::string& optimizer, Weights* weights) {
+    const Choice choice = choice_for(options_, optimizer);
+    GradientOptions gradients = options_.gradients;
+    ModelOptions model = options_.model;
+    if (recipe == "lpmm") split(model, gradients);
+    train::Job job = make_job(choice, recipe, model, gradients, "");
+    job.schedule = schedule_for(options_, optimizer);
+    const Memory plan = measure(choice, choice.make_optimizer(), recipe, model_, gradients.policy);
+    Run run = run_one(optimizer == "adamw" ? recipe : recipe + ", sgd", job, text_, options_.model.steps,
+                      plan, weights);
+    run.recipe = recipe;
+    run.optimizer = optimizer;
+    return run;
+  }
+
+  // LPMM's micro-batching: the same windows, folded into the low-bit accumulators in several parts.
+  void split(ModelOptions& model, GradientOptions& gradients) const {
+    model.batch /= options_.micro_batches;
+    gradients.accumulate *= options_.micro_batches;
+  }
+
+  double twin_of(const Run& run) const {
+    for (const Run& other : found_.runs)
+      if (other.recipe == "fp32" && other.optimizer == run.optimizer && other.seed == run.seed)
+        return other.record.final_loss();
+    return std::nan("");
+  }
+
+  void hazards();
+  Run hazard(const std::string& name, const std::string& recipe, const std::string& weights,
+             const std::string& activations, const std::string& loss_scale, const train::Schedule& schedule,
+             const Text& text, Weights from);
+
+  Options options_;
+  Text text_;
+  Model model_;
+  Weights trained_;  // by fp32 AdamW
+  Comparison found_;
+};
+
+Run Comparer::hazard(const std::string& name, const std::string& recipe, const std::string& weights,
+                     const std::string& activations, const std::string& loss_scale,
+                     const train::Schedule& schedule, const Text& text, Weights from) {
+  Choice choice = choice_for(options_, "adamw");
+  choice.weights = weights;
+  GradientOptions gradients = options_.gradients;
+  gradients.loss_scale = loss_scale;
+  train::Job job = make_job(choice, recipe, options_.model, gradients, activations);
+  job.schedule = schedule;
+  const Memory plan = measure(choice, choice.make_optimizer(), recipe, model_, gradients.policy);
+  Run run = run_one(name, job, text, schedule.steps, plan, &from);
+  run.recipe = recipe;
+  run.optimizer = "adamw";
+  found_.stopped = run.record.stopped;
+  return run;
+}
+
+void Comparer::hazards() {
+  options_.model.seed = 1;
+  const std::int64_t steps = std::max<std::int64_t>(options_.model.steps / 4, 1);
+  if (!trained_.empty()) {
+    const Text other(Grammar(2), options_.model.shape.context);
+    const train::Schedule slow = {train::Shape::constant, options_.lr / 250, 0, steps};
+    const auto tune = [&](const char* name, const char* recipe, const char* weights) {
+      if (!found_.stopped)
+        found_.small_rate.push_back(hazard(name, recipe, weights, "", "off", slow, other, trained_));
+    };
+    tune("fp32", "fp32", "");
+    tune("scruple: 24-bit weights", "scruple", "");
+    tune("bf16 weights, no extra bits", "scruple", "bf16");
+  }
+  const train::Schedule usual = {train::Shape::cosine, options_.lr, std::max<std::int64_t>(steps / 20, 1),
+                                 steps};
+  const auto half = [&](const char* name, const char* recipe, const char* weights, const char* type,
+                        const char* scale) {
+    if (!found_.stopped) found_.half.push_back(hazard(name, recipe, weights, type, scale, usual, text_, {}));
+  };
+  half("fp32", "fp32", "", "fp32", "off");
+  half("fp16, dynamic loss scale", "mixed", "fp16+fp32", "fp16", "dynamic");
+  half("fp16, no loss scale", "mixed", "fp16+fp32", "fp16", "off");
+}
+
+// ---- What it looks like ----
+
+double mean(const std::vector<double>& values) {
+  double sum = 0;
+  for (const double value : values) sum += value;
+  return sum / static_cast<double>(values.size());
+}
+
+double deviation(const std::vector<double>& values) {
+  const double middle = mean(values);
+  double sum = 0;
+  for (const double value : values) sum += (value - middle) * (value - middle);
+  return values.size() < 2 ? 0 : std::sqrt(sum / static_cast<double>(values.size() - 1));
+}
+
+// The runs of one recipe over all seeds.
+std::vector<std::vector<const Run*>> by_recipe(const std::vector<Run>& runs) {
+  std::vector<std::vector<const Run*>> groups;
+  for (const Run& run : runs) {
+    const auto same =
+        std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g[0]->name == run.name; });
+    if (same == groups.end())
+      groups.push_back({&run});
+    else
+      same->push_back(&run);
+  }
+  return groups;
+}
+
+template <class Value>
+std::vector<double> each(const std::vector<const Run*>& runs, const Value& value) {
+  std::vector<double> all;
+  for (const Run* run : runs) all.push_back(value(*run));
+  return all;
+}
+
+std::string with_deviation(const std::vector<double>& values, bool sign) {
+  const double middle = mean(values);
+  std::string text = sign && middle >= 0 ? "+" : "";
+  text += fixed(middle, 4);
+  return values.size() < 2 ? text : text + " ±" + fixed(deviation(values), 4);
+}
+
+std::vector<std::vector<std::string>> table_of_runs(const Comparison& found) {
+  std::vector<std::vector<std::string>> rows = {{"recipe", "optimizer", "B/param planned", "measured",
+                                                 "peak MiB", "ms/step", "val loss", "gap to fp32"}};
+  for (const auto& runs : by_recipe(found.runs)) {
+    const Run& run = *runs.front();
+    const auto loss = each(runs, [](const Run& r) { return r.record.final_loss(); });
+    const auto gap = each(runs, [](const Run& r) { return r.gap; });
+    const auto time = each(runs, [](const Run& r) { return r.record.ms_per_step(); });
+    rows.push_back({run.recipe, run.optimizer, fixed(run.planned_each, 3), fixed(run.measured_each, 3),
+                    fixed(static_cast<double>(run.peak) * 0x1p-20, 2), fixed(mean(time), 1),
+                    with_deviation(loss, false), run.recipe == "fp32" ? "-" : with_deviation(gap, true)});
+  }
+  return rows;
+}
+
+std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& runs) {
+  std::vector<std::vector<std::string>> rows = {{"run", "val loss before", "after", "learned"}};
+  for (const Run& run : runs) {
+    const double before = run.record.validations.front().second, after = run.record.final_loss();
+    rows.push_back({run.name, fixed(before, 4), fixed(after, 4), fixed(before - after, 4)});
+  }
+  return rows;
+}
+
+std::string heading(const Comparison& found, const Options& options) {
+  const train::GptShape& shape = options.model.shape;
+  return "A byte-level GPT of " + grouped(found.params) + " parameters (" + plural(shape.layers, "layer") +
+         ", width " + std::to_string(shape.width) + ", context " + std::to_string(shape.context) + "), " +
+         plural(options.model.steps, "step") + " of " +
+         grouped(options.model.batch * options.gradients.accumulate * shape.context) +
+         " bytes; the text's entropy, the best loss there can be, is " + fixed(found.entropy, 4) +
+         " nats per byte.";
+}
+
+constexpr const char* kSmallRate =
+    "Fine-tuning at a small learning rate on a text of other words. A bf16 weight has 8 significant bits: an "
+    "update "
+    "below half its last bit is rounded away, and the weight stands still. 8 extra bits keep it.";
+constexpr const char* kHalf =
+    "The same training with activations and their gradients in fp16. Small gradients fall below the smallest "
+    "fp16 number "
+    "and vanish, unless the loss is scaled up first.";
+
+void print(const Comparison& found, const Options& options) {
+  std::cout << heading(found, options) << "\n\n";
+  Table{table_of_runs(found), {1}}.print(std::cout);
+  if (!found.small_rate.empty()) {
+    std::cout << '\n' << kSmallRate << "\n\n";
+    Table{table_of_hazard(found.small_rate), {}}.print(std::cout);
+  }
+  if (!found.half.empty()) {
+    std::cout << '\n' << kHalf << "\n\n";
+    Table{table_of_hazard(found.half), {}}.print(std::cout);
+  }
+  if (found.stopped) std::cout << "\nStopped by Ctrl-C; the last run above is not complete.\n";
+}
+
+ordered_json json_of(const Run& run) {
+  return {{"recipe", run.recipe},
+          {"optimizer", run.optimizer},
+          {"seed", run.seed},
+          {"bytes_per_param_planned", run.planned_each},
+          {"bytes_per_param_measured", run.measured_each},
+          {"peak_bytes", run.peak},
+          {"ms_per_step", run.record.ms_per_step()},
+          {"val_loss", run.record.final_loss()},
+          {"gap", run.gap}};
+}
+
+void print_json(const Comparison& found, const Options& options) {
+  ordered_json rows = ordered_json::array(), hazards = ordered_json::object();
+  for (const Run& run : found.runs) rows.push_back(json_of(run));
+  const auto add = [&](const char* name, const std::vector<Run>& runs) {
+    for (const Run& run : runs)
+      hazards[name].push_back({{"run", run.name},
+                               {"val_loss_before", run.record.validations.front().second},
+                               {"val_loss", run.record.final_loss()}});
+  };
+  add("small_learning_rate", found.small_rate);
+  add("fp16", found.half);
+  const ordered_json all = {{"entropy", found.entropy},     {"params", found.params},
+                            {"steps", options.model.steps}, {"rows", rows},
+                            {"hazards", hazards},           {"stopped", found.stopped}};
+  std::cout << all.dump(2) << '\n';
+}
+
+train::Chart chart_of(const std::string& title, const std::vector<Run>& runs, std::optional<double> entropy) {
+  train::Chart chart = {title, "", "step", "validation loss, nats per byte", {}, {}};
+  for (const Run& run : runs) {
+    train::Curve curve = {run.name, {}, {}, run.recipe == "fp32"};
+    for (const auto& [step, loss] : run.record.validations)
+      curve.x.push_back(static_cast<double>(step)), curve.y.push_back(loss);
+    chart.curves.push_back(curve);
+  }
+  if (entropy) chart.levels.emplace_back("entropy of the text", *entropy);
+  return chart;
+}
+
+std::vector<Run> of_first_seed(const std::vector<Run>& runs, const std::string& optimizer) {
+  std::vector<Run> chosen;
+  for (const Run& run : runs)
+    if (run.seed == runs.front().seed && run.optimizer == optimizer) chosen.push_back(run);
+  return chosen;
+}
+
+train::Bars bars_of(const Comparison& found) {
+  train::Bars bars = {"Memory by kind, as counted in the run", "", "bytes per parameter", {}};
+  for (const auto& runs : by_recipe(found.runs)) {
+    train::Bars::Row row = {runs[0]->name, {}};
+    for (const auto& [kind, bytes] : runs[0]->measured)
+      row.parts.emplace_back(kind, static_cast<double>(bytes) / static_cast<double>(found.params));
+    bars.rows.push_back(row);
+  }
+  return bars;
+}
+
+train::Report report_of(const Comparison& found, const Options& options) {
+  train::Report report = {"Scruple: recipes compared", heading(found, options), {}};
+  train::Section recipes = {"Recipes", "", {{"", "", table_of_runs(found)}}, {bars_of(found)}, {}};
+  for (const char* optimizer : {"adamw", "sgd"})
+    if (const std::vector<Run> runs = of_first_seed(found.runs, optimizer); !runs.empty())
+      recipes.charts.push_back(chart_of(std::string("Loss, ") + optimizer, runs, found.entropy));
+  report.sections.push_back(recipes);
+  const auto add = [&](const char* title, const char* text, const std::vector<Run>& runs) {
+    if (!runs.empty())
+      report.sections.push_back(
+          {title, text, {{"", "", table_of_hazard(runs)}}, {}, {chart_of(title, runs, {})}});
+  };
+  add("A small learning rate", kSmallRate, found.small_rate);
+  add("fp16 without loss scaling", kHalf, found.half);
+  return report;
+}
+
+void compare(const Options& options) {
+  if (options.model.batch % options.micro_batches != 0)
+    throw UsageError("--micro-batches is " + std::to_string(options.micro_batches) +
+                     "; it must divide --batch, " + std::to_string(options.model.batch));
+  if (!options.out.empty()) std::filesystem::create_directories(options.out);
+  const Comparison found = Comparer(options).run();
+  options.as_json ? print_json(found, options) : print(found, options);
+  if (options.out.empty()) return;
+  const std::string path = options.out + "/report.html";
+  io::write_text(path, train::to_html(report_of(found, options)));
+  if (!options.as_json) std::cout << "\nCurves and memory: " << path << '\n';
+}
+
+}  // namespace
+
+void add_compare(CLI::App& program) {
+  CLI::App* command =
+      program.add_subcommand("compare", "Train every recipe on the same text and compare them");
+  command->footer(kFooter);
+  const auto options = std::make_shared<Options>();
+  options->model.shape = {2, 64, 4, 128, 256};
+  options->model.steps = 400;
+  command->add_option("--recipes", options->recipes, "names with commas between them (default: all)")
+      ->type_name("LIST");
+  command->add_option("--seeds", options->seeds, "runs of each recipe, from seed 1 on")
+      ->type_name("N")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1000));
+  command->add_option("--lr", options->lr, "peak learning rate of AdamW")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  command->add_option("--sgd-lr", options->sgd_lr, "peak learning rate of SGD with momentum")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  command->add_option("--weight-decay", options->weight_decay, "of AdamW")->capture_default_str();
+  command
+      ->add_option("--micro-batches", options->micro_batches,
+                   "lpmm: parts of a batch that are folded one by one")
+      ->type_name("N")
+      ->capture_default_str()
+      ->check(CLI::PositiveNumber);
+  options->model.add_options(*command);
+  command->remove_option(command->get_option("--seed"));
+  options->gradients.add_options(*command);
+  command->add_flag("--no-hazards", options->no_hazards,
+                    "leave out the second part: what the recipes protect from");
+  command->add_option("--out", options->out, "folder to write report.html into")->type_name("DIR");
+  command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'");
+  command->callback([options] { compare(*options); });
+}
+
+}  // namespace scruple::cli

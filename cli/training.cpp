@@ -1,0 +1,238 @@
+#include "training.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <iostream>
+#include <map>
+
+#include "text.h"
+
+namespace scruple::cli {
+namespace {
+
+volatile std::sig_atomic_t interrupted = 0;
+
+extern "C" void note_interrupt(int signal) {
+  interrupted = 1;
+  std::signal(signal, SIG_DFL);
+}
+
+constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
+
+train::Precision precision_of(const std::string& name) {
+  const auto found = std::find(std::begin(kPrecisions), std::end(kPrecisions), name);
+  return static_cast<train::Precision>(found - std::begin(kPrecisions));
+}
+
+bool is_precision(const std::string& name) {
+  return std::find(std::begin(kPrecisions), std::end(kPrecisions), name) != std::end(kPrecisions);
+}
+
+scruple_policy policy_of(const std::string& name) {
+  const auto found = std::find(std::begin(kPolicies), std::end(kPolicies), name);
+  return static_cast<scruple_policy>(found - std::begin(kPolicies));
+}
+
+scruple_accumulation accumulation_of(const std::string& name) {
+  static const std::map<std::string, scruple_accumulation> known = {{"none", SCRUPLE_ACCUMULATE_GRADIENTS},
+                                                                    {"momentum", SCRUPLE_ACCUMULATE_MOMENTUM},
+                                                                    {"adama", SCRUPLE_ACCUMULATE_ADAMA}};
+  return known.at(name);
+}
+
+scruple_scaler scaler_of(const std::string& text, train::Precision activations) {
+  if (text.empty()) return scaler_of(activations == train::Precision::fp16 ? "dynamic" : "off", activations);
+  if (text == "off") return {};
+  if (text == "dynamic") return scruple_scaler_dynamic();
+  scruple_scaler scaler;
+  check(scruple_scaler_static(static_cast<float>(parse_number(text, "--loss-scale")), &scaler));
+  return scaler;
+}
+
+// Kinds that no plan of weights, moments and gradients counts.
+bool is_state(const std::string& kind) { return kind != "activations" && kind != "workspace"; }
+
+}  // namespace
+
+void ModelOptions::add_options(CLI::App& command) {
+  const auto add = [&](const char* name, auto& value, const char* doc) {
+    command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(CLI::PositiveNumber);
+  };
+  add("--layers", shape.layers, "transformer blocks");
+  add("--width", shape.width, "size of a token's vector; a multiple of --heads");
+  add("--heads", shape.heads, "attention heads");
+  add("--context", shape.context, "bytes that the model sees at once");
+  add("--batch", batch, "windows in a micro-batch");
+  add("--steps", steps, "optimizer steps");
+  command.add_option("--seed", seed, "of weights, batches and stochastic rounding")
+      ->type_name("N")
+      ->capture_default_str();
+  command.add_option("--threads", threads, "0: one per core; the result is the same for any number")
+      ->type_name("N")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1024));
+}
+
+void GradientOptions::add_options(CLI::App& command) {
+  command
+      .add_option("--gradients", policy, "stored, released (stepped inside backward) or compressed (int8)")
+      ->type_name("POLICY")
+      ->capture_default_str()
+      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kPolicies), std::end(kPolicies))));
+  command.add_option("--accumulate", accumulate, "micro-batches that make one step")
+      ->type_name("N")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 4096));
+  command
+      .add_option("--accumulation", accumulation,
+                  "how 'released' adds up micro-batches: momentum (sgd, sgdw) or adama (adam, adamw)")
+      ->type_name("MODE")
+      ->check(CLI::IsMember({"none", "momentum", "adama"}));
+  command
+      .add_option("--clip", clip, "largest global norm of the gradient; 0: none (default: 1; released: 0)")
+      ->type_name("NORM")
+      ->check(CLI::NonNegativeNumber);
+  command
+      .add_option("--clip-tensor", clip_tensor, "released: largest norm of each tensor's gradient; 0: none")
+      ->type_name("NORM")
+      ->check(CLI::NonNegativeNumber);
+  command
+      .add_option("--adagc", adagc, "released: clip each tensor by LAMBDA times its own average norm (1.05)")
+      ->type_name("LAMBDA")
+      ->check(CLI::NonNegativeNumber);
+  command
+      .add_option("--loss-scale", loss_scale,
+                  "off, dynamic or a number (default: dynamic with fp16, else off)")
+      ->type_name("SCALE");
+}
+
+train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
+                    const GradientOptions& gradients, const std::string& activations) {
+  train::Job job;
+  job.shape = model.shape;
+  job.batch = model.batch;
+  job.seed = model.seed;
+  job.threads = model.threads;
+  job.optimizer = [choice] { return choice.make_optimizer(); };
+  const bool compressed = gradients.policy == "compressed";
+  job.describe = [choice, recipe, compressed](const Optimizer& optimizer, std::int64_t size) {
+    Choice chosen = choice;
+    const bool small = stays_fp32(recipe, size);
+    if (compressed && chosen.gradient.empty() && !small) chosen.gradient = "int8";
+    scruple_tensor row = chosen.describe(optimizer, recipe, size);
+    // Unbiased, and as fine as rounding to nearest (docs/gradients.md).
+    scruple_array& gradient = row.arrays[SCRUPLE_GRADIENT];
+    if (compressed && (info_of(gradient.format).roundings >> SCRUPLE_DITHER & 1u) != 0)
+      gradient.rounding = SCRUPLE_DITHER;
+    return row;
+  };
+  const Optimizer probe = choice.make_optimizer();
+  const scruple_tensor large = job.describe(probe, std::int64_t{1} << 20);
+  const std::string computed = train::visible_format(large.arrays[SCRUPLE_WEIGHT]);
+  job.activations = precision_of(!activations.empty()     ? activations
+                                 : is_precision(computed) ? computed
+                                                          : "fp32");
+  job.scaler = scaler_of(gradients.loss_scale, job.activations);
+  job.gradients.policy = policy_of(gradients.policy);
+  job.gradients.accumulation = accumulation_of(gradients.accumulation);
+  job.gradients.micro_batches = gradients.accumulate;
+  job.gradients.max_norm = gradients.clip >= 0 ? gradients.clip : gradients.policy == "released" ? 0 : 1;
+  job.gradients.tensor_norm = gradients.clip_tensor;
+  job.gradients.adagc = gradients.adagc;
+  return job;
+}
+
+const char* precision_name(train::Precision precision) { return kPrecisions[static_cast<int>(precision)]; }
+
+Model model_of(const train::GptShape& shape) {
+  Model model;
+  for (const train::Parameter& parameter : train::parameters_of(shape)) model.add(parameter.shape);
+  return model;
+}
+
+std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
+                                                                 const Memory& plan) {
+  std::vector<std::pair<std::string, std::int64_t>> parts;
+  for (const auto& [name, bytes] : plan.parts()) parts.emplace_back(name, ledger.peak(name));
+  return parts;
+}
+
+std::int64_t measured_total(const train::Ledger& ledger) {
+  std::int64_t sum = 0;
+  for (const train::Ledger::Entry& entry : ledger.entries())
+    if (is_state(entry.kind)) sum += entry.peak;
+  return sum;
+}
+
+Progress::Progress(std::string label, std::int64_t steps, std::int64_t tokens_per_step,
+                   const train::Ledger& ledger)
+    : label_(std::move(label)),
+      steps_(steps),
+      tokens_(tokens_per_step),
+      ledger_(ledger),
+      terminal_(isatty(STDERR_FILENO) != 0),
+      last_(Clock::now()) {}
+
+Progress::~Progress() {
+  if (terminal_ && width_ > 0) std::cerr << '\r' << std::string(width_, ' ') << '\r' << std::flush;
+}
+
+std::string Progress::line(const train::Record& record) const {
+  const auto done = static_cast<std::int64_t>(record.steps.size());
+  const double each = record.step_seconds / static_cast<double>(done);
+  const train::Outcome& last = record.steps.back();
+  std::string text = label_ + "  step " + std::to_string(done) + "/" + std::to_string(steps_) + "  loss " +
+                     fixed(last.loss, 4) + "  " + grouped(std::llround(static_cast<double>(tokens_) / each)) +
+                     " tokens/s  " + duration(each * static_cast<double>(steps_ - done)) + " left  peak " +
+                     mebibytes(ledger_.peak());
+  if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
+  if (last.skipped) text += "  skipped";
+  return text;
+}
+
+void Progress::show(const train::Record& record) {
+  const bool last = static_cast<std::int64_t>(record.steps.size()) == steps_;
+  const auto pause = terminal_ ? std::chrono::milliseconds(100) : std::chrono::seconds(10);
+  if (Clock::now() - last_ < pause && !(last && !terminal_)) return;
+  last_ = Clock::now();
+  const std::string text = line(record);
+  if (!terminal_) {
+    std::cerr << text << std::endl;
+    return;
+  }
+  std::cerr << '\r' << text << std::string(width_ > text.size() ? width_ - text.size() : 0, ' ')
+            << std::flush;
+  width_ = text.size();
+}
+
+std::string duration(double seconds) {
+  const std::int64_t whole = std::llround(seconds);
+  char text[64];
+  if (whole < 3600)
+    std::snprintf(text, sizeof text, "%d:%02d", static_cast<int>(whole / 60), static_cast<int>(whole % 60));
+  else
+    std::snprintf(text, sizeof text, "%lld:%02d:%02d", static_cast<long long>(whole / 3600),
+                  static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
+  return text;
+}
+
+std::string mebibytes(std::int64_t bytes) { return fixed(static_cast<double>(bytes) * 0x1p-20, 1) + " MiB"; }
+
+Interrupts::Interrupts() {
+  interrupted = 0;
+  std::signal(SIGINT, note_interrupt);
+  std::signal(SIGTERM, note_interrupt);
+}
+
+Interrupts::~Interrupts() {
+  std::signal(SIGINT, SIG_DFL);
+  std::signal(SIGTERM, SIG_DFL);
+}
+
+bool Interrupts::asked() { return interrupted != 0; }
+
+}  // namespace scruple::cli

@@ -1,0 +1,76 @@
+// What train and compare share: the options of a model and of a run, a job made from them, its memory against
+// the plan, the progress line, and Ctrl-C.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "choice.h"
+#include "memory.h"
+#include "train/run.h"
+#include "train/trainer.h"
+
+namespace scruple::cli {
+
+struct ModelOptions {
+  train::GptShape shape;
+  std::int64_t batch = 16, steps = 1000;
+  std::uint64_t seed = 1;
+  int threads = 0;
+
+  void add_options(CLI::App& command);
+};
+
+struct GradientOptions {
+  std::string policy = "stored", accumulation = "none", loss_scale;
+  int accumulate = 1;
+  double clip = -1;  // below 0: 1, where the policy can
+  double clip_tensor = 0, adagc = 0;
+
+  void add_options(CLI::App& command);
+};
+
+// A job with everything but its schedule. `activations`: "" takes the type that the recipe's weights are computed in.
+train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
+                    const GradientOptions& gradients, const std::string& activations);
+const char* precision_name(train::Precision precision);
+
+Model model_of(const train::GptShape& shape);
+// What the ledger saw of weights, moments and gradients at their peaks, in the plan's order.
+std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
+                                                                 const Memory& plan);
+std::int64_t measured_total(const train::Ledger& ledger);
+
+// A line on stderr that rewrites itself on a terminal, and comes every few seconds elsewhere.
+class Progress {
+ public:
+  Progress(std::string label, std::int64_t steps, std::int64_t tokens_per_step, const train::Ledger& ledger);
+  ~Progress();
+  void show(const train::Record& record);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::string line(const train::Record& record) const;
+
+  std::string label_;
+  std::int64_t steps_, tokens_;
+  const train::Ledger& ledger_;
+  bool terminal_;
+  std::size_t width_ = 0;
+  Clock::time_point last_;
+};
+
+std::string duration(double seconds);  // 0:07, 12:30, 3:05:00
+std::string mebibytes(std::int64_t bytes);
+
+// While one exists, Ctrl-C (and SIGTERM) only sets a flag; a second one ends the program as usual.
+class Interrupts {
+ public:
+  Interrupts();
+  ~Interrupts();
+  static bool asked();
+};
+
+}  // namespace scruple::cli
