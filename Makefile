@@ -28,6 +28,7 @@ build: ## install what is missing (apt), build the library and the command line 
 test: ARCHITECTURES = $(if $(HAS_GPU),native,90)
 test: ## build everything with warnings as errors and run every test
 	@scripts/packages.sh test
+	@scripts/python.sh
 	@cmake -S . -B $(BUILD) --log-level=WARNING -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS)
 	@cmake --build $(BUILD) -j$(JOBS)
 	@ctest --test-dir $(BUILD) --output-on-failure
@@ -57,16 +58,17 @@ tidy: ## run clang-tidy over the library and the command line
 	@scripts/packages.sh tidy
 	@cmake -S . -B $(BUILD)/tidy --log-level=WARNING -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS) \
 	  -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
-	@run-clang-tidy -quiet -p $(BUILD)/tidy -j$(JOBS) '/(engine|capi|cli|bench)/.*\.cpp$$'
+	@run-clang-tidy -quiet -p $(BUILD)/tidy -j$(JOBS) '/(engine|grad|io|train|capi|cli|bench)/.*\.cpp$$'
 
 sanitize: ## build with the address and undefined-behaviour sanitizers and run every test
 	@scripts/packages.sh test
+	@scripts/python.sh
 	@cmake --preset sanitize --log-level=WARNING
 	@cmake --build --preset sanitize -j$(JOBS)
 	@ctest --preset sanitize
 
 sanitize-gpu: ## after make test-gpu: run the GPU tests under compute-sanitizer (memory, uninitialised reads, races)
-	@scripts/sanitize_gpu.sh $(BUILD)/gpu/cuda_test
+	@scripts/sanitize_gpu.sh $(BUILD)/gpu
 
 clean: ## remove build/
 	@rm -rf $(BUILD)

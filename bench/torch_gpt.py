@@ -1,21 +1,28 @@
-"""A GPT-2 in plain torch modules, fp32, eager, on the CPU: what `scruple train` is measured against.
+"""A GPT-2 in plain torch modules, fp32, eager, on the CPU, and `scruple train` beside it.
 
-usage: bench/torch_gpt.py [--layers 6] [--width 256] [--heads 8] [--context 256] [--batch 8]
-                          [--vocabulary 256] [--steps 10] [--threads 2]
+usage: bench/torch_gpt.py [SCRUPLE] [--layers 6] [--width 256] [--heads 8] [--context 256] [--batch 8]
+                          [--steps 10] [--threads 2]
 
-Needs torch. Prints one JSON object: tokens per second of forward + backward, and of the same with AdamW's
-fused step.
+Needs torch. Prints one JSON object: tokens per second of forward + backward, and of whole steps with AdamW (torch's
+fused one); with SCRUPLE, the path of the command, also its whole steps in several recipes and their ratio to torch's.
 """
 
 import argparse
 import json
 import math
+import os
+import random
+import re
 import statistics
+import subprocess
+import tempfile
 import time
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+VOCABULARY = 256  # bytes
 
 
 class Layer(nn.Module):
@@ -38,7 +45,7 @@ class Layer(nn.Module):
 class Gpt(nn.Module):
     def __init__(self, shape):
         super().__init__()
-        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.tokens = nn.Embedding(VOCABULARY, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
         self.layers = nn.ModuleList(Layer(shape.width, shape.heads) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
@@ -70,7 +77,7 @@ def measure(shape):
     torch.manual_seed(1)
     model = Gpt(shape)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens, targets = torch.randint(shape.vocabulary, (2, shape.batch, shape.context))
+    tokens, targets = torch.randint(VOCABULARY, (2, shape.batch, shape.context))
 
     def gradients():
         optimizer.zero_grad(set_to_none=True)
@@ -90,13 +97,35 @@ def measure(shape):
     }
 
 
+def measure_scruple(path, shape, recipe):
+    with tempfile.TemporaryDirectory() as folder:
+        data = os.path.join(folder, "data")
+        with open(data, "wb") as file:
+            file.write(random.Random(1).randbytes(1 << 20))
+        model = [word for name in ("layers", "width", "heads", "context", "batch", "steps", "threads")
+                 for word in ("--" + name, str(getattr(shape, name)))]
+        done = subprocess.run([path, "train", "--data", data, "--out", os.path.join(folder, "out"), "--recipe", recipe,
+                               "--clip", "0", "--validate-every", "1000000", *model], check=True, capture_output=True,
+                              text=True)
+    milliseconds = float(re.search(r"([\d.]+) ms per step", done.stdout).group(1))
+    return round(shape.batch * shape.context * 1e3 / milliseconds)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    defaults = {"layers": 6, "width": 256, "heads": 8, "context": 256, "batch": 8, "vocabulary": 256}
-    for name, value in {**defaults, "steps": 10, "threads": 2}.items():
+    parser.add_argument("scruple", nargs="?", help="path of the command")
+    defaults = {"layers": 6, "width": 256, "heads": 8, "context": 256, "batch": 8, "steps": 10, "threads": 2}
+    for name, value in defaults.items():
         parser.add_argument("--" + name, type=int, default=value)
     shape = parser.parse_args()
-    print(json.dumps({**vars(shape), **measure(shape)}))
+    found = {**vars(shape), **measure(shape)}
+    if shape.scruple:
+        for recipe in ("fp32", "scruple"):
+            found[f"scruple_{recipe}_tokens_per_s"] = measure_scruple(shape.scruple, shape, recipe)
+            found[f"scruple_{recipe}_over_torch"] = round(
+                found[f"scruple_{recipe}_tokens_per_s"] / found["train_tokens_per_s"], 3)
+    del found["scruple"]
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-// `scruple compare`: every recipe trains the same small language model on the same batches of a text whose entropy is
-// known; then the same for what goes wrong without them.
+// `scruple compare`: every recipe trains the same small language model on the same batches of a text whose
+// entropy is known; then the same for what goes wrong without them.
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -47,11 +47,15 @@ constexpr const char* kFooter =
 constexpr std::int64_t kTrainingBytes = 4 << 20, kValidationBytes = 1 << 18;
 constexpr std::uint64_t kTrainingSeed = 1, kValidationSeed = 2;
 
+// The hazards: fine-tuning at the peak rate over this; a loss divided as in one of so many micro-batches.
+constexpr double kSmallRateOver = 250;
+constexpr float kMicroBatches = 256;
+
 struct Options {
   ModelOptions model;
   GradientOptions gradients;
   std::string recipes, out;
-  double lr = 5e-3, sgd_lr = 0.3, weight_decay = 0.1;
+  double lr = 1e-2, sgd_lr = 0.3, weight_decay = 0.1;
   int seeds = 1;
   int micro_batches = 1;
   bool as_json = false, no_hazards = false;
@@ -149,17 +153,17 @@ struct Comparison {
 class Comparer {
  public:
   explicit Comparer(const Options& options)
-      : options_(options),
-        text_(Grammar(1), options.model.shape.context),
-        model_(model_of(options.model.shape)) {
+      : options_(options), text_(Grammar(1), options.model.shape.context) {
     found_.entropy = text_.entropy;
-    found_.params = model_.params;
+    for (const train::Parameter& parameter : train::parameters_of(options.model.shape))
+      found_.params += parameter.size();
   }
 
   Comparison run() {
     const Interrupts interrupts;
     const std::vector<std::pair<std::string, std::string>> wanted = runs();
-    for (int s = 0; s < options_.seeds && !found_.stopped; ++s) {
+    for (const auto& [recipe, optimizer] : wanted) check_run(recipe, optimizer);
+    for (int s = 0; s < options_.seeds; ++s) {
       options_.model.seed = static_cast<std::uint64_t>(s) + 1;
       for (const auto& [recipe, optimizer] : wanted) {
         if (found_.stopped) break;
@@ -194,16 +198,26 @@ class Comparer {
     return adaptive;
   }
 
-  Run train(const std::string& recipe, const std::string& optimizer, Weights* weights) {
-    const Choice choice = choice_for(options_, optimizer);
+  train::Job job_of(const std::string& recipe, const std::string& optimizer) const {
     GradientOptions gradients = options_.gradients;
     ModelOptions model = options_.model;
     if (recipe == "lpmm") split(model, gradients);
-    train::Job job = make_job(choice, recipe, model, gradients, "");
+    train::Job job = make_job(choice_for(options_, optimizer), recipe, model, gradients, "");
     job.schedule = schedule_for(options_, optimizer);
-    const Memory plan = measure(choice, choice.make_optimizer(), recipe, model_, gradients.policy);
-    Run run = run_one(optimizer == "adamw" ? recipe : recipe + ", sgd", job, text_, options_.model.steps,
-                      plan, weights);
+    return job;
+  }
+
+  // What cannot be run is refused before anything is.
+  void check_run(const std::string& recipe, const std::string& optimizer) const {
+    Ledger ledger(free_memory());
+    const Trainer trainer(job_of(recipe, optimizer), ledger);
+  }
+
+  Run train(const std::string& recipe, const std::string& optimizer, Weights* weights) {
+    const Memory plan =
+        plan_of(choice_for(options_, optimizer), recipe, options_.model.shape, options_.gradients.policy);
+    Run run = run_one(optimizer == "adamw" ? recipe : recipe + ", " + optimizer, job_of(recipe, optimizer),
+                      text_, options_.model.steps, plan, weights);
     run.recipe = recipe;
     run.optimizer = optimizer;
     return run;
@@ -223,57 +237,60 @@ class Comparer {
   }
 
   void hazards();
-  Run hazard(const std::string& name, const std::string& recipe, const std::string& weights,
-             const std::string& activations, const std::string& loss_scale, const train::Schedule& schedule,
-             const Text& text, Weights from);
+  void run_hazard(std::vector<Run>& into, const std::string& name, const Choice& choice, train::Job job,
+                  const Text& text, Weights from);
 
   Options options_;
   Text text_;
-  Model model_;
   Weights trained_;  // by fp32 AdamW
   Comparison found_;
 };
 
-Run Comparer::hazard(const std::string& name, const std::string& recipe, const std::string& weights,
-                     const std::string& activations, const std::string& loss_scale,
-                     const train::Schedule& schedule, const Text& text, Weights from) {
-  Choice choice = choice_for(options_, "adamw");
-  choice.weights = weights;
-  GradientOptions gradients = options_.gradients;
-  gradients.loss_scale = loss_scale;
-  train::Job job = make_job(choice, recipe, options_.model, gradients, activations);
-  job.schedule = schedule;
-  const Memory plan = measure(choice, choice.make_optimizer(), recipe, model_, gradients.policy);
-  Run run = run_one(name, job, text, schedule.steps, plan, &from);
-  run.recipe = recipe;
-  run.optimizer = "adamw";
-  found_.stopped = run.record.stopped;
-  return run;
+void Comparer::run_hazard(std::vector<Run>& into, const std::string& name, const Choice& choice,
+                          train::Job job, const Text& text, Weights from) {
+  if (found_.stopped) return;
+  const Memory plan = plan_of(choice, choice.recipe, options_.model.shape, options_.gradients.policy);
+  into.push_back(run_one(name, job, text, job.schedule.steps, plan, &from));
+  into.back().recipe = choice.recipe;
+  into.back().optimizer = choice.optimizer;
+  found_.stopped = into.back().record.stopped;
 }
 
 void Comparer::hazards() {
   options_.model.seed = 1;
   const std::int64_t steps = std::max<std::int64_t>(options_.model.steps / 4, 1);
+  const auto choose = [&](const char* recipe, const char* weights) {
+    Choice choice = choice_for(options_, "adamw");
+    choice.recipe = recipe;
+    choice.weights = weights;
+    return choice;
+  };
+
   if (!trained_.empty()) {
     const Text other(Grammar(2), options_.model.shape.context);
-    const train::Schedule slow = {train::Shape::constant, options_.lr / 250, 0, steps};
-    const auto tune = [&](const char* name, const char* recipe, const char* weights) {
-      if (!found_.stopped)
-        found_.small_rate.push_back(hazard(name, recipe, weights, "", "off", slow, other, trained_));
+    const auto tune = [&](const char* name, const Choice& choice) {
+      train::Job job = make_job(choice, choice.recipe, options_.model, options_.gradients, "");
+      job.schedule = {train::Shape::constant, options_.lr / kSmallRateOver, 0, steps};
+      run_hazard(found_.small_rate, name, choice, job, other, trained_);
     };
-    tune("fp32", "fp32", "");
-    tune("scruple: 24-bit weights", "scruple", "");
-    tune("bf16 weights, no extra bits", "scruple", "bf16");
+    tune("fp32", choose("fp32", ""));
+    tune("scruple: 24-bit weights", choose("scruple", ""));
+    tune("bf16 weights, no extra bits", choose("scruple", "bf16"));
   }
-  const train::Schedule usual = {train::Shape::cosine, options_.lr, std::max<std::int64_t>(steps / 20, 1),
-                                 steps};
-  const auto half = [&](const char* name, const char* recipe, const char* weights, const char* type,
-                        const char* scale) {
-    if (!found_.stopped) found_.half.push_back(hazard(name, recipe, weights, type, scale, usual, text_, {}));
+
+  const auto half = [&](const char* name, const Choice& choice, const char* activations,
+                        scruple_scaler scaler) {
+    train::Job job = make_job(choice, choice.recipe, options_.model, options_.gradients, activations);
+    job.schedule = {train::Shape::cosine, options_.lr, std::max<std::int64_t>(steps / 20, 1), steps};
+    job.scaler = scaler;
+    job.scaler.scale /= kMicroBatches;
+    run_hazard(found_.half, name, choice, job, text_, {});
   };
-  half("fp32", "fp32", "", "fp32", "off");
-  half("fp16, dynamic loss scale", "mixed", "fp16+fp32", "fp16", "dynamic");
-  half("fp16, no loss scale", "mixed", "fp16+fp32", "fp16", "off");
+  scruple_scaler one;
+  check(scruple_scaler_static(1, &one));
+  half("fp32", choose("fp32", ""), "fp32", one);
+  half("fp16, dynamic loss scale", choose("mixed", "fp16+fp32"), "fp16", scruple_scaler_dynamic());
+  half("fp16, no loss scale", choose("mixed", "fp16+fp32"), "fp16", one);
 }
 
 // ---- What it looks like ----
@@ -358,9 +375,11 @@ constexpr const char* kSmallRate =
     "update "
     "below half its last bit is rounded away, and the weight stands still. 8 extra bits keep it.";
 constexpr const char* kHalf =
-    "The same training with activations and their gradients in fp16. Small gradients fall below the smallest "
-    "fp16 number "
-    "and vanish, unless the loss is scaled up first.";
+    "Activations and their gradients in fp16. The loss is divided by 256, as in one of the 256 micro-batches "
+    "of 2,048 "
+    "tokens that make a batch of GPT-2's size. Most gradients are then below the smallest fp16 number and "
+    "vanish, unless "
+    "the loss is scaled up.";
 
 void print(const Comparison& found, const Options& options) {
   std::cout << heading(found, options) << "\n\n";
@@ -456,7 +475,7 @@ void compare(const Options& options) {
   if (options.model.batch % options.micro_batches != 0)
     throw UsageError("--micro-batches is " + std::to_string(options.micro_batches) +
                      "; it must divide --batch, " + std::to_string(options.model.batch));
-  if (!options.out.empty()) std::filesystem::create_directories(options.out);
+  if (!options.out.empty()) make_folder(options.out);
   const Comparison found = Comparer(options).run();
   options.as_json ? print_json(found, options) : print(found, options);
   if (options.out.empty()) return;

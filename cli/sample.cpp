@@ -39,7 +39,7 @@ struct Loaded final : train::Weights {
   const std::vector<std::vector<float>>& parameters;
 };
 
-// The most likely byte at temperature 0; otherwise drawn from softmax(logits / temperature), of the `top` best.
+// The likeliest byte at temperature 0; otherwise drawn from softmax(logits / temperature) of the `top` best.
 int draw(std::vector<float>& logits, const Options& options, std::uint64_t index) {
   std::vector<int> order(logits.size());
   std::iota(order.begin(), order.end(), 0);

@@ -64,32 +64,50 @@ train::Schedule schedule_of(const Options& options) {
 
 // Fails before anything is trained if the results could not be written after.
 void claim(const std::string& folder) {
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  if (error) throw std::runtime_error("cannot make the folder " + folder + ": " + error.message());
+  make_folder(folder);
   for (const char* name : {"metrics.jsonl", "model.safetensors"})
     if (std::filesystem::exists(folder + "/" + name))
       throw std::runtime_error(folder + " has " + name +
                                " of an earlier run; choose another --out, or move it away");
 }
 
-std::ofstream open_metrics(const std::string& folder) {
-  std::ofstream file(folder + "/metrics.jsonl");
-  if (!file) throw std::runtime_error("cannot write into " + folder + "; choose another --out");
-  return file;
-}
+// metrics.jsonl: a line per step and per validation, on the disk as soon as it is known.
+class Metrics {
+ public:
+  explicit Metrics(const std::string& folder) : path_(folder + "/metrics.jsonl"), file_(path_) {
+    check_written();
+  }
 
-ordered_json json_of(std::int64_t step, const Outcome& outcome) {
-  return {{"step", step},
-          {"loss", outcome.loss},
-          {"lr", outcome.lr},
-          {"norm", outcome.norm},
-          {"loss_scale", outcome.loss_scale},
-          {"skipped", outcome.skipped}};
-}
+  void write(const Record& record) {
+    for (; steps_ < record.steps.size(); ++steps_) {
+      const Outcome& step = record.steps[steps_];
+      file_ << ordered_json{{"step", steps_ + 1},
+                            {"loss", step.loss},
+                            {"lr", step.lr},
+                            {"norm", step.norm},
+                            {"loss_scale", step.loss_scale},
+                            {"skipped", step.skipped}}
+            << '\n';
+    }
+    for (; validations_ < record.validations.size(); ++validations_) {
+      const auto& [step, loss] = record.validations[validations_];
+      file_ << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
+    }
+    file_.flush();
+    check_written();
+  }
+
+ private:
+  void check_written() const {
+    if (!file_) throw std::runtime_error("cannot write " + path_ + "; choose another --out, or make room");
+  }
+  std::string path_;
+  std::ofstream file_;
+  std::size_t steps_ = 0, validations_ = 0;
+};
 
 // Where every byte goes, before the first is trained.
-void print_memory(const Memory& plan, const Ledger& ledger, std::int64_t params, bool released) {
+void print_memory(const Memory& plan, const Ledger& ledger, std::int64_t params) {
   Table table;
   table.rows = {{"memory", "MiB", "B/param"}};
   std::int64_t sum = 0;
@@ -99,9 +117,7 @@ void print_memory(const Memory& plan, const Ledger& ledger, std::int64_t params,
       table.rows.push_back({name, fixed(static_cast<double>(bytes) * 0x1p-20, 2),
                             fixed(static_cast<double>(bytes) / static_cast<double>(params), 3)});
   };
-  for (const auto& [name, bytes] : plan.parts())
-    add(name == "gradients" && released ? "gradient tile" : name,
-        name == "gradients" && released ? ledger.peak(name) : bytes);
+  for (const auto& [name, bytes] : plan.parts()) add(name, bytes);
   add("activations", ledger.peak("activations"));
   add("workspace", ledger.peak("workspace"));
   std::int64_t total = sum;
@@ -111,10 +127,10 @@ void print_memory(const Memory& plan, const Ledger& ledger, std::int64_t params,
   std::cout << std::endl;
 }
 
-void print_start(const Options& options, const train::Job& job, const Model& model, std::int64_t bytes) {
+void print_start(const Options& options, const train::Job& job, std::int64_t params, std::int64_t bytes) {
   const train::GptShape& s = job.shape;
   std::cout << "gpt: " << plural(s.layers, "layer") << ", width " << s.width << ", "
-            << plural(s.heads, "head") << ", context " << s.context << "; " << grouped(model.params)
+            << plural(s.heads, "head") << ", context " << s.context << "; " << grouped(params)
             << " parameters\n"
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
             << options.gradients.policy << ", activations " << precision_name(job.activations) << ", clip "
@@ -125,8 +141,8 @@ void print_start(const Options& options, const train::Job& job, const Model& mod
 }
 
 train::Report report_of(const Options& options, const Record& record, const Ledger& ledger,
-                        const Memory& plan, const Model& model) {
-  const auto params = static_cast<double>(model.params);
+                        const Memory& plan, std::int64_t count) {
+  const auto params = static_cast<double>(count);
   train::Curve loss = {"training", {}, {}, false}, validation = {"validation", {}, {}, true},
                rate = {"lr", {}, {}, false};
   for (std::size_t i = 0; i < record.steps.size(); ++i) {
@@ -145,7 +161,7 @@ train::Report report_of(const Options& options, const Record& record, const Ledg
     memory.rows.push_back(
         {entry.kind, grouped(entry.peak), fixed(static_cast<double>(entry.peak) / params, 3)});
   const std::string lead = options.choice.optimizer + ", recipe " + options.choice.recipe + ", gradients " +
-                           options.gradients.policy + ", " + grouped(model.params) + " parameters, " +
+                           options.gradients.policy + ", " + grouped(count) + " parameters, " +
                            plural(static_cast<std::int64_t>(record.steps.size()), "step") +
                            "; final validation loss " + fixed(record.final_loss(), 4) + " nats per byte.";
   return {"Scruple: " + options.data,
@@ -176,81 +192,95 @@ void write_weights(const Options& options, train::State& state) {
   train::write_model(options.out, options.model.shape, data);
 }
 
-void run(const Options& given) {
-  Options options = given;
-  if (options.choice.recipe.empty())
-    options.choice.recipe = options.choice.recipes().size() == 1 ? options.choice.recipes()[0] : "scruple";
-  if (options.weight_decay >= 0)
-    options.choice.hypers.insert(options.choice.hypers.begin(),
-                                 "weight_decay=" + shortest(options.weight_decay, 17));
-  const io::MappedFile file(options.data);
-  const std::span<const std::uint8_t> bytes(reinterpret_cast<const std::uint8_t*>(file.bytes().data()),
-                                            file.bytes().size());
-  const std::int64_t context = options.model.shape.context;
-  const auto size = static_cast<std::int64_t>(bytes.size());
-  if (size < 2 * (context + 1))
-    throw std::runtime_error(options.data + " has " + plural(size, "byte") +
-                             ", and training and validation take at least " +
-                             std::to_string(2 * (context + 1)) + " at --context " + std::to_string(context) +
-                             "; give a longer file or a smaller context");
-  const std::int64_t held_out = std::max(size / 20, context + 1);
-  const Windows training(bytes.first(static_cast<std::size_t>(size - held_out)), context);
-  const Windows validation(bytes.last(static_cast<std::size_t>(held_out)), context);
+// The file's windows: its last twentieth is for validation.
+struct Data {
+  Data(const std::string& path, std::int64_t context)
+      : file(path),
+        bytes(reinterpret_cast<const std::uint8_t*>(file.bytes().data()), file.bytes().size()),
+        held_out(held_out_of(path, context)),
+        training(bytes.first(bytes.size() - held_out), context),
+        validation(bytes.last(held_out), context) {}
 
-  train::Job job =
-      make_job(options.choice, options.choice.recipe, options.model, options.gradients, options.activations);
-  job.schedule = schedule_of(options);
-  if (const std::string problem = problem_with(job.shape); !problem.empty()) throw UsageError(problem);
-  const Model model = model_of(job.shape);
-  const Memory plan = measure(options.choice, options.choice.make_optimizer(), options.choice.recipe, model,
-                              options.gradients.policy);
-  Ledger ledger(free_memory());
-  Trainer trainer(job, ledger);
-  claim(options.out);
-  std::ofstream metrics = open_metrics(options.out);
+  io::MappedFile file;
+  std::span<const std::uint8_t> bytes;
+  std::size_t held_out;
+  Windows training, validation;
 
-  print_start(options, job, model, size);
-  print_memory(plan, ledger, model.params, options.gradients.policy == "released");
-  Record record;
-  {
-    const Interrupts interrupts;
-    Progress progress(options.choice.recipe, options.model.steps,
-                      job.batch * job.gradients.micro_batches * context, ledger);
-    const std::int64_t every = options.validate_every > 0
-                                   ? options.validate_every
-                                   : std::max<std::int64_t>(options.model.steps / 20, 1);
-    std::size_t validations = 0;
-    record = train::run(trainer, training, validation, {options.model.steps, every, kValidationWindows},
-                        [&](const Record& seen) {
-                          for (; validations < seen.validations.size(); ++validations)
-                            metrics << ordered_json{{"step", seen.validations[validations].first},
-                                                    {"val_loss", seen.validations[validations].second}}
-                                    << '\n';
-                          metrics << json_of(static_cast<std::int64_t>(seen.steps.size()), seen.steps.back())
-                                  << std::endl;
-                          progress.show(seen);
-                          return !Interrupts::asked();
-                        });
-    for (; validations < record.validations.size(); ++validations)
-      metrics << ordered_json{{"step", record.validations[validations].first},
-                              {"val_loss", record.validations[validations].second}}
-              << '\n';
+ private:
+  std::size_t held_out_of(const std::string& path, std::int64_t context) const {
+    const auto window = static_cast<std::size_t>(context) + 1;
+    if (bytes.size() < 2 * window)
+      throw std::runtime_error(path + " has " + plural(static_cast<std::int64_t>(bytes.size()), "byte") +
+                               ", and training and validation take at least " + std::to_string(2 * window) +
+                               " at --context " + std::to_string(context) +
+                               "; give a longer file or a smaller context");
+    return std::max(bytes.size() / 20, window);
   }
-  if (!metrics.flush()) throw std::runtime_error("cannot write " + options.out + "/metrics.jsonl");
-  io::write_text(options.out + "/report.html",
-                 train::to_html(report_of(options, record, ledger, plan, model)));
-  write_weights(options, trainer.state());
-  const double params = static_cast<double>(model.params);
+};
+
+// What was not said, filled in.
+Options completed(Options options) {
+  Choice& choice = options.choice;
+  if (choice.recipe.empty()) choice.recipe = "scruple";
+  if (options.weight_decay >= 0)
+    choice.hypers.insert(choice.hypers.begin(), "weight_decay=" + shortest(options.weight_decay, 17));
+  if (options.validate_every == 0)
+    options.validate_every = std::max<std::int64_t>(options.model.steps / 20, 1);
+  return options;
+}
+
+Record watch(const Options& options, const train::Job& job, Trainer& trainer, const Data& data,
+             const Ledger& ledger, Metrics& metrics) {
+  const Interrupts interrupts;
+  Progress progress(options.choice.recipe, options.model.steps,
+                    job.batch * job.gradients.micro_batches * job.shape.context, ledger);
+  const train::Span span = {options.model.steps, options.validate_every, kValidationWindows};
+  return train::run(trainer, data.training, data.validation, span, [&](const Record& record) {
+    metrics.write(record);
+    progress.show(record);
+    return !Interrupts::asked();
+  });
+}
+
+void print_end(const Options& options, const Record& record, const Memory& plan, const Ledger& ledger,
+               std::int64_t params) {
+  const auto each = [&](std::int64_t bytes) {
+    return fixed(static_cast<double>(bytes) / static_cast<double>(params), 3);
+  };
   if (record.stopped)
     std::cout << "Stopped by Ctrl-C after step " << record.steps.size() << " of " << options.model.steps
               << "; what there is was saved.\n";
   std::cout << "validation loss " << fixed(record.validations.front().second, 4) << " -> "
             << fixed(record.final_loss(), 4) << " nats per byte; " << fixed(record.ms_per_step(), 1)
             << " ms per step; peak " << mebibytes(ledger.peak()) << '\n'
-            << "weights, moments and gradients: " << fixed(static_cast<double>(plan.total()) / params, 3)
-            << " bytes per parameter planned, "
-            << fixed(static_cast<double>(measured_total(ledger)) / params, 3) << " measured\n"
+            << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
+            << each(measured_total(ledger)) << " measured\n"
             << "wrote " << options.out << "/: model.safetensors, config.json, metrics.jsonl, report.html\n";
+}
+
+void run(const Options& given) {
+  const Options options = completed(given);
+  const Data data(options.data, options.model.shape.context);
+  if (const std::string problem = problem_with(options.model.shape); !problem.empty())
+    throw UsageError(problem);
+  train::Job job =
+      make_job(options.choice, options.choice.recipe, options.model, options.gradients, options.activations);
+  job.schedule = schedule_of(options);
+  const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
+  Ledger ledger(free_memory());
+  Trainer trainer(job, ledger);
+  const std::int64_t params = trainer.state().size();
+  claim(options.out);
+  Metrics metrics(options.out);
+
+  print_start(options, job, params, static_cast<std::int64_t>(data.bytes.size()));
+  print_memory(plan, ledger, params);
+  const Record record = watch(options, job, trainer, data, ledger, metrics);
+  metrics.write(record);
+  write_weights(options, trainer.state());
+  io::write_text(options.out + "/report.html",
+                 train::to_html(report_of(options, record, ledger, plan, params)));
+  print_end(options, record, plan, ledger, params);
 }
 
 }  // namespace

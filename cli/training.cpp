@@ -6,6 +6,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <iostream>
 #include <map>
 
@@ -48,6 +49,8 @@ scruple_scaler scaler_of(const std::string& text, train::Precision activations) 
   if (text.empty()) return scaler_of(activations == train::Precision::fp16 ? "dynamic" : "off", activations);
   if (text == "off") return {};
   if (text == "dynamic") return scruple_scaler_dynamic();
+  if (text.find_first_not_of("0123456789.eE+-") != std::string::npos)
+    throw UsageError("--loss-scale is '" + text + "'; it must be off, dynamic or a number");
   scruple_scaler scaler;
   check(scruple_scaler_static(static_cast<float>(parse_number(text, "--loss-scale")), &scaler));
   return scaler;
@@ -148,10 +151,14 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
 
 const char* precision_name(train::Precision precision) { return kPrecisions[static_cast<int>(precision)]; }
 
-Model model_of(const train::GptShape& shape) {
+Memory plan_of(const Choice& choice, const std::string& recipe, const train::GptShape& shape,
+               const std::string& policy) {
+  const std::vector<train::Parameter> parameters = train::parameters_of(shape);
   Model model;
-  for (const train::Parameter& parameter : train::parameters_of(shape)) model.add(parameter.shape);
-  return model;
+  for (const train::Parameter& parameter : parameters) model.add(parameter.shape);
+  Memory memory = measure(choice, choice.make_optimizer(), recipe, model, policy);
+  if (policy == "released") memory.gradients = train::tile_bytes(parameters);
+  return memory;
 }
 
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
@@ -221,6 +228,12 @@ std::string duration(double seconds) {
 }
 
 std::string mebibytes(std::int64_t bytes) { return fixed(static_cast<double>(bytes) * 0x1p-20, 1) + " MiB"; }
+
+void make_folder(const std::string& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) throw std::runtime_error("cannot make the folder " + path + ": " + error.message());
+}
 
 Interrupts::Interrupts() {
   interrupted = 0;

@@ -32,12 +32,15 @@ struct GradientOptions {
   void add_options(CLI::App& command);
 };
 
-// A job with everything but its schedule. `activations`: "" takes the type that the recipe's weights are computed in.
+// A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in.
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
                     const GradientOptions& gradients, const std::string& activations);
 const char* precision_name(train::Precision precision);
 
-Model model_of(const train::GptShape& shape);
+// What weights, moments and gradients will take: as `scruple plan` says it, and the tile that released gradients
+// pass through.
+Memory plan_of(const Choice& choice, const std::string& recipe, const train::GptShape& shape,
+               const std::string& policy);
 // What the ledger saw of weights, moments and gradients at their peaks, in the plan's order.
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
                                                                  const Memory& plan);
@@ -64,6 +67,7 @@ class Progress {
 
 std::string duration(double seconds);  // 0:07, 12:30, 3:05:00
 std::string mebibytes(std::int64_t bytes);
+void make_folder(const std::string& path);  // and those above it
 
 // While one exists, Ctrl-C (and SIGTERM) only sets a flag; a second one ends the program as usual.
 class Interrupts {

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Runs the GPU tests, in their quick form, under compute-sanitizer: memory, uninitialised reads, races.
-# usage: sanitize_gpu.sh CUDA_TEST   (make test-gpu builds it)
+# usage: sanitize_gpu.sh FOLDER   (with cuda_test and sink_test: make test-gpu builds them)
 set -u
-test=${1:?usage: sanitize_gpu.sh CUDA_TEST}
+folder=${1:?usage: sanitize_gpu.sh FOLDER}
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 # Left out: what makes CUDA fail on purpose. Races need shared memory, which only flash8's levels and norms use,
@@ -10,11 +10,14 @@ trap 'rm -f "$log"' EXIT
 provoking='CudaErrors.*:CudaGraph.ATable*:CudaGraph.Handing*'
 sharing='CudaParity.LargeTensors:CudaParity.AThousandTensors:CudaNorm.Equals*:CudaNorm.Tables*:CudaLoop.Measure*'
 status=0
-for tool in memcheck initcheck racecheck; do
-  filter="-$provoking"
-  [ $tool = racecheck ] && filter=$sharing
-  SCRUPLE_TEST_QUICK=1 SCRUPLE_TEST_ENGINE=cuda compute-sanitizer --tool $tool --error-exitcode 1 "$test" \
-    --gtest_filter="$filter" > "$log" 2>&1 || status=1
-  echo "$tool: $(grep SUMMARY "$log" || tail -1 "$log"); $(grep 'PASSED' "$log" || grep -c 'FAILED' "$log")"
+check() {  # tool, test, filter
+  SCRUPLE_TEST_QUICK=1 SCRUPLE_TEST_ENGINE=cuda compute-sanitizer --tool "$1" --error-exitcode 1 "$folder/$2" \
+    --gtest_filter="$3" > "$log" 2>&1 || status=1
+  echo "$1, $2: $(grep SUMMARY "$log" || tail -1 "$log"); $(grep 'PASSED' "$log" || grep -c 'FAILED' "$log")"
+}
+for tool in memcheck initcheck; do
+  check $tool cuda_test "-$provoking"
+  check $tool sink_test '*'
 done
+check racecheck cuda_test "$sharing"
 exit $status

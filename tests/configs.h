@@ -7,7 +7,7 @@
 
 namespace scruple_tests {
 
-enum class Data { kNormal, kSubnormal, kNonFinite };
+enum class Data { kNormal, kSubnormal, kNonFinite, kManyScales };
 
 struct Config {
   std::string rule = "adamw";

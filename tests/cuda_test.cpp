@@ -73,6 +73,9 @@ void values_of(float* out, std::size_t size, std::uint64_t which, Data data) {
   const std::size_t from = static_cast<std::size_t>(which * 7919 % 20000);
   const float scale = data == Data::kSubnormal ? 0x1p-128f : 1.0f;
   for (std::size_t i = 0; i < size; ++i) out[i] = kNormals[(from + i) % kNormals.size()] * scale;
+  if (data == Data::kManyScales)  // down to 2^-75, whose square is at the end of fp32
+    for (std::size_t i = 0; i < size; ++i)
+      out[i] = std::ldexp(out[i], -static_cast<int>((i / 16 * 7 + which) % 76));
   if (data != Data::kNonFinite || which % 3 == 2) return;
   const float specials[] = {kNaN, kInf, -kInf, float_from(0xffa00001u), 3e38f};
   for (std::size_t i = which % 61; i < size; i += 173) out[i] = specials[(i + which) % 5];
@@ -420,6 +423,23 @@ TEST_F(CudaParity, NonFiniteGradientsAndSubnormalData) {
           expect_same(lab(), with_gradient(config, kind), shape, gradients, steps, data);
           if (HasFatalFailure()) return;
         }
+  }
+}
+
+// Moments so small that the GPU's own root and division are not enough; without eps every bit of them shows. Sixteen
+// neighbours share a scale, so that a thread has only such.
+TEST_F(CudaParity, SmallMomentsWithoutEps) {
+  const Shape shape{{4096, 4099}, {0}};
+  const int steps = steps_of(4);
+  Gradients gradients(lab().device, shape.sizes, steps + 1, Data::kManyScales);
+  for (const Config& recipe : recipe_configs(false)) {
+    Config config = recipe;
+    const Optimizer optimizer(config.rule.c_str());
+    double eps = 0;
+    if (scruple_optimizer_get(optimizer, "eps", &eps) != SCRUPLE_OK) continue;
+    config.hypers.emplace_back("eps", 0.0);
+    expect_same(lab(), with_gradient(config, kGradientKinds[0]), shape, gradients, steps, Data::kManyScales);
+    if (HasFatalFailure()) return;
   }
 }
 

@@ -1,5 +1,5 @@
-// The trainer as a whole: policies, accumulation, clipping, loss scaling and thread counts on a small model that
-// learns a real (tiny) task.
+// The trainer as a whole: policies, accumulation, clipping, loss scaling and thread counts on a small model
+// that learns a real (tiny) task.
 #include "train/trainer.h"
 
 #include <gtest/gtest.h>
@@ -140,7 +140,8 @@ TEST(Policies, CompressedGivesItsAccumulatorsBackAfterEachStep) {
   EXPECT_LT(ledger.peak("gradients"), trainer.state().size() * 12 / 10);
 }
 
-// Clipping by the tensor's own norm computes gradients twice, tile by tile; a limit that nothing reaches changes nothing.
+// Clipping by the tensor's own norm computes gradients twice, tile by tile; a limit that nothing reaches
+// changes nothing.
 TEST(Policies, MeasuringFirstChangesNoBit) {
   Job job = job_of("scruple", SCRUPLE_RELEASED);
   job.shape = {1, 256, 2, 24, 2048};
@@ -244,6 +245,27 @@ TEST(LossScale, AnOverflowTouchesNothingAndHalvesTheScale) {
     EXPECT_LT(skipped, 40);
     EXPECT_LT(last, first.loss - 1);
   }
+}
+
+// A loss so small that most gradients are below the smallest fp16 number.
+TEST(LossScale, GradientsThatUnderflowTrainWithScalingAndStallWithout) {
+  const auto learned = [&](Precision activations, scruple_scaler scaler) {
+    Job job = job_of("mixed");
+    job.activations = activations;
+    job.scaler = scaler;
+    job.scaler.scale *= 0x1p-18f;
+    Ledger ledger;
+    Trainer trainer(job, ledger);
+    const double before = trainer.validate(text(), 64);
+    take(trainer, 60);
+    return before - trainer.validate(text(), 64);
+  };
+  scruple_scaler none;
+  check(scruple_scaler_static(1, &none));
+  const double reference = learned(Precision::fp32, none);
+  EXPECT_GT(reference, 1.5);
+  EXPECT_NEAR(learned(Precision::fp16, scruple_scaler_dynamic()), reference, 0.1);
+  EXPECT_LT(learned(Precision::fp16, none), 0.1 * reference);
 }
 
 TEST(Threads, LossCurvesAreTheSameToTheBit) {

@@ -1,5 +1,5 @@
-// Windows of bytes for training and validation. Which ones a step sees follows from the seed and a count alone, so
-// recipes, thread counts and splits into micro-batches all see the same.
+// Windows of bytes for training and validation. Which ones a step sees follows from the seed and a count
+// alone, so recipes, thread counts and splits into micro-batches all see the same.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace scruple::train {
 
 class Windows {
  public:
-  // `starts`: where windows may begin; empty: anywhere. A window is `context` bytes and the one after them. Throws
-  // where no window fits. `bytes` must outlive this.
+  // `starts`: where windows may begin; empty: anywhere. A window is `context` bytes and the one after them.
+  // Throws where no window fits. `bytes` must outlive this.
   Windows(std::span<const std::uint8_t> bytes, std::int64_t context, std::vector<std::int64_t> starts = {});
 
   std::int64_t count() const;

@@ -1,4 +1,5 @@
-// Random numbers of the trainer, from a counter: (seed, stream, index), never from threads or the order of calls.
+// Random numbers of the trainer, from a counter: (seed, stream, index), never from threads or the order of
+// calls.
 #pragma once
 
 #include <cmath>

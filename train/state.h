@@ -1,5 +1,5 @@
-// A model's weights and moments, each array in its own format, counted in the ledger by kind. To the model they are
-// the values it computes with; to the optimizer, table rows.
+// A model's weights and moments, each array in its own format, counted in the ledger by kind. To the model
+// they are the values it computes with; to the optimizer, table rows.
 #pragma once
 
 #include <functional>
@@ -17,10 +17,10 @@ namespace scruple::train {
 // The formats of a tensor of this size under this optimizer: a row without memory.
 using Describe = std::function<scruple_tensor(const Optimizer& optimizer, std::int64_t size)>;
 
-// What a plane of an array is called in plans, ledgers and reports: "weights", "extra", "exp_avg", "scales"...
+// What a plane of an array is called in plans, ledgers and reports: "weights", "extra", "exp_avg"...
 std::string kind_of(const scruple_tensor& tensor, int array, bool aux);
 
-// The format that a model computes with: bf16 where a weight is kept as bf16+8, and otherwise the weight's own.
+// The format that a model computes with: bf16 where a weight is kept as bf16+8, otherwise the weight's own.
 std::string visible_format(const scruple_array& weight);
 
 class State final : public Weights {

@@ -56,19 +56,21 @@ double Schedule::at(std::int64_t step) const {
   return peak;
 }
 
+std::int64_t tile_bytes(const std::vector<Parameter>& parameters) {
+  std::int64_t largest = 0;
+  for (const Parameter& parameter : parameters)
+    largest = std::max(largest, tile_rows(parameter) * (parameter.size() / parameter.shape[0]));
+  return largest * static_cast<std::int64_t>(sizeof(float));
+}
+
 // Cuts gradients into row tiles and hands them to the sink.
 class Trainer::Tiles final : public Gradients {
  public:
   Tiles(Engine& engine, const State& state, scruple_sink_options options, Ledger& ledger)
       : parameters_(state.parameters()), ledger_(ledger) {
-    std::int64_t largest = 0;
-    for (const Parameter& parameter : parameters_) {
-      rows_.push_back(tile_rows(parameter));
-      largest = std::max(largest, rows_.back() * (parameter.size() / parameter.shape[0]));
-    }
+    for (const Parameter& parameter : parameters_) rows_.push_back(tile_rows(parameter));
     const bool released = options.policy == SCRUPLE_RELEASED;
-    tile_ = Block(ledger, released ? "gradients" : "workspace",
-                  largest * static_cast<std::int64_t>(sizeof(float)));
+    tile_ = Block(ledger, released ? "gradients" : "workspace", tile_bytes(parameters_));
     options.memory = {this, &Tiles::allocate, &Tiles::free};
     sink_ = std::make_unique<Sink>(engine, state.table(), options);
   }

@@ -1,4 +1,5 @@
-// One training run of a GPT: the model, its state, the sink that takes its gradients, and the learning rate over time.
+// One training run of a GPT: the model, its state, the sink that takes its gradients, the learning rate over
+// time.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ namespace scruple::train {
 
 enum class Shape { cosine, linear, constant };
 
-// The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 at the last step, or constant.
+// The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 at the last, or constant.
 struct Schedule {
   Shape shape = Shape::cosine;
   double peak = 1e-3;
@@ -37,6 +38,9 @@ struct Job {
   scruple_sink_options gradients = SCRUPLE_SINK_OPTIONS_INIT;
   scruple_scaler scaler = {};  // scale 0: none
 };
+
+// Bytes of the largest gradient that exists at once under `released`: a tile of rows, at most 1 MiB.
+std::int64_t tile_bytes(const std::vector<Parameter>& parameters);
 
 struct Outcome {
   double loss, lr;
