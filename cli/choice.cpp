@@ -117,7 +117,10 @@ scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_r
   tensor.size = size;
   tensor.step = 1;
   check(scruple_tensor_use(&tensor, with_recipe.c_str()));
-  if (!gradient.empty()) use_format(tensor.arrays[SCRUPLE_GRADIENT], gradient.c_str());
+  scruple_array& accumulator = tensor.arrays[SCRUPLE_GRADIENT];
+  if (!gradient.empty()) use_format(accumulator, gradient.c_str());
+  if (dithers && (info_of(accumulator.format).roundings >> SCRUPLE_DITHER & 1u) != 0)
+    accumulator.rounding = SCRUPLE_DITHER;
   if (stays_fp32(with_recipe, size)) return tensor;
   if (!weights.empty()) use_format(tensor.arrays[SCRUPLE_WEIGHT], weights.c_str());
   if (!moments.empty()) use_for_slots(tensor, moments, SCRUPLE_ROLE_SIGNED | SCRUPLE_ROLE_NONNEG);
@@ -125,6 +128,14 @@ scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_r
   if (!rounding.empty()) use_rounding(tensor, rounding);
   check_formats(tensor);
   return tensor;
+}
+
+Choice Choice::for_policy(const std::string& policy, const std::string& with_recipe,
+                          std::int64_t size) const {
+  Choice chosen = *this;
+  chosen.dithers = policy == "compressed";
+  if (policy == "compressed" && gradient.empty() && !stays_fp32(with_recipe, size)) chosen.gradient = "int8";
+  return chosen;
 }
 
 bool stays_fp32(const std::string& recipe, std::int64_t size) {

@@ -101,7 +101,7 @@ Choice choice_for(const Options& options, const std::string& optimizer) {
 
 train::Schedule schedule_for(const Options& options, const std::string& optimizer) {
   const double peak = optimizer == "sgd" ? options.sgd_lr : options.lr;
-  return {train::Shape::cosine, peak, std::max<std::int64_t>(options.model.steps / 20, 1),
+  return {train::Annealing::cosine, peak, std::max<std::int64_t>(options.model.steps / 20, 1),
           options.model.steps};
 }
 
@@ -126,11 +126,10 @@ Run run_one(const std::string& name, const train::Job& job, const Text& text, st
   Run result;
   result.name = name;
   result.seed = job.seed;
-  result.record = train::run(trainer, text.training, text.validation,
-                             {steps, std::max<std::int64_t>(steps / 20, 1), 64}, [&](const Record& record) {
-                               progress.show(record);
-                               return !Interrupts::asked();
-                             });
+  const train::Span span = {steps, std::max<std::int64_t>(steps / 20, 1), 64,
+                            [] { return !Interrupts::asked(); }};
+  result.record = train::run(trainer, text.training, text.validation, span,
+                             [&](const Record& record) { progress.show(record); });
   if (from != nullptr) *from = weights_of(trainer);
   const auto params = static_cast<double>(trainer.state().size());
   result.plan = plan;
@@ -159,10 +158,17 @@ class Comparer {
       found_.params += parameter.size();
   }
 
+  // What cannot be run is refused before anything is.
+  void check_runs() const {
+    for (const auto& [recipe, optimizer] : runs()) {
+      Ledger ledger(free_memory());
+      const Trainer trainer(job_of(recipe, optimizer), ledger);
+    }
+  }
+
   Comparison run() {
     const Interrupts interrupts;
     const std::vector<std::pair<std::string, std::string>> wanted = runs();
-    for (const auto& [recipe, optimizer] : wanted) check_run(recipe, optimizer);
     for (int s = 0; s < options_.seeds; ++s) {
       options_.model.seed = static_cast<std::uint64_t>(s) + 1;
       for (const auto& [recipe, optimizer] : wanted) {
@@ -185,7 +191,10 @@ class Comparer {
       for (const scruple_recipe_info& info : all_recipes()) names.emplace_back(info.name);
     } else {
       std::stringstream list(options_.recipes);
-      for (std::string name; std::getline(list, name, ',');) names.push_back(name);
+      for (std::string name; std::getline(list, name, ',');) {
+        std::erase(name, ' ');
+        if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+      }
     }
     std::vector<std::pair<std::string, std::string>> adaptive = {{"fp32", "adamw"}},
                                                      plain = {{"fp32", "sgd"}};
@@ -205,12 +214,6 @@ class Comparer {
     train::Job job = make_job(choice_for(options_, optimizer), recipe, model, gradients, "");
     job.schedule = schedule_for(options_, optimizer);
     return job;
-  }
-
-  // What cannot be run is refused before anything is.
-  void check_run(const std::string& recipe, const std::string& optimizer) const {
-    Ledger ledger(free_memory());
-    const Trainer trainer(job_of(recipe, optimizer), ledger);
   }
 
   Run train(const std::string& recipe, const std::string& optimizer, Weights* weights) {
@@ -258,6 +261,7 @@ void Comparer::run_hazard(std::vector<Run>& into, const std::string& name, const
 
 void Comparer::hazards() {
   options_.model.seed = 1;
+  options_.gradients = {};  // they are about weights and activations
   const std::int64_t steps = std::max<std::int64_t>(options_.model.steps / 4, 1);
   const auto choose = [&](const char* recipe, const char* weights) {
     Choice choice = choice_for(options_, "adamw");
@@ -270,7 +274,7 @@ void Comparer::hazards() {
     const Text other(Grammar(2), options_.model.shape.context);
     const auto tune = [&](const char* name, const Choice& choice) {
       train::Job job = make_job(choice, choice.recipe, options_.model, options_.gradients, "");
-      job.schedule = {train::Shape::constant, options_.lr / kSmallRateOver, 0, steps};
+      job.schedule = {train::Annealing::constant, options_.lr / kSmallRateOver, 0, steps};
       run_hazard(found_.small_rate, name, choice, job, other, trained_);
     };
     tune("fp32", choose("fp32", ""));
@@ -281,7 +285,7 @@ void Comparer::hazards() {
   const auto half = [&](const char* name, const Choice& choice, const char* activations,
                         scruple_scaler scaler) {
     train::Job job = make_job(choice, choice.recipe, options_.model, options_.gradients, activations);
-    job.schedule = {train::Shape::cosine, options_.lr, std::max<std::int64_t>(steps / 20, 1), steps};
+    job.schedule = {train::Annealing::cosine, options_.lr, std::max<std::int64_t>(steps / 5, 1), steps};
     job.scaler = scaler;
     job.scaler.scale /= kMicroBatches;
     run_hazard(found_.half, name, choice, job, text_, {});
@@ -354,7 +358,7 @@ std::vector<std::vector<std::string>> table_of_runs(const Comparison& found) {
 std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& runs) {
   std::vector<std::vector<std::string>> rows = {{"run", "val loss before", "after", "learned"}};
   for (const Run& run : runs) {
-    const double before = run.record.validations.front().second, after = run.record.final_loss();
+    const double before = run.record.first_loss(), after = run.record.final_loss();
     rows.push_back({run.name, fixed(before, 4), fixed(after, 4), fixed(before - after, 4)});
   }
   return rows;
@@ -413,7 +417,7 @@ void print_json(const Comparison& found, const Options& options) {
   const auto add = [&](const char* name, const std::vector<Run>& runs) {
     for (const Run& run : runs)
       hazards[name].push_back({{"run", run.name},
-                               {"val_loss_before", run.record.validations.front().second},
+                               {"val_loss_before", run.record.first_loss()},
                                {"val_loss", run.record.final_loss()}});
   };
   add("small_learning_rate", found.small_rate);
@@ -464,7 +468,7 @@ train::Report report_of(const Comparison& found, const Options& options) {
   const auto add = [&](const char* title, const char* text, const std::vector<Run>& runs) {
     if (!runs.empty())
       report.sections.push_back(
-          {title, text, {{"", "", table_of_hazard(runs)}}, {}, {chart_of(title, runs, {})}});
+          {title, text, {{"", "", table_of_hazard(runs)}}, {}, {chart_of("Loss", runs, {})}});
   };
   add("A small learning rate", kSmallRate, found.small_rate);
   add("fp16 without loss scaling", kHalf, found.half);
@@ -475,11 +479,18 @@ void compare(const Options& options) {
   if (options.model.batch % options.micro_batches != 0)
     throw UsageError("--micro-batches is " + std::to_string(options.micro_batches) +
                      "; it must divide --batch, " + std::to_string(options.model.batch));
-  if (!options.out.empty()) make_folder(options.out);
-  const Comparison found = Comparer(options).run();
+  if (const std::string problem = problem_with(options.model.shape); !problem.empty())
+    throw UsageError(problem);
+  const std::string path = options.out + "/report.html";
+  Comparer comparer(options);
+  comparer.check_runs();
+  if (!options.out.empty()) {
+    make_folder(options.out);
+    const io::NewFile probe(path);  // what could not be written after is refused before
+  }
+  const Comparison found = comparer.run();
   options.as_json ? print_json(found, options) : print(found, options);
   if (options.out.empty()) return;
-  const std::string path = options.out + "/report.html";
   io::write_text(path, train::to_html(report_of(found, options)));
   if (!options.as_json) std::cout << "\nCurves and memory: " << path << '\n';
 }
@@ -501,11 +512,16 @@ void add_compare(CLI::App& program) {
       ->check(CLI::Range(1, 1000));
   command->add_option("--lr", options->lr, "peak learning rate of AdamW")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::PositiveNumber)
+      ->check(finite());
   command->add_option("--sgd-lr", options->sgd_lr, "peak learning rate of SGD with momentum")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
-  command->add_option("--weight-decay", options->weight_decay, "of AdamW")->capture_default_str();
+      ->check(CLI::PositiveNumber)
+      ->check(finite());
+  command->add_option("--weight-decay", options->weight_decay, "of AdamW")
+      ->capture_default_str()
+      ->check(CLI::NonNegativeNumber)
+      ->check(finite());
   command
       ->add_option("--micro-batches", options->micro_batches,
                    "lpmm: parts of a batch that are folded one by one")

@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include <algorithm>
 #include <fstream>
 #include <limits>
 
@@ -52,24 +53,24 @@ std::int64_t Memory::total() const {
 
 Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
                const Model& model, const std::string& policy) {
-  Choice folded = choice;
-  if (folded.gradient.empty()) folded.gradient = "int8";
   Memory memory;
-  for (const auto& [size, count] : model.tensors) {
-    const bool compressed = policy == "compressed" && !stays_fp32(recipe, size);
-    const scruple_tensor tensor = (compressed ? folded : choice).describe(optimizer, recipe, size);
-    add_tensor(memory, tensor, count, policy != "released");
-  }
+  for (const auto& [size, count] : model.tensors)
+    add_tensor(memory, choice.for_policy(policy, recipe, size).describe(optimizer, recipe, size), count,
+               policy != "released");
   return memory;
 }
 
 std::int64_t free_memory() {
+  std::int64_t free = std::numeric_limits<std::int64_t>::max(), kilobytes = 0, limit = 0, used = 0;
   std::ifstream file("/proc/meminfo");
   std::string key, rest;
-  std::int64_t kilobytes = 0;
   while (file >> key >> kilobytes && std::getline(file, rest))
-    if (key == "MemAvailable:") return kilobytes * 1024;
-  return std::numeric_limits<std::int64_t>::max();
+    if (key == "MemAvailable:") free = kilobytes * 1024;
+  // A container may have less than its machine.
+  std::ifstream("/sys/fs/cgroup/memory.current") >> used;
+  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit)
+    free = std::min(free, std::max<std::int64_t>(limit - used, 0));
+  return free;
 }
 
 std::int64_t bytes_of(const scruple_format* format, std::int64_t size) {

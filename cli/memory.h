@@ -22,8 +22,7 @@ struct Memory {
 
 inline constexpr const char* kPolicies[] = {"stored", "released", "compressed"};
 
-// `policy`: stored takes the recipe's gradient format, released nothing, compressed int8 accumulators
-// unless the choice names another format.
+// `policy`: stored takes the recipe's gradient format, released nothing, compressed what Choice::for_policy says.
 Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
                const Model& model, const std::string& policy);
 

@@ -59,19 +59,19 @@ train::Schedule schedule_of(const Options& options) {
   if (warmup > steps)
     throw UsageError("--warmup is " + std::to_string(warmup) + " and there are " + std::to_string(steps) +
                      " steps; it must not be larger");
-  return {static_cast<train::Shape>(at), options.lr, warmup, steps};
+  return {static_cast<train::Annealing>(at), options.lr, warmup, steps};
 }
 
 // Fails before anything is trained if the results could not be written after.
 void claim(const std::string& folder) {
   make_folder(folder);
-  for (const char* name : {"metrics.jsonl", "model.safetensors"})
+  for (const char* name : {"metrics.jsonl", "report.html", "model.safetensors", "config.json"})
     if (std::filesystem::exists(folder + "/" + name))
       throw std::runtime_error(folder + " has " + name +
                                " of an earlier run; choose another --out, or move it away");
 }
 
-// metrics.jsonl: a line per step and per validation, on the disk as soon as it is known.
+// metrics.jsonl: a line per step and per validation, written after each step.
 class Metrics {
  public:
   explicit Metrics(const std::string& folder) : path_(folder + "/metrics.jsonl"), file_(path_) {
@@ -79,6 +79,10 @@ class Metrics {
   }
 
   void write(const Record& record) {
+    for (; validations_ < record.validations.size(); ++validations_) {
+      const auto& [step, loss] = record.validations[validations_];
+      file_ << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
+    }
     for (; steps_ < record.steps.size(); ++steps_) {
       const Outcome& step = record.steps[steps_];
       file_ << ordered_json{{"step", steps_ + 1},
@@ -88,10 +92,6 @@ class Metrics {
                             {"loss_scale", step.loss_scale},
                             {"skipped", step.skipped}}
             << '\n';
-    }
-    for (; validations_ < record.validations.size(); ++validations_) {
-      const auto& [step, loss] = record.validations[validations_];
-      file_ << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
     }
     file_.flush();
     check_written();
@@ -176,18 +176,24 @@ train::Report report_of(const Options& options, const Record& record, const Ledg
 }
 
 // The weights as the model computes with them: 16-bit halves as they are, low-bit ones decoded.
-void write_weights(const Options& options, train::State& state) {
+void write_weights(const Options& options, train::State& state, Ledger& ledger) {
   std::vector<train::ParameterData> data;
-  std::vector<std::vector<float>> decoded(state.parameters().size());
-  for (std::size_t p = 0; p < decoded.size(); ++p) {
-    const scruple_array& weight = state.visible(static_cast<int>(p));
+  train::Block decoded;
+  for (int p = 0; p < static_cast<int>(state.parameters().size()); ++p) {
+    const scruple_array& weight = state.visible(p);
     const std::string format = info_of(weight.format).name;
     if (format == "bf16" || format == "fp16") {
-      data.push_back({format == "bf16" ? io::Dtype::bf16 : io::Dtype::f16, weight.codes});
+      data.push_back(
+          {format == "bf16" ? io::Dtype::bf16 : io::Dtype::f16, [&weight] { return weight.codes; }});
       continue;
     }
-    decoded[p].resize(static_cast<std::size_t>(state.parameters()[p].size()));
-    data.push_back({io::Dtype::f32, state.values(static_cast<int>(p), decoded[p].data())});
+    data.push_back({io::Dtype::f32, [&state, &decoded, &ledger, p] {
+                      const std::int64_t size = state.parameters()[static_cast<std::size_t>(p)].size();
+                      decoded = train::Block();
+                      if (info_of(state.visible(p).format).name != std::string("fp32"))
+                        decoded = train::Block(ledger, "workspace", size * std::int64_t{sizeof(float)});
+                      return state.values(p, decoded.as<float>());
+                    }});
   }
   train::write_model(options.out, options.model.shape, data);
 }
@@ -234,11 +240,11 @@ Record watch(const Options& options, const train::Job& job, Trainer& trainer, co
   const Interrupts interrupts;
   Progress progress(options.choice.recipe, options.model.steps,
                     job.batch * job.gradients.micro_batches * job.shape.context, ledger);
-  const train::Span span = {options.model.steps, options.validate_every, kValidationWindows};
+  const train::Span span = {options.model.steps, options.validate_every, kValidationWindows,
+                            [] { return !Interrupts::asked(); }};
   return train::run(trainer, data.training, data.validation, span, [&](const Record& record) {
     metrics.write(record);
     progress.show(record);
-    return !Interrupts::asked();
   });
 }
 
@@ -250,9 +256,9 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
   if (record.stopped)
     std::cout << "Stopped by Ctrl-C after step " << record.steps.size() << " of " << options.model.steps
               << "; what there is was saved.\n";
-  std::cout << "validation loss " << fixed(record.validations.front().second, 4) << " -> "
-            << fixed(record.final_loss(), 4) << " nats per byte; " << fixed(record.ms_per_step(), 1)
-            << " ms per step; peak " << mebibytes(ledger.peak()) << '\n'
+  std::cout << "validation loss " << fixed(record.first_loss(), 4) << " -> " << fixed(record.final_loss(), 4)
+            << " nats per byte; " << fixed(record.ms_per_step(), 1) << " ms per step; peak "
+            << mebibytes(ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
             << each(measured_total(ledger)) << " measured\n"
             << "wrote " << options.out << "/: model.safetensors, config.json, metrics.jsonl, report.html\n";
@@ -260,9 +266,9 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
 
 void run(const Options& given) {
   const Options options = completed(given);
-  const Data data(options.data, options.model.shape.context);
   if (const std::string problem = problem_with(options.model.shape); !problem.empty())
     throw UsageError(problem);
+  const Data data(options.data, options.model.shape.context);
   train::Job job =
       make_job(options.choice, options.choice.recipe, options.model, options.gradients, options.activations);
   job.schedule = schedule_of(options);
@@ -277,7 +283,7 @@ void run(const Options& given) {
   print_memory(plan, ledger, params);
   const Record record = watch(options, job, trainer, data, ledger, metrics);
   metrics.write(record);
-  write_weights(options, trainer.state());
+  write_weights(options, trainer.state(), ledger);
   io::write_text(options.out + "/report.html",
                  train::to_html(report_of(options, record, ledger, plan, params)));
   print_end(options, record, plan, ledger, params);
@@ -301,14 +307,16 @@ void add_train(CLI::App& program) {
       ->description("formats of weights, moments and gradients (default: scruple)");
   command->add_option("--lr", options->lr, "peak learning rate")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::PositiveNumber)
+      ->check(finite());
   command->add_option("--schedule", options->schedule, "cosine, linear (both down to 0) or constant")
       ->capture_default_str()
       ->check(CLI::IsMember({"cosine", "linear", "constant"}));
   command->add_option("--warmup", options->warmup, "steps of linear rise (default: a twentieth)")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--weight-decay", options->weight_decay, "of matrices; norms and biases never decay")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::NonNegativeNumber)
+      ->check(finite());
   options->gradients.add_options(*command);
   command
       ->add_option("--gradient-format", options->choice.gradient, "format of stored or compressed gradients")

@@ -16,6 +16,7 @@ namespace scruple::cli {
 namespace {
 
 volatile std::sig_atomic_t interrupted = 0;
+constexpr int kSignals[] = {SIGINT, SIGTERM};
 
 extern "C" void note_interrupt(int signal) {
   interrupted = 1;
@@ -61,6 +62,14 @@ bool is_state(const std::string& kind) { return kind != "activations" && kind !=
 
 }  // namespace
 
+CLI::Validator finite() {
+  return {[](const std::string& text) {
+            return std::isfinite(parse_number(text, "the value")) ? std::string()
+                                                                  : text + " is not a finite number";
+          },
+          ""};
+}
+
 void ModelOptions::add_options(CLI::App& command) {
   const auto add = [&](const char* name, auto& value, const char* doc) {
     command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(CLI::PositiveNumber);
@@ -98,15 +107,18 @@ void GradientOptions::add_options(CLI::App& command) {
   command
       .add_option("--clip", clip, "largest global norm of the gradient; 0: none (default: 1; released: 0)")
       ->type_name("NORM")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::NonNegativeNumber)
+      ->check(finite());
   command
       .add_option("--clip-tensor", clip_tensor, "released: largest norm of each tensor's gradient; 0: none")
       ->type_name("NORM")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::NonNegativeNumber)
+      ->check(finite());
   command
       .add_option("--adagc", adagc, "released: clip each tensor by LAMBDA times its own average norm (1.05)")
       ->type_name("LAMBDA")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::NonNegativeNumber)
+      ->check(finite());
   command
       .add_option("--loss-scale", loss_scale,
                   "off, dynamic or a number (default: dynamic with fp16, else off)")
@@ -121,17 +133,8 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.seed = model.seed;
   job.threads = model.threads;
   job.optimizer = [choice] { return choice.make_optimizer(); };
-  const bool compressed = gradients.policy == "compressed";
-  job.describe = [choice, recipe, compressed](const Optimizer& optimizer, std::int64_t size) {
-    Choice chosen = choice;
-    const bool small = stays_fp32(recipe, size);
-    if (compressed && chosen.gradient.empty() && !small) chosen.gradient = "int8";
-    scruple_tensor row = chosen.describe(optimizer, recipe, size);
-    // Unbiased, and as fine as rounding to nearest (docs/gradients.md).
-    scruple_array& gradient = row.arrays[SCRUPLE_GRADIENT];
-    if (compressed && (info_of(gradient.format).roundings >> SCRUPLE_DITHER & 1u) != 0)
-      gradient.rounding = SCRUPLE_DITHER;
-    return row;
+  job.describe = [choice, recipe, policy = gradients.policy](const Optimizer& optimizer, std::int64_t size) {
+    return choice.for_policy(policy, recipe, size).describe(optimizer, recipe, size);
   };
   const Optimizer probe = choice.make_optimizer();
   const scruple_tensor large = job.describe(probe, std::int64_t{1} << 20);
@@ -237,13 +240,14 @@ void make_folder(const std::string& path) {
 
 Interrupts::Interrupts() {
   interrupted = 0;
-  std::signal(SIGINT, note_interrupt);
-  std::signal(SIGTERM, note_interrupt);
+  for (int i = 0; i < 2; ++i) {
+    before_[i] = std::signal(kSignals[i], note_interrupt);
+    if (before_[i] == SIG_IGN) std::signal(kSignals[i], SIG_IGN);
+  }
 }
 
 Interrupts::~Interrupts() {
-  std::signal(SIGINT, SIG_DFL);
-  std::signal(SIGTERM, SIG_DFL);
+  for (int i = 0; i < 2; ++i) std::signal(kSignals[i], before_[i]);
 }
 
 bool Interrupts::asked() { return interrupted != 0; }

@@ -14,6 +14,8 @@
 
 namespace scruple::cli {
 
+CLI::Validator finite();  // CLI11's own ranges let NaN through
+
 struct ModelOptions {
   train::GptShape shape;
   std::int64_t batch = 16, steps = 1000;
@@ -69,12 +71,16 @@ std::string duration(double seconds);  // 0:07, 12:30, 3:05:00
 std::string mebibytes(std::int64_t bytes);
 void make_folder(const std::string& path);  // and those above it
 
-// While one exists, Ctrl-C (and SIGTERM) only sets a flag; a second one ends the program as usual.
+// While one exists, Ctrl-C (and SIGTERM) only sets a flag; a second one ends the program as usual. A signal that
+// the program was started to ignore stays ignored.
 class Interrupts {
  public:
   Interrupts();
   ~Interrupts();
   static bool asked();
+
+ private:
+  void (*before_[2])(int);
 };
 
 }  // namespace scruple::cli

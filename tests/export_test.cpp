@@ -57,7 +57,7 @@ struct Weights {
       planes.push_back(bytes);
       data.push_back({dtype, nullptr});
     }
-    for (std::size_t t = 0; t < list.size(); ++t) data[t].values = planes[t].data();
+    for (std::size_t t = 0; t < list.size(); ++t) data[t].values = [this, t] { return planes[t].data(); };
   }
   std::vector<std::string> planes;
   std::vector<ParameterData> data;

@@ -145,6 +145,9 @@ class Train(Case):
         refused(2, "--steps", "--steps", "0")
         refused(1, "MiB are free", "--width", "65536", "--heads", "16", "--layers", "1000")
         refused(1, "bytes", "--context", "100000")
+        refused(2, "context", "--context", "9223372036854775807")
+        refused(2, "finite", "--clip", "nan")
+        refused(2, "finite", "--lr", "nan")
 
     def test_bad_files(self):
         def refused(message, data, out):
@@ -156,6 +159,7 @@ class Train(Case):
             out.write("ten bytes!")
         refused("10 bytes", self.path("short"), self.path("no"))
         refused("folder", self.data, self.data + "/below")
+        refused("/proc/metrics.jsonl", self.data, "/proc")
         self.assertFalse(os.path.exists(self.path("no")))
         self.trained()
         before = self.weights()
@@ -207,14 +211,28 @@ class Compare(Case):
 
     def test_hazards_and_report(self):
         found = self.compare("--recipes", "fp32", "--steps", "4", "--out", self.path("out"), *tiny())
+        self.assertTrue(os.path.getsize(self.path("out/report.html")) > 10000)
         self.assertEqual(len(found["hazards"]["small_learning_rate"]), 3)
         self.assertEqual(len(found["hazards"]["fp16"]), 3)
-        self.assertTrue(os.path.getsize(self.path("out/report.html")) > 10000)
+
+    def test_hazards_harm(self):
+        """Without the recipes something is lost: a comparison in which nothing can lose shows nothing."""
+        hazards = self.compare("--recipes", "fp32", "--gradients", "released")["hazards"]
+        learned = {kind: [run["val_loss_before"] - run["val_loss"] for run in runs] for kind, runs in hazards.items()}
+        fp32, scruple, bf16 = learned["small_learning_rate"]
+        self.assertAlmostEqual(scruple / fp32, 1, delta=0.1)
+        self.assertLess(bf16, 0.5 * fp32)
+        fp32, scaled, unscaled = learned["fp16"]
+        self.assertAlmostEqual(scaled / fp32, 1, delta=0.1)
+        self.assertLess(unscaled, 0.8 * fp32)
+
 
     def test_refusals(self):
         self.fails(2, "nosuch", "compare", "--recipes", "nosuch")
         self.fails(2, "--micro-batches", "compare", "--micro-batches", "3", "--batch", "4")
         self.fails(1, "folder", "compare", "--out", self.data + "/below", "--steps", "1")
+        self.fails(1, "/proc/report.html", "compare", "--out", "/proc", "--steps", "1")
+        self.fails(2, "layers", "compare", "--layers", "100000000000")
 
     def test_measured_memory_is_the_planned(self):
         for policy in ("stored", "released", "compressed"):

@@ -1,8 +1,10 @@
 #include "train/blas.h"
 
 #include <cblas.h>
+#include <sys/mman.h>
 
 #include <mutex>
+#include <new>
 
 namespace scruple::train {
 namespace {
@@ -26,7 +28,17 @@ std::unique_lock<std::mutex> turn() {
   return unlocked ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
 }
 
+// As large as any of its builds asks for.
+constexpr std::size_t kBufferBytes = std::size_t{128} << 20;
+
 }  // namespace
+
+void reserve_buffers(int threads) {
+  const std::size_t bytes = kBufferBytes * static_cast<std::size_t>(threads);
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  munmap(memory, bytes);
+}
 
 void product(Index m, Index n, Index k, float alpha, Factor a, Factor b, float beta, Target c) {
   thread_local const bool serial = be_serial();

@@ -27,6 +27,10 @@ struct Factor {
 inline Factor turned(View view) { return {view, true}; }
 inline Factor plain(View view) { return {view, false}; }
 
+// OpenBLAS waits for ever where it cannot have its buffer, one per thread that calls it. Throws std::bad_alloc
+// where this machine cannot give them.
+void reserve_buffers(int threads);
+
 // c = alpha a b + beta c, with a [m, k], b [k, n] and c [m, n].
 void product(Index m, Index n, Index k, float alpha, Factor a, Factor b, float beta, Target c);
 

@@ -36,7 +36,7 @@ std::int64_t Windows::random_start(std::uint64_t seed, std::uint64_t index) cons
 }
 
 std::int64_t Windows::even_start(std::int64_t index, std::int64_t of) const {
-  return start(index * ((count() - 1) / std::max<std::int64_t>(of - 1, 1)) % count());
+  return start(index * (count() - 1) / std::max<std::int64_t>(of - 1, 1));
 }
 
 void Windows::read(std::int64_t start, std::int32_t* tokens, std::int32_t* targets) const {

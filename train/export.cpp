@@ -203,7 +203,7 @@ void write_model(const std::string& folder, const GptShape& shape,
     tensors.push_back({list[i].name, parameters[i].dtype, list[i].shape});
   io::SafetensorsWriter writer(weights_path(folder), tensors, {{"format", "pt"}});
   for (std::size_t i = 0; i < list.size(); ++i)
-    writer.write(i, {static_cast<const std::byte*>(parameters[i].values),
+    writer.write(i, {static_cast<const std::byte*>(parameters[i].values()),
                      static_cast<std::size_t>(tensors[i].bytes())});
   writer.finish();
   io::write_text(config_path(folder), config_of(shape, parameters[0].dtype));

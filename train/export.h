@@ -2,6 +2,7 @@
 // config.json and model.safetensors. Problems are thrown as std::runtime_error.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -10,10 +11,10 @@
 
 namespace scruple::train {
 
-// One parameter as it lies in memory; dtype is f32, bf16 or f16.
+// One parameter, f32, bf16 or f16; `values` is called when it is written, and its memory may then be reused.
 struct ParameterData {
   io::Dtype dtype;
-  const void* values;
+  std::function<const void*()> values;
 };
 
 // `parameters` in the order of parameters_of(shape). The folder is made if need be; each of the two files

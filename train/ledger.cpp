@@ -8,12 +8,16 @@
 
 namespace scruple::train {
 
-void Ledger::add(const std::string& kind, std::int64_t bytes) {
+void Ledger::check_room(const std::string& kind, std::int64_t bytes) const {
   if (bytes > limit_ - now_)
     throw std::runtime_error("the run needs at least " + std::to_string((now_ + bytes) >> 20) + " MiB, " +
                              std::to_string(bytes >> 20) + " of them for " + kind + ", and " +
                              std::to_string(limit_ >> 20) +
                              " MiB are free; choose a smaller model, batch or context, or a smaller recipe");
+}
+
+void Ledger::add(const std::string& kind, std::int64_t bytes) {
+  check_room(kind, bytes);
   auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.kind == kind; });
   if (entry == entries_.end()) entry = entries_.insert(entry, {kind, 0, 0});
   entry->now += bytes;

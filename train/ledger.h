@@ -17,7 +17,8 @@ class Ledger {
   };
   // More than `limit` bytes at once are refused, before any is touched.
   explicit Ledger(std::int64_t limit = std::numeric_limits<std::int64_t>::max()) : limit_(limit) {}
-  void add(const std::string& kind, std::int64_t bytes);          // negative: given back
+  void add(const std::string& kind, std::int64_t bytes);               // negative: given back
+  void check_room(const std::string& kind, std::int64_t bytes) const;  // throws where add() would
   const std::vector<Entry>& entries() const { return entries_; }  // in the order of their first allocation
   std::int64_t peak(const std::string& kind) const;
   std::int64_t peak() const { return peak_; }  // of the sum

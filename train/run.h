@@ -13,20 +13,23 @@ struct Span {
   std::int64_t steps = 0;
   std::int64_t validate_every = 0;  // 0: only before the first and after the last
   std::int64_t validation_windows = 64;
+  std::function<bool()> go_on = [] { return true; };  // asked before every step and batch of a validation
 };
 
 struct Record {
   std::vector<Outcome> steps;
   std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
   double step_seconds = 0;                                   // without the validations
-  bool stopped = false;                                      // before its last step, because `watch` said so
+  bool stopped = false;                                      // before its last step
 
   double ms_per_step() const;
-  double final_loss() const { return validations.back().second; }
+  // Of the first and of the last validation that was finished; NaN: none was.
+  double first_loss() const;
+  double final_loss() const;
 };
 
-// `watch` sees the record after every step; false stops, after a last validation.
+// `watch` sees the record after every step.
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
-           const std::function<bool(const Record&)>& watch);
+           const std::function<void(const Record&)>& watch);
 
 }  // namespace scruple::train

@@ -57,15 +57,17 @@ State::State(Engine& engine, const std::vector<Parameter>& parameters, const Opt
   }
 }
 
-void State::start(std::uint64_t seed) {
-  std::vector<float> values;
+void State::start(std::uint64_t seed, Ledger& ledger) {
   for (std::size_t p = 0; p < parameters_.size(); ++p) {
     const Parameter& parameter = parameters_[p];
-    values.assign(static_cast<std::size_t>(parameter.size()), static_cast<float>(parameter.mean));
+    const Block block(ledger, "workspace", parameter.size() * std::int64_t{sizeof(float)});
     const auto stream = kInitialStream + static_cast<std::uint32_t>(p);
-    for (std::size_t i = 0; parameter.deviation > 0 && i < values.size(); ++i)
-      values[i] += static_cast<float>(parameter.deviation * random_normal(seed, stream, i));
-    set(static_cast<int>(p), values.data());
+    for (std::int64_t i = 0; i < parameter.size(); ++i) {
+      const double normal =
+          parameter.deviation > 0 ? random_normal(seed, stream, static_cast<std::uint64_t>(i)) : 0;
+      block.as<float>()[i] = static_cast<float>(parameter.mean + parameter.deviation * normal);
+    }
+    set(static_cast<int>(p), block.as<float>());
     check(scruple_tensor_reset(engine_.raw(), &table_[p]));
   }
 }

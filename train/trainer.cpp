@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "train/blas.h"
+
 namespace scruple::train {
 namespace {
 
@@ -21,6 +23,10 @@ std::int64_t tile_rows(const Parameter& parameter) {
   const std::int64_t columns = parameter.shape.size() == 2 ? parameter.shape[1] : 1;
   const std::int64_t step = kPieceElements / std::gcd(kPieceElements, columns);
   const std::int64_t rows = kTileElements / columns / step * step;
+  if (columns > kTileElements)
+    throw std::runtime_error(parameter.name + " has rows of " + std::to_string(columns) +
+                             " values, and a gradient tile of 1 MiB holds " + std::to_string(kTileElements) +
+                             "; choose a smaller --width");
   if (rows == 0)
     throw std::runtime_error(parameter.name + " has rows of " + std::to_string(columns) + " values, and " +
                              std::to_string(step) +
@@ -32,6 +38,16 @@ std::int64_t tile_rows(const Parameter& parameter) {
 scruple_optimizer* with_rate(const Optimizer& optimizer, double lr) {
   check(scruple_optimizer_set(optimizer.raw(), "lr", lr));
   return optimizer.raw();
+}
+
+std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
+  std::int64_t sum = 0;
+  for (const scruple_tensor& row : table) {
+    std::int64_t codes = 0, aux = 0;
+    check(scruple_format_bytes(row.arrays[SCRUPLE_GRADIENT].format, row.size, &codes, &aux));
+    sum += codes + aux;
+  }
+  return sum;
 }
 
 // `optimizer` for what does not decay.
@@ -46,12 +62,11 @@ Optimizer without_decay(Optimizer optimizer) {
 
 double Schedule::at(std::int64_t step) const {
   if (step <= warmup) return peak * static_cast<double>(step) / static_cast<double>(warmup);
-  const double done =
-      static_cast<double>(step - warmup) / static_cast<double>(std::max<std::int64_t>(steps - warmup, 1));
-  switch (shape) {
-    case Shape::cosine: return peak * 0.5 * (1 + std::cos(std::numbers::pi * std::min(done, 1.0)));
-    case Shape::linear: return peak * std::max(1 - done, 0.0);
-    case Shape::constant: break;
+  const double done = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup + 1);
+  switch (annealing) {
+    case Annealing::cosine: return peak * 0.5 * (1 + std::cos(std::numbers::pi * std::min(done, 1.0)));
+    case Annealing::linear: return peak * std::max(1 - done, 0.0);
+    case Annealing::constant: break;
   }
   return peak;
 }
@@ -139,27 +154,30 @@ Trainer::Trainer(const Job& job, Ledger& ledger)
   plain_.set_seed(job.seed);
   state_ =
       std::make_unique<State>(engine_, parameters_of(job.shape), decaying_, plain_, job.describe, ledger);
+  state_->start(job.seed, ledger);
   model_ = std::make_unique<Gpt>(job.shape, job.batch, job.activations, threads_, ledger);
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler;
   tiles_ = std::make_unique<Tiles>(engine_, *state_, job_.gradients, ledger);
-  state_->start(job.seed);
-  tokens_.resize(static_cast<std::size_t>(job.batch * job.shape.context));
-  targets_.resize(tokens_.size());
+  const std::int64_t token_bytes = job.batch * job.shape.context * std::int64_t{sizeof(std::int32_t)};
+  tokens_ = Block(ledger, "activations", token_bytes);
+  targets_ = Block(ledger, "activations", token_bytes);
+  if (job.gradients.policy == SCRUPLE_COMPRESSED)
+    ledger.check_room("gradients", gradient_bytes(state_->table()));
+  reserve_buffers(threads_.count());
 }
 
 Trainer::~Trainer() = default;
 
 Outcome Trainer::step(const Windows& data) {
-  const std::int64_t context = job_.shape.context, parts = job_.gradients.micro_batches;
+  const std::int64_t parts = job_.gradients.micro_batches;
   Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, tiles_->loss_scale(), false};
   with_rate(decaying_, outcome.lr), with_rate(plain_, outcome.lr);
   for (std::int64_t part = 0; part < parts; ++part) {
-    for (std::int64_t w = 0; w < job_.batch; ++w) {
-      const auto index = static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w);
-      data.read(data.random_start(job_.seed, index), &tokens_[static_cast<std::size_t>(w * context)],
-                &targets_[static_cast<std::size_t>(w * context)]);
-    }
-    outcome.loss += model_->forward(*state_, tokens_.data(), targets_.data()) / static_cast<double>(parts);
+    read(data, [&](std::int64_t w) {
+      return data.random_start(job_.seed,
+                               static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
+    });
+    outcome.loss += forward() / static_cast<double>(parts);
     model_->backward(*state_, *tiles_, outcome.loss_scale);
     tiles_->end();
   }
@@ -170,18 +188,25 @@ Outcome Trainer::step(const Windows& data) {
   return outcome;
 }
 
-double Trainer::validate(const Windows& data, std::int64_t windows) {
-  const std::int64_t context = job_.shape.context;
+double Trainer::validate(const Windows& data, std::int64_t windows, const std::function<bool()>& go_on) {
   const std::int64_t batches = std::max<std::int64_t>((windows + job_.batch - 1) / job_.batch, 1);
   double sum = 0;
   for (std::int64_t b = 0; b < batches; ++b) {
-    for (std::int64_t w = 0; w < job_.batch; ++w)
-      data.read(data.even_start(b * job_.batch + w, batches * job_.batch),
-                &tokens_[static_cast<std::size_t>(w * context)],
-                &targets_[static_cast<std::size_t>(w * context)]);
-    sum += model_->forward(*state_, tokens_.data(), targets_.data());
+    if (!go_on()) return std::nan("");
+    read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, batches * job_.batch); });
+    sum += forward();
   }
   return sum / static_cast<double>(batches);
+}
+
+void Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
+  for (std::int64_t w = 0; w < job_.batch; ++w)
+    data.read(start(w), tokens_.as<std::int32_t>() + w * job_.shape.context,
+              targets_.as<std::int32_t>() + w * job_.shape.context);
+}
+
+double Trainer::forward() {
+  return model_->forward(*state_, tokens_.as<std::int32_t>(), targets_.as<std::int32_t>());
 }
 
 }  // namespace scruple::train

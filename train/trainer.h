@@ -15,11 +15,12 @@
 
 namespace scruple::train {
 
-enum class Shape { cosine, linear, constant };
+enum class Annealing { cosine, linear, constant };
 
-// The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 at the last, or constant.
+// The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 after the last, or
+// constant.
 struct Schedule {
-  Shape shape = Shape::cosine;
+  Annealing annealing = Annealing::cosine;
   double peak = 1e-3;
   std::int64_t warmup = 0, steps = 1000;
   double at(std::int64_t step) const;  // of step 1, 2...
@@ -54,13 +55,17 @@ class Trainer {
   Trainer(const Job& job, Ledger& ledger);
   ~Trainer();
   Outcome step(const Windows& data);
-  // The mean loss over `windows` windows of the data, evenly spread; a multiple of the batch is taken.
-  double validate(const Windows& data, std::int64_t windows);
+  // The mean loss over `windows` windows of the data, evenly spread; a multiple of the batch is taken. NaN
+  // where `go_on`, asked before each batch, says no.
+  double validate(
+      const Windows& data, std::int64_t windows, const std::function<bool()>& go_on = [] { return true; });
   std::int64_t steps_taken() const { return taken_; }
   State& state() { return *state_; }
 
  private:
   class Tiles;
+  void read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);  // of each window
+  double forward();
   Job job_;
   Ledger& ledger_;
   Engine engine_;
@@ -69,7 +74,7 @@ class Trainer {
   std::unique_ptr<State> state_;
   std::unique_ptr<Gpt> model_;
   std::unique_ptr<Tiles> tiles_;
-  std::vector<std::int32_t> tokens_, targets_;
+  Block tokens_, targets_;
   std::int64_t taken_ = 0;
 };
 
