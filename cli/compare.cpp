@@ -396,7 +396,7 @@ void print(const Comparison& found, const Options& options) {
     std::cout << '\n' << kHalf << "\n\n";
     Table{table_of_hazard(found.half), {}}.print(std::cout);
   }
-  if (found.stopped) std::cout << "\nStopped by Ctrl-C; the last run above is not complete.\n";
+  if (found.stopped) std::cout << "\nStopped by Ctrl-C or a signal; the last run above is not complete.\n";
 }
 
 ordered_json json_of(const Run& run) {
@@ -512,22 +512,19 @@ void add_compare(CLI::App& program) {
       ->check(CLI::Range(1, 1000));
   command->add_option("--lr", options->lr, "peak learning rate of AdamW")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
-      ->check(finite());
+      ->check(above_zero());
   command->add_option("--sgd-lr", options->sgd_lr, "peak learning rate of SGD with momentum")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber)
-      ->check(finite());
+      ->check(above_zero());
   command->add_option("--weight-decay", options->weight_decay, "of AdamW")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber)
-      ->check(finite());
+      ->check(not_negative());
   command
       ->add_option("--micro-batches", options->micro_batches,
                    "lpmm: parts of a batch that are folded one by one")
       ->type_name("N")
       ->capture_default_str()
-      ->check(CLI::PositiveNumber);
+      ->check(above_zero());
   options->model.add_options(*command);
   command->remove_option(command->get_option("--seed"));
   options->gradients.add_options(*command);

@@ -11,6 +11,7 @@
 #include "train/export.h"
 #include "train/gpt.h"
 #include "train/random.h"
+#include "training.h"
 
 namespace scruple::cli {
 namespace {
@@ -76,12 +77,12 @@ void sample(const Options& options) {
   std::vector<std::int32_t> tokens;
   for (const char c : options.prompt) tokens.push_back(static_cast<unsigned char>(c));
   std::vector<float> logits(256);
-  std::cout << options.prompt << std::flush;
   for (std::int64_t i = 0; i < options.length; ++i) {
     const auto seen = std::min<std::int64_t>(static_cast<std::int64_t>(tokens.size()), model.shape.context);
     gpt.next(weights, &tokens[tokens.size() - static_cast<std::size_t>(seen)], seen, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
+    if (i == 0) std::cout << options.prompt;
     tokens.push_back(draw(logits, options, static_cast<std::uint64_t>(i)));
     std::cout << static_cast<char>(tokens.back()) << std::flush;
   }
@@ -101,12 +102,12 @@ void add_sample(CLI::App& program) {
       ->type_name("TEXT");
   command->add_option("--length", options->length, "bytes to add")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(not_negative());
   command->add_option("--temperature", options->temperature, "0: always the likeliest byte")
       ->capture_default_str()
-      ->check(CLI::NonNegativeNumber);
+      ->check(not_negative());
   command->add_option("--top", options->top, "draw among the N likeliest bytes; 0: all")
-      ->check(CLI::NonNegativeNumber);
+      ->check(not_negative());
   command->add_option("--seed", options->seed, "of the draws")->capture_default_str();
   command->add_option("--threads", options->threads, "0: one per core")->check(CLI::Range(0, 1024));
   command->callback([options] { sample(*options); });

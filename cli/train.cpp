@@ -1,6 +1,7 @@
 // `scruple train`: a byte-level GPT on any file.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -78,6 +79,12 @@ class Metrics {
     check_written();
   }
 
+  ~Metrics() {  // a run that failed before its first step leaves its folder free for the next
+    if (steps_ == 0) std::remove(path_.c_str());
+  }
+  Metrics(const Metrics&) = delete;
+  Metrics& operator=(const Metrics&) = delete;
+
   void write(const Record& record) {
     for (; validations_ < record.validations.size(); ++validations_) {
       const auto& [step, loss] = record.validations[validations_];
@@ -127,14 +134,29 @@ void print_memory(const Memory& plan, const Ledger& ledger, std::int64_t params)
   std::cout << std::endl;
 }
 
+// Clipping, accumulation and loss scaling, where there are any.
+std::string settings_of(const train::Job& job) {
+  const scruple_sink_options& options = job.gradients;
+  std::string text;
+  if (options.max_norm > 0) text += ", clip " + shortest(options.max_norm);
+  if (options.tensor_norm > 0) text += ", clip of each tensor " + shortest(options.tensor_norm);
+  if (options.adagc > 0) text += ", AdaGC " + shortest(options.adagc);
+  if (options.micro_batches > 1) text += ", " + std::to_string(options.micro_batches) + " micro-batches";
+  if (job.scaler.scale > 0)
+    text += std::string(job.scaler.growth > 1 ? ", dynamic" : ", static") + " loss scale " +
+            shortest(job.scaler.scale);
+  return text;
+}
+
 void print_start(const Options& options, const train::Job& job, std::int64_t params, std::int64_t bytes) {
   const train::GptShape& s = job.shape;
   std::cout << "gpt: " << plural(s.layers, "layer") << ", width " << s.width << ", "
             << plural(s.heads, "head") << ", context " << s.context << "; " << grouped(params)
             << " parameters\n"
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
-            << options.gradients.policy << ", activations " << precision_name(job.activations) << ", clip "
-            << (job.gradients.max_norm > 0 ? shortest(job.gradients.max_norm) : "off") << '\n'
+            << options.gradients.policy << ", activations " << precision_name(job.activations)
+            << settings_of(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
+            << job.seed << '\n'
             << plural(options.model.steps, "step") << " of "
             << grouped(job.batch * job.gradients.micro_batches * s.context) << " bytes; " << options.data
             << " has " << grouped(bytes) << "\n\n";
@@ -166,13 +188,17 @@ train::Report report_of(const Options& options, const Record& record, const Ledg
                            "; final validation loss " + fixed(record.final_loss(), 4) + " nats per byte.";
   return {"Scruple: " + options.data,
           lead,
-          {{"Loss", "", {}, {}, {{"Loss", "", "step", "nats per byte", {loss, validation}, {}}}},
+          {{"Loss",
+            "",
+            {},
+            {},
+            {{"Training and validation", "", "step", "nats per byte", {loss, validation}, {}}}},
            {"Memory",
             "",
             {memory},
             {{"Weights, moments, gradients", "", "bytes per parameter", {planned, measured}}},
             {}},
-           {"Learning rate", "", {}, {}, {{"Learning rate", "", "step", "", {rate}, {}}}}}};
+           {"Learning rate", "", {}, {}, {{"Over the run", "", "step", "learning rate", {rate}, {}}}}}};
 }
 
 // The weights as the model computes with them: 16-bit halves as they are, low-bit ones decoded.
@@ -228,6 +254,9 @@ struct Data {
 Options completed(Options options) {
   Choice& choice = options.choice;
   if (choice.recipe.empty()) choice.recipe = "scruple";
+  for (const std::string& hyper : choice.hypers)
+    if (hyper.starts_with("lr="))
+      throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
   if (options.weight_decay >= 0)
     choice.hypers.insert(choice.hypers.begin(), "weight_decay=" + shortest(options.weight_decay, 17));
   if (options.validate_every == 0)
@@ -254,8 +283,16 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
     return fixed(static_cast<double>(bytes) / static_cast<double>(params), 3);
   };
   if (record.stopped)
-    std::cout << "Stopped by Ctrl-C after step " << record.steps.size() << " of " << options.model.steps
-              << "; what there is was saved.\n";
+    std::cout << "Stopped by Ctrl-C or a signal after step " << record.steps.size() << " of "
+              << options.model.steps << "; what there is was saved.\n";
+  if (const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
+                                         [](const Outcome& step) { return step.skipped; });
+      skipped > 0)
+    std::cout << skipped << " of " << record.steps.size()
+              << " steps were skipped: a gradient was not finite.\n";
+  if (!std::isfinite(record.steps.back().loss))
+    std::cout
+        << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
   std::cout << "validation loss " << fixed(record.first_loss(), 4) << " -> " << fixed(record.final_loss(), 4)
             << " nats per byte; " << fixed(record.ms_per_step(), 1) << " ms per step; peak "
             << mebibytes(ledger.peak()) << '\n'
@@ -282,6 +319,7 @@ void run(const Options& given) {
   print_start(options, job, params, static_cast<std::int64_t>(data.bytes.size()));
   print_memory(plan, ledger, params);
   const Record record = watch(options, job, trainer, data, ledger, metrics);
+  if (record.steps.empty()) throw std::runtime_error("stopped before the first step; nothing was saved");
   metrics.write(record);
   write_weights(options, trainer.state(), ledger);
   io::write_text(options.out + "/report.html",
@@ -305,18 +343,14 @@ void add_train(CLI::App& program) {
   options->choice.add_options(*command);
   command->get_option("--recipe")
       ->description("formats of weights, moments and gradients (default: scruple)");
-  command->add_option("--lr", options->lr, "peak learning rate")
-      ->capture_default_str()
-      ->check(CLI::PositiveNumber)
-      ->check(finite());
+  command->add_option("--lr", options->lr, "peak learning rate")->capture_default_str()->check(above_zero());
   command->add_option("--schedule", options->schedule, "cosine, linear (both down to 0) or constant")
       ->capture_default_str()
       ->check(CLI::IsMember({"cosine", "linear", "constant"}));
   command->add_option("--warmup", options->warmup, "steps of linear rise (default: a twentieth)")
-      ->check(CLI::NonNegativeNumber);
+      ->check(not_negative());
   command->add_option("--weight-decay", options->weight_decay, "of matrices; norms and biases never decay")
-      ->check(CLI::NonNegativeNumber)
-      ->check(finite());
+      ->check(not_negative());
   options->gradients.add_options(*command);
   command
       ->add_option("--gradient-format", options->choice.gradient, "format of stored or compressed gradients")
@@ -331,7 +365,7 @@ void add_train(CLI::App& program) {
   command
       ->add_option("--validate-every", options->validate_every,
                    "steps between validations (default: a twentieth)")
-      ->check(CLI::PositiveNumber);
+      ->check(above_zero());
   command->callback([options] { run(*options); });
 }
 

@@ -16,11 +16,13 @@ namespace scruple::cli {
 namespace {
 
 volatile std::sig_atomic_t interrupted = 0;
-constexpr int kSignals[] = {SIGINT, SIGTERM};
+constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
 
 extern "C" void note_interrupt(int signal) {
   interrupted = 1;
   std::signal(signal, SIG_DFL);
+  constexpr char kSaid[] = "\nscruple: stopping after this step; once more to stop at once\n";
+  (void)!write(STDERR_FILENO, kSaid, sizeof kSaid - 1);
 }
 
 constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
@@ -52,8 +54,10 @@ scruple_scaler scaler_of(const std::string& text, train::Precision activations) 
   if (text == "dynamic") return scruple_scaler_dynamic();
   if (text.find_first_not_of("0123456789.eE+-") != std::string::npos)
     throw UsageError("--loss-scale is '" + text + "'; it must be off, dynamic or a number");
+  const double scale = parse_number(text, "--loss-scale");
+  if (!(scale > 0)) throw UsageError("--loss-scale is " + text + "; it must be off, dynamic or above 0");
   scruple_scaler scaler;
-  check(scruple_scaler_static(static_cast<float>(parse_number(text, "--loss-scale")), &scaler));
+  check(scruple_scaler_static(static_cast<float>(scale), &scaler));
   return scaler;
 }
 
@@ -62,17 +66,27 @@ bool is_state(const std::string& kind) { return kind != "activations" && kind !=
 
 }  // namespace
 
-CLI::Validator finite() {
+CLI::Validator above_zero() {
   return {[](const std::string& text) {
-            return std::isfinite(parse_number(text, "the value")) ? std::string()
-                                                                  : text + " is not a finite number";
+            const double value = parse_number(text, "the value");
+            return value > 0 && std::isfinite(value) ? std::string()
+                                                     : "is " + text + "; it must be above 0, and finite";
+          },
+          ""};
+}
+
+CLI::Validator not_negative() {
+  return {[](const std::string& text) {
+            const double value = parse_number(text, "the value");
+            return value >= 0 && std::isfinite(value) ? std::string()
+                                                      : "is " + text + "; it must be 0 or more, and finite";
           },
           ""};
 }
 
 void ModelOptions::add_options(CLI::App& command) {
   const auto add = [&](const char* name, auto& value, const char* doc) {
-    command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(CLI::PositiveNumber);
+    command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(above_zero());
   };
   add("--layers", shape.layers, "transformer blocks");
   add("--width", shape.width, "size of a token's vector; a multiple of --heads");
@@ -107,26 +121,44 @@ void GradientOptions::add_options(CLI::App& command) {
   command
       .add_option("--clip", clip, "largest global norm of the gradient; 0: none (default: 1; released: 0)")
       ->type_name("NORM")
-      ->check(CLI::NonNegativeNumber)
-      ->check(finite());
+      ->check(not_negative());
   command
       .add_option("--clip-tensor", clip_tensor, "released: largest norm of each tensor's gradient; 0: none")
       ->type_name("NORM")
-      ->check(CLI::NonNegativeNumber)
-      ->check(finite());
+      ->check(not_negative());
   command
       .add_option("--adagc", adagc, "released: clip each tensor by LAMBDA times its own average norm (1.05)")
       ->type_name("LAMBDA")
-      ->check(CLI::NonNegativeNumber)
-      ->check(finite());
+      ->check(not_negative());
   command
       .add_option("--loss-scale", loss_scale,
                   "off, dynamic or a number (default: dynamic with fp16, else off)")
       ->type_name("SCALE");
 }
 
+// What the policies cannot do, in the words of the command line; the library would say it in its own.
+void GradientOptions::check() const {
+  const bool released = policy == "released";
+  if (released && clip > 0)
+    throw UsageError(
+        "--gradients released cannot --clip by the global norm: the first weight is stepped before the last "
+        "gradient exists; use --clip-tensor or --adagc, or --gradients compressed");
+  if (!released && (clip_tensor > 0 || adagc > 0))
+    throw UsageError("--clip-tensor and --adagc are for --gradients released; with " + policy +
+                     " use --clip");
+  if (released && accumulate > 1 && accumulation == "none")
+    throw UsageError(
+        "--gradients released keeps no gradient to accumulate in; name an --accumulation (momentum or "
+        "adama), or use --gradients compressed");
+  if (!released && accumulation != "none")
+    throw UsageError("--accumulation is for --gradients released; with " + policy + " leave it out");
+}
+
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
                     const GradientOptions& gradients, const std::string& activations) {
+  gradients.check();
+  if (gradients.policy == "released" && !choice.gradient.empty())
+    throw UsageError("--gradients released keeps no gradient, so --gradient-format has nothing to format");
   train::Job job;
   job.shape = model.shape;
   job.batch = model.batch;
@@ -240,14 +272,14 @@ void make_folder(const std::string& path) {
 
 Interrupts::Interrupts() {
   interrupted = 0;
-  for (int i = 0; i < 2; ++i) {
+  for (std::size_t i = 0; i < std::size(kSignals); ++i) {
     before_[i] = std::signal(kSignals[i], note_interrupt);
     if (before_[i] == SIG_IGN) std::signal(kSignals[i], SIG_IGN);
   }
 }
 
 Interrupts::~Interrupts() {
-  for (int i = 0; i < 2; ++i) std::signal(kSignals[i], before_[i]);
+  for (std::size_t i = 0; i < std::size(kSignals); ++i) std::signal(kSignals[i], before_[i]);
 }
 
 bool Interrupts::asked() { return interrupted != 0; }

@@ -14,7 +14,9 @@
 
 namespace scruple::cli {
 
-CLI::Validator finite();  // CLI11's own ranges let NaN through
+// CLI11's own ranges let NaN through, and print 309 digits.
+CLI::Validator above_zero();
+CLI::Validator not_negative();
 
 struct ModelOptions {
   train::GptShape shape;
@@ -32,6 +34,7 @@ struct GradientOptions {
   double clip_tensor = 0, adagc = 0;
 
   void add_options(CLI::App& command);
+  void check() const;
 };
 
 // A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in.
@@ -71,7 +74,7 @@ std::string duration(double seconds);  // 0:07, 12:30, 3:05:00
 std::string mebibytes(std::int64_t bytes);
 void make_folder(const std::string& path);  // and those above it
 
-// While one exists, Ctrl-C (and SIGTERM) only sets a flag; a second one ends the program as usual. A signal that
+// While one exists, Ctrl-C (and SIGTERM, SIGHUP) only sets a flag; a second one ends the program as usual. A signal that
 // the program was started to ignore stays ignored.
 class Interrupts {
  public:
@@ -80,7 +83,7 @@ class Interrupts {
   static bool asked();
 
  private:
-  void (*before_[2])(int);
+  void (*before_[3])(int);
 };
 
 }  // namespace scruple::cli

@@ -126,8 +126,14 @@ class Train(Case):
         process.send_signal(signal.SIGINT)
         said, complaints = process.communicate(timeout=60)
         self.assertEqual(process.returncode, 0, complaints)
-        self.assertIn("Stopped by Ctrl-C after step", said)
+        self.assertIn("Stopped by Ctrl-C or a signal after step", said)
         self.assertEqual(run("sample", self.path("run"), "--length", "5").returncode, 0)
+
+    def test_divergence_is_said(self):
+        said = self.trained("--lr", "1e6", steps=12)
+        self.assertIn("diverged", said)
+        self.assertIn("steps were skipped", said)
+        self.metrics()  # JSON, whatever the numbers
 
     def test_refusals(self):
         def refused(code, message, *arguments):
@@ -135,14 +141,19 @@ class Train(Case):
             self.assertFalse(os.path.exists(self.path("no/metrics.jsonl")), arguments)
         refused(2, "compressed", "--gradients", "released", "--clip", "1")
         refused(2, "accumulation", "--gradients", "released", "--accumulate", "4")
-        refused(2, "max_norm", "--clip-tensor", "1")
+        refused(2, "use --clip", "--clip-tensor", "1")
+        refused(2, "leave it out", "--accumulation", "adama")
+        refused(2, "--gradient-format", "--gradients", "released", "--gradient-format", "int8")
+        refused(2, "use --lr", "--set", "lr=5")
+        refused(2, "lr", "--lr", "1e300")
+        refused(2, "above 0", "--loss-scale", "0")
         refused(2, "multiple", "--width", "33")
         refused(2, "nosuch", "--recipe", "nosuch")
         refused(2, "nosuch", "--optimizer", "nosuch")
         refused(2, "serves", "--recipe", "lpmm")
         refused(2, "dynamic", "--loss-scale", "often")
         refused(2, "--warmup", "--warmup", "2000")
-        refused(2, "--steps", "--steps", "0")
+        refused(2, "above 0", "--steps", "0")
         refused(1, "MiB are free", "--width", "65536", "--heads", "16", "--layers", "1000")
         refused(1, "bytes", "--context", "100000")
         refused(2, "context", "--context", "9223372036854775807")
@@ -181,6 +192,7 @@ class Sample(Case):
     def test_refusals(self):
         self.fails(1, "config.json", "sample", self.path("missing"))
         self.trained()
+        self.fails(2, "finite", "sample", self.path("run"), "--temperature", "nan")
         self.fails(2, "--prompt", "sample", self.path("run"), "--prompt", "")
         with open(self.path("run/model.safetensors"), "r+b") as file:
             file.truncate(1000)

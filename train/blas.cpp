@@ -28,14 +28,14 @@ std::unique_lock<std::mutex> turn() {
   return unlocked ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
 }
 
-// As large as any of its builds asks for.
-constexpr std::size_t kBufferBytes = std::size_t{128} << 20;
+constexpr std::size_t kBufferBytes = std::size_t{32} << 20;  // what Debian's builds ask for
 
 }  // namespace
 
 void reserve_buffers(int threads) {
   const std::size_t bytes = kBufferBytes * static_cast<std::size_t>(threads);
-  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  constexpr int kHow = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;  // a limit on addresses is what matters
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kHow, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   munmap(memory, bytes);
 }

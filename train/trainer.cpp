@@ -150,6 +150,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger)
       plain_(without_decay(job.optimizer())) {
   if (const std::string problem = problem_with(job.shape); !problem.empty())
     throw std::runtime_error(problem);
+  with_rate(decaying_, job.schedule.peak);  // refused here, if at all
   decaying_.set_seed(job.seed);
   plain_.set_seed(job.seed);
   state_ =
