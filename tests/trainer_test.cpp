@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "formats/codec.h"
 #include "train/corpus.h"
 #include "train/run.h"
 
@@ -303,6 +304,48 @@ TEST(Learning, EveryRecipeLearns) {
     EXPECT_NEAR(before, std::log(256), 0.2) << recipe;  // it starts without a clue
     EXPECT_LT(after, before - 1.5) << recipe;
   }
+}
+
+TEST(State, TheModelComputesWithTheVisibleHalf) {
+  Ledger ledger;
+  Trainer trainer(job_of("scruple"), ledger);
+  take(trainer, 3);
+  bool differs = false;
+  for (int p = 0; p < static_cast<int>(trainer.state().parameters().size()); ++p) {
+    const std::vector<float> master = trainer.state().master(p);
+    std::vector<float> scratch(master.size());
+    const float* const visible = trainer.state().values(p, scratch.data());
+    for (std::size_t i = 0; i < master.size(); ++i) {
+      ASSERT_EQ(bits_of(visible[i]) & 0xffffu, 0u) << "not a bf16 number";
+      ASSERT_NEAR(visible[i], master[i], std::abs(master[i]) * 0x1p-8f);
+      differs = differs || visible[i] != master[i];
+    }
+  }
+  EXPECT_TRUE(differs);
+}
+
+TEST(State, NormsAndBiasesDoNotDecay) {
+  Job job = job_of("fp32");
+  job.optimizer = [] { return Optimizer("adamw", {{"weight_decay", 500}}); };
+  job.schedule = {Annealing::constant, 1e-3, 0, 10};
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  double before = 0, after = 0;
+  const auto sum = [&](double& matrices, bool check_norms) {
+    for (std::size_t p = 0; p < trainer.state().parameters().size(); ++p) {
+      const Parameter& parameter = trainer.state().parameters()[p];
+      for (const float w : trainer.state().master(static_cast<int>(p))) {
+        if (parameter.decays) matrices += std::abs(w);
+        if (!parameter.decays && check_norms) {
+          ASSERT_NEAR(w, parameter.mean, 0.0011) << parameter.name;  // one step of Adam moves it by 0.001
+        }
+      }
+    }
+  };
+  sum(before, false);
+  take(trainer, 1);
+  sum(after, true);
+  EXPECT_LT(after, 0.8 * before);  // halved, and moved by 0.001 each
 }
 
 TEST(Rates, WarmUpThenDown) {
