@@ -82,7 +82,7 @@ std::string config_of(const GptShape& shape, Dtype dtype) {
 }
 
 ordered_json parse_config(const std::string& path) {
-  const ordered_json config =
+  ordered_json config =
       ordered_json::parse(io::read_text(path, kMaxConfig), nullptr, /*allow_exceptions=*/false);
   if (!config.is_object())
     fail(path, " is not a JSON object; it should be a Hugging Face config of a GPT-2 model");

@@ -26,6 +26,12 @@ void Ledger::add(const std::string& kind, std::int64_t bytes) {
   peak_ = std::max(peak_, now_);
 }
 
+void Ledger::give_back(const std::string& kind, std::int64_t bytes) noexcept {
+  for (Entry& entry : entries_)
+    if (entry.kind == kind) entry.now -= bytes;
+  now_ -= bytes;
+}
+
 std::int64_t Ledger::peak(const std::string& kind) const {
   for (const Entry& entry : entries_)
     if (entry.kind == kind) return entry.peak;
@@ -38,7 +44,7 @@ Block::Block(Ledger& ledger, std::string kind, std::int64_t bytes)
   ledger_->add(kind_, bytes_);
   memory_ = std::calloc(1, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1)));
   if (memory_ == nullptr) {
-    ledger_->add(kind_, -bytes_);
+    ledger_->give_back(kind_, bytes_);
     throw std::bad_alloc();
   }
 }
@@ -59,7 +65,7 @@ Block& Block::operator=(Block&& other) noexcept {
 
 Block::~Block() {
   std::free(memory_);
-  if (ledger_ != nullptr) ledger_->add(kind_, -bytes_);
+  if (ledger_ != nullptr) ledger_->give_back(kind_, bytes_);
 }
 
 }  // namespace scruple::train

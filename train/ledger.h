@@ -17,8 +17,9 @@ class Ledger {
   };
   // More than `limit` bytes at once are refused, before any is touched.
   explicit Ledger(std::int64_t limit = std::numeric_limits<std::int64_t>::max()) : limit_(limit) {}
-  void add(const std::string& kind, std::int64_t bytes);               // negative: given back
-  void check_room(const std::string& kind, std::int64_t bytes) const;  // throws where add() would
+  void add(const std::string& kind, std::int64_t bytes);
+  void give_back(const std::string& kind, std::int64_t bytes) noexcept;  // of what was added
+  void check_room(const std::string& kind, std::int64_t bytes) const;    // throws where add() would
   const std::vector<Entry>& entries() const { return entries_; }  // in the order of their first allocation
   std::int64_t peak(const std::string& kind) const;
   std::int64_t peak() const { return peak_; }  // of the sum
