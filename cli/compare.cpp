@@ -240,8 +240,8 @@ class Comparer {
   }
 
   void hazards();
-  void run_hazard(std::vector<Run>& into, const std::string& name, const Choice& choice, train::Job job,
-                  const Text& text, Weights from);
+  void run_hazard(std::vector<Run>& into, const std::string& name, const Choice& choice,
+                  const train::Job& job, const Text& text, Weights from);
 
   Options options_;
   Text text_;
@@ -250,7 +250,7 @@ class Comparer {
 };
 
 void Comparer::run_hazard(std::vector<Run>& into, const std::string& name, const Choice& choice,
-                          train::Job job, const Text& text, Weights from) {
+                          const train::Job& job, const Text& text, Weights from) {
   if (found_.stopped) return;
   const Memory plan = plan_of(choice, choice.recipe, options_.model.shape, options_.gradients.policy);
   into.push_back(run_one(name, job, text, job.schedule.steps, plan, &from));
@@ -329,6 +329,7 @@ std::vector<std::vector<const Run*>> by_recipe(const std::vector<Run>& runs) {
 template <class Value>
 std::vector<double> each(const std::vector<const Run*>& runs, const Value& value) {
   std::vector<double> all;
+  all.reserve(runs.size());
   for (const Run* run : runs) all.push_back(value(*run));
   return all;
 }

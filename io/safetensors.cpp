@@ -304,6 +304,7 @@ void check_size(const Entry& entry, std::uint64_t data_bytes, const std::string&
 // Every byte of the data belongs to one tensor.
 void check_cover(const std::vector<Entry>& entries, std::uint64_t data_bytes, const std::string& path) {
   std::vector<const Entry*> by_offset;
+  by_offset.reserve(entries.size());
   for (const Entry& entry : entries) by_offset.push_back(&entry);
   std::sort(by_offset.begin(), by_offset.end(), [](const Entry* a, const Entry* b) {
     return std::pair(a->begin, a->end) < std::pair(b->begin, b->end);
