@@ -155,29 +155,10 @@ std::vector<std::string> Choice::recipes() const {
 
 const char* rounding_name(int rounding) { return kRoundings[rounding]; }
 
-scruple_format_info info_of(const scruple_format* format) {
-  scruple_format_info info;
-  check(scruple_get_format_info(format, &info));
-  return info;
-}
-
 std::vector<scruple_recipe_info> all_recipes() {
   std::vector<scruple_recipe_info> recipes(static_cast<std::size_t>(scruple_recipe_count()));
   for (std::size_t i = 0; i < recipes.size(); ++i) check(scruple_recipe_at(static_cast<int>(i), &recipes[i]));
   return recipes;
-}
-
-std::vector<int> used_arrays(const scruple_tensor& tensor) {
-  scruple_rule_info rule;
-  check(scruple_rule_at(scruple_optimizer_rule(tensor.optimizer), &rule));
-  std::vector<int> arrays = {SCRUPLE_WEIGHT};
-  for (int a = SCRUPLE_SLOT; a < SCRUPLE_SLOT + rule.slots; ++a) {
-    int used = 0;
-    check(scruple_tensor_array(&tensor, a, nullptr, nullptr, &used));
-    if (used != 0) arrays.push_back(a);
-  }
-  arrays.push_back(SCRUPLE_GRADIENT);
-  return arrays;
 }
 
 const char* array_name(const scruple_tensor& tensor, int array) {

@@ -50,10 +50,7 @@ std::vector<Refusal> for_each_recipe(const Choice& choice, const Body& body) {
 // reach it then.
 bool stays_fp32(const std::string& recipe, std::int64_t size);
 const char* rounding_name(int rounding);
-scruple_format_info info_of(const scruple_format* format);
 std::vector<scruple_recipe_info> all_recipes();
-// The arrays that the tensor's optimizer uses: indices into scruple_tensor::arrays.
-std::vector<int> used_arrays(const scruple_tensor& tensor);
 const char* array_name(const scruple_tensor& tensor, int array);
 
 }  // namespace scruple::cli

@@ -2,7 +2,6 @@
 // entropy is known; then the same for what goes wrong without them.
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -64,7 +63,6 @@ struct Options {
 struct Run {
   std::string name, recipe, optimizer;
   std::uint64_t seed = 0;
-  Memory plan;
   std::vector<std::pair<std::string, std::int64_t>> measured;
   double planned_each = 0, measured_each = 0;
   std::int64_t peak = 0;
@@ -91,14 +89,6 @@ bool is_adaptive(const std::string& recipe) {
   return true;  // the library says what it knows of an unknown name
 }
 
-Choice choice_for(const Options& options, const std::string& optimizer) {
-  Choice choice;
-  choice.optimizer = optimizer;
-  const double decay = optimizer == "sgd" ? 0 : options.weight_decay;
-  choice.hypers = {"weight_decay=" + shortest(decay, 17)};
-  return choice;
-}
-
 train::Schedule schedule_for(const Options& options, const std::string& optimizer) {
   const double peak = optimizer == "sgd" ? options.sgd_lr : options.lr;
   return {train::Annealing::cosine, peak, std::max<std::int64_t>(options.model.steps / 20, 1),
@@ -115,24 +105,25 @@ Weights weights_of(Trainer& trainer) {
 }
 
 // One run; fills in everything but the gap. `from`: the weights to start from, and those it ended with.
-Run run_one(const std::string& name, const train::Job& job, const Text& text, std::int64_t steps,
-            const Memory& plan, Weights* from) {
+Run run_one(const std::string& name, const Choice& choice, const std::string& policy, const train::Job& job,
+            const Text& text, Weights* from) {
   Ledger ledger(free_memory());
   Trainer trainer(job, ledger);
   if (from != nullptr && !from->empty())
     for (std::size_t p = 0; p < from->size(); ++p)
       trainer.state().set(static_cast<int>(p), (*from)[p].data());
+  const std::int64_t steps = job.schedule.steps;
   Progress progress(name, steps, job.batch * job.gradients.micro_batches * job.shape.context, ledger);
   Run result;
   result.name = name;
+  result.recipe = choice.recipe;
+  result.optimizer = choice.optimizer;
   result.seed = job.seed;
-  const train::Span span = {steps, std::max<std::int64_t>(steps / 20, 1), 64,
-                            [] { return !Interrupts::asked(); }};
-  result.record = train::run(trainer, text.training, text.validation, span,
+  result.record = train::run(trainer, text.training, text.validation, span_of(steps),
                              [&](const Record& record) { progress.show(record); });
   if (from != nullptr) *from = weights_of(trainer);
   const auto params = static_cast<double>(trainer.state().size());
-  result.plan = plan;
+  const Memory plan = plan_of(choice, choice.recipe, job.shape, policy);
   result.measured = measured_parts(ledger, plan);
   result.planned_each = static_cast<double>(plan.total()) / params;
   result.measured_each = static_cast<double>(measured_total(ledger)) / params;
@@ -207,23 +198,27 @@ class Comparer {
     return adaptive;
   }
 
+  Choice choice_for(const std::string& recipe, const std::string& optimizer) const {
+    Choice choice;
+    choice.recipe = recipe;
+    choice.optimizer = optimizer;
+    const double decay = optimizer == "sgd" ? 0 : options_.weight_decay;
+    choice.hypers = {"weight_decay=" + shortest(decay, 17)};
+    return choice;
+  }
+
   train::Job job_of(const std::string& recipe, const std::string& optimizer) const {
     GradientOptions gradients = options_.gradients;
     ModelOptions model = options_.model;
     if (recipe == "lpmm") split(model, gradients);
-    train::Job job = make_job(choice_for(options_, optimizer), recipe, model, gradients, "");
+    train::Job job = make_job(choice_for(recipe, optimizer), recipe, model, gradients, "");
     job.schedule = schedule_for(options_, optimizer);
     return job;
   }
 
   Run train(const std::string& recipe, const std::string& optimizer, Weights* weights) {
-    const Memory plan =
-        plan_of(choice_for(options_, optimizer), recipe, options_.model.shape, options_.gradients.policy);
-    Run run = run_one(optimizer == "adamw" ? recipe : recipe + ", " + optimizer, job_of(recipe, optimizer),
-                      text_, options_.model.steps, plan, weights);
-    run.recipe = recipe;
-    run.optimizer = optimizer;
-    return run;
+    return run_one(optimizer == "adamw" ? recipe : recipe + ", " + optimizer, choice_for(recipe, optimizer),
+                   options_.gradients.policy, job_of(recipe, optimizer), text_, weights);
   }
 
   // LPMM's micro-batching: the same windows, folded into the low-bit accumulators in several parts.
@@ -252,10 +247,7 @@ class Comparer {
 void Comparer::run_hazard(std::vector<Run>& into, const std::string& name, const Choice& choice,
                           const train::Job& job, const Text& text, Weights from) {
   if (found_.stopped) return;
-  const Memory plan = plan_of(choice, choice.recipe, options_.model.shape, options_.gradients.policy);
-  into.push_back(run_one(name, job, text, job.schedule.steps, plan, &from));
-  into.back().recipe = choice.recipe;
-  into.back().optimizer = choice.optimizer;
+  into.push_back(run_one(name, choice, options_.gradients.policy, job, text, &from));
   found_.stopped = into.back().record.stopped;
 }
 
@@ -264,8 +256,7 @@ void Comparer::hazards() {
   options_.gradients = {};  // they are about weights and activations
   const std::int64_t steps = std::max<std::int64_t>(options_.model.steps / 4, 1);
   const auto choose = [&](const char* recipe, const char* weights) {
-    Choice choice = choice_for(options_, "adamw");
-    choice.recipe = recipe;
+    Choice choice = choice_for(recipe, "adamw");
     choice.weights = weights;
     return choice;
   };

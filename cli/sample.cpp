@@ -32,14 +32,6 @@ struct Options {
   int threads = 0;
 };
 
-struct Loaded final : train::Weights {
-  explicit Loaded(const train::Model& model) : parameters(model.parameters) {}
-  const float* values(int parameter, float*) override {
-    return parameters[static_cast<std::size_t>(parameter)].data();
-  }
-  const std::vector<std::vector<float>>& parameters;
-};
-
 // The likeliest byte at temperature 0; otherwise drawn from softmax(logits / temperature) of the `top` best.
 int draw(std::vector<float>& logits, const Options& options, std::uint64_t index) {
   std::vector<int> order(logits.size());
@@ -63,8 +55,7 @@ int draw(std::vector<float>& logits, const Options& options, std::uint64_t index
 }
 
 void sample(const Options& options) {
-  const train::Model model = train::read_model(options.folder);
-  Loaded weights(model);
+  train::Model model = train::read_model(options.folder);
   if (model.shape.vocabulary != 256)
     throw std::runtime_error(
         options.folder + " has a vocabulary of " + std::to_string(model.shape.vocabulary) +
@@ -79,7 +70,7 @@ void sample(const Options& options) {
   std::vector<float> logits(256);
   for (std::int64_t i = 0; i < options.length; ++i) {
     const auto seen = std::min<std::int64_t>(static_cast<std::int64_t>(tokens.size()), model.shape.context);
-    gpt.next(weights, &tokens[tokens.size() - static_cast<std::size_t>(seen)], seen, logits.data());
+    gpt.next(model, &tokens[tokens.size() - static_cast<std::size_t>(seen)], seen, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
     if (i == 0) std::cout << options.prompt;

@@ -41,8 +41,6 @@ constexpr const char* kFooter =
     "  scruple train --data book.txt --out run4 --recipe lpmm --optimizer sgd --lr 0.3 --accumulate 4\n"
     "  scruple train --data book.txt --out run5 --weights fp16+8 --loss-scale dynamic";
 
-constexpr std::int64_t kValidationWindows = 64;
-
 struct Options {
   Choice choice;
   ModelOptions model;
@@ -259,8 +257,7 @@ Options completed(Options options) {
       throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
   if (options.weight_decay >= 0)
     choice.hypers.insert(choice.hypers.begin(), "weight_decay=" + shortest(options.weight_decay, 17));
-  if (options.validate_every == 0)
-    options.validate_every = std::max<std::int64_t>(options.model.steps / 20, 1);
+
   return options;
 }
 
@@ -269,8 +266,7 @@ Record watch(const Options& options, const train::Job& job, Trainer& trainer, co
   const Interrupts interrupts;
   Progress progress(options.choice.recipe, options.model.steps,
                     job.batch * job.gradients.micro_batches * job.shape.context, ledger);
-  const train::Span span = {options.model.steps, options.validate_every, kValidationWindows,
-                            [] { return !Interrupts::asked(); }};
+  const train::Span span = span_of(options.model.steps, options.validate_every);
   return train::run(trainer, data.training, data.validation, span, [&](const Record& record) {
     metrics.write(record);
     progress.show(record);

@@ -210,6 +210,14 @@ std::int64_t measured_total(const train::Ledger& ledger) {
   return sum;
 }
 
+train::Span span_of(std::int64_t steps, std::int64_t validate_every) {
+  train::Span span;
+  span.steps = steps;
+  span.validate_every = validate_every > 0 ? validate_every : std::max<std::int64_t>(steps / 20, 1);
+  span.go_on = [] { return !Interrupts::asked(); };
+  return span;
+}
+
 Progress::Progress(std::string label, std::int64_t steps, std::int64_t tokens_per_step,
                    const train::Ledger& ledger)
     : label_(std::move(label)),

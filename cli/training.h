@@ -51,6 +51,9 @@ std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Le
                                                                  const Memory& plan);
 std::int64_t measured_total(const train::Ledger& ledger);
 
+// A run that validates every so many steps (0: twenty times) and ends early where Interrupts says so.
+train::Span span_of(std::int64_t steps, std::int64_t validate_every = 0);
+
 // A line on stderr that rewrites itself on a terminal, and comes every few seconds elsewhere.
 class Progress {
  public:

@@ -212,7 +212,8 @@ void write_model(const std::string& folder, const GptShape& shape,
 Model read_model(const std::string& folder) {
   const ordered_json config = parse_config(config_path(folder));
   check_settings(config, config_path(folder));
-  Model model{shape_of(config, config_path(folder)), {}};
+  Model model;
+  model.shape = shape_of(config, config_path(folder));
   const io::Safetensors file(weights_path(folder));
   const std::vector<Parameter> list = parameters_of(model.shape);
   for (const Parameter& parameter : list) check_tensor(file, parameter);

@@ -23,9 +23,12 @@ struct ParameterData {
 void write_model(const std::string& folder, const GptShape& shape,
                  const std::vector<ParameterData>& parameters);
 
-struct Model {
+struct Model final : Weights {
   GptShape shape;
   std::vector<std::vector<float>> parameters;  // in the order of parameters_of(shape)
+  const float* values(int parameter, float*) override {
+    return parameters[static_cast<std::size_t>(parameter)].data();
+  }
 };
 
 // Reads such a folder, and those of GPT-2's family on the Hugging Face hub; refuses whatever this trainer

@@ -5,32 +5,19 @@
 namespace scruple::train {
 namespace {
 
-scruple_format_info info_of(const scruple_array& array) {
-  scruple_format_info info;
-  check(scruple_get_format_info(array.format, &info));
-  return info;
-}
-
-bool is_used(const scruple_tensor& tensor, int array) {
-  int used = 0;
-  // An optimizer has fewer slots than a row has places for them.
-  return tensor.arrays[array].format != nullptr &&
-         scruple_tensor_array(&tensor, array, nullptr, nullptr, &used) == SCRUPLE_OK && used != 0;
-}
-
-}  // namespace
-
+// What a plane of an array is called in plans, ledgers and reports.
 std::string kind_of(const scruple_tensor& tensor, int array, bool aux) {
-  if (array == SCRUPLE_GRADIENT) return "gradients";
-  if (aux) return info_of(tensor.arrays[array]).aux_is_scale != 0 ? "scales" : "extra";
+  if (aux) return info_of(tensor.arrays[array].format).aux_is_scale != 0 ? "scales" : "extra";
   if (array == SCRUPLE_WEIGHT) return "weights";
   const char* name = nullptr;
   check(scruple_tensor_array(&tensor, array, &name, nullptr, nullptr));
   return name;
 }
 
+}  // namespace
+
 std::string visible_format(const scruple_array& weight) {
-  const std::string name = info_of(weight).name;
+  const std::string name = info_of(weight.format).name;
   return name.substr(0, name.find('+'));
 }
 
@@ -41,8 +28,8 @@ State::State(Engine& engine, const std::vector<Parameter>& parameters, const Opt
     scruple_tensor row = describe(parameter.decays ? decaying : plain, parameter.size());
     row.id = static_cast<std::uint32_t>(table_.size());
     row.step = 1;
-    for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
-      if (!is_used(row, a)) continue;
+    for (const int a : used_arrays(row)) {
+      if (a == SCRUPLE_GRADIENT) continue;  // the sink's
       std::int64_t codes = 0, aux = 0;
       check(scruple_format_bytes(row.arrays[a].format, row.size, &codes, &aux));
       row.arrays[a].codes = planes_.emplace_back(ledger, kind_of(row, a, false), codes).as<void>();
@@ -51,7 +38,7 @@ State::State(Engine& engine, const std::vector<Parameter>& parameters, const Opt
     table_.push_back(row);
     scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
     const std::string format = visible_format(weight);
-    if (format != info_of(weight).name)
+    if (format != info_of(weight.format).name)
       weight = {format_named(format.c_str()), weight.codes, nullptr, SCRUPLE_NEAREST, 0};
     visible_.push_back(row);
   }

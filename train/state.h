@@ -17,9 +17,6 @@ namespace scruple::train {
 // The formats of a tensor of this size under this optimizer: a row without memory.
 using Describe = std::function<scruple_tensor(const Optimizer& optimizer, std::int64_t size)>;
 
-// What a plane of an array is called in plans, ledgers and reports: "weights", "extra", "exp_avg"...
-std::string kind_of(const scruple_tensor& tensor, int array, bool aux);
-
 // The format that a model computes with: bf16 where a weight is kept as bf16+8, otherwise the weight's own.
 std::string visible_format(const scruple_array& weight);
 

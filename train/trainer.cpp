@@ -143,7 +143,6 @@ class Trainer::Tiles final : public Gradients {
 
 Trainer::Trainer(const Job& job, Ledger& ledger)
     : job_(job),
-      ledger_(ledger),
       engine_("cpu", job.threads),
       threads_(engine_.threads()),
       decaying_(job.optimizer()),

@@ -67,7 +67,6 @@ class Trainer {
   void read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);  // of each window
   double forward();
   Job job_;
-  Ledger& ledger_;
   Engine engine_;
   Threads threads_;
   Optimizer decaying_, plain_;

@@ -40,6 +40,26 @@ inline const scruple_format* format_named(const char* name) {
   return found;
 }
 
+inline scruple_format_info info_of(const scruple_format* format) {
+  scruple_format_info info;
+  check(scruple_get_format_info(format, &info));
+  return info;
+}
+
+// The arrays that the tensor's optimizer uses: indices into scruple_tensor::arrays.
+inline std::vector<int> used_arrays(const scruple_tensor& tensor) {
+  scruple_rule_info rule;
+  check(scruple_rule_at(scruple_optimizer_rule(tensor.optimizer), &rule));
+  std::vector<int> arrays = {SCRUPLE_WEIGHT};
+  for (int a = SCRUPLE_SLOT; a < SCRUPLE_SLOT + rule.slots; ++a) {
+    int used = 0;
+    check(scruple_tensor_array(&tensor, a, nullptr, nullptr, &used));
+    if (used != 0) arrays.push_back(a);
+  }
+  arrays.push_back(SCRUPLE_GRADIENT);
+  return arrays;
+}
+
 class Engine {
  public:
   explicit Engine(const char* name = "cpu", int threads = 0) {
