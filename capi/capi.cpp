@@ -540,5 +540,8 @@ scruple_status scruple_sink_read_tensors(scruple_sink* sink, int64_t* steps, dou
 const float* scruple_sink_loss_scale(const scruple_sink* sink) {
   return sink == nullptr ? nullptr : sink->loss_scale();
 }
+const float* scruple_sink_found_inf(const scruple_sink* sink) {
+  return sink == nullptr ? nullptr : sink->found_inf();
+}
 
 }  // extern "C"

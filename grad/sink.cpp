@@ -58,10 +58,20 @@ void check_values(const scruple_sink_options& o) {
          ": each must be finite and at least 0 (0: off)");
   if ((o.memory.alloc == nullptr) != (o.memory.free == nullptr))
     fail(SCRUPLE_INVALID, "memory has only one of alloc and free; set both, or neither");
+  if (o.scaler != nullptr && o.loss_scale != nullptr)
+    fail(SCRUPLE_INVALID,
+         "both scaler and loss_scale are set; set scaler for the sink to scale the loss, or "
+         "loss_scale where the caller does");
   if (o.scaler != nullptr) check_scaler(*o.scaler);
 }
 
+bool scales(const scruple_sink_options& o) { return o.scaler != nullptr || o.loss_scale != nullptr; }
+
 void check_released(const scruple_sink_options& o) {
+  if (o.reduce.add != nullptr)
+    fail(SCRUPLE_UNSUPPORTED,
+         "policy released with reduce: no norm is taken of all gradients; leave it NULL, or "
+         "use policy compressed");
   if (o.max_norm > 0)
     fail(SCRUPLE_UNSUPPORTED, "policy released with max_norm ", o.max_norm,
          ": tensors are stepped before the global norm is known; clip each by tensor_norm or adagc, or use "
@@ -73,7 +83,7 @@ void check_released(const scruple_sink_options& o) {
          " micro-batches: no gradient is kept that they could be added to; set accumulation to momentum "
          "(sgd, sgdw) "
          "or adama (adam, adamw), or use policy compressed");
-  if (o.tensor_norm > 0 || o.adagc > 0 || o.scaler != nullptr)
+  if (o.tensor_norm > 0 || o.adagc > 0 || scales(o))
     fail(SCRUPLE_UNSUPPORTED, "policy released with ", o.micro_batches,
          " micro-batches and clipping or loss scaling: the earlier ones are in the moments before the whole "
          "is "
@@ -111,7 +121,7 @@ scruple_sink::scruple_sink(scruple_engine& engine, const scruple_tensor* tensors
   check_state(tensors, count);
   rows_.assign(tensors, tensors + count);
   states_.resize(rows_.size());
-  measures_ = released() && (options.tensor_norm > 0 || options.adagc > 0 || options.scaler != nullptr);
+  measures_ = released() && (options.tensor_norm > 0 || options.adagc > 0 || scales(options));
 
   SinkCells cells{};
   cells.scaler = options.scaler != nullptr ? *options.scaler : scruple_scaler{1, 1, 1, 1, 0};
@@ -297,7 +307,7 @@ std::map<i64, std::vector<scruple_tensor>> scruple_sink::tables_by_counter() {
 
 void scruple_sink::step_all() {
   const auto tables = tables_by_counter();
-  if (tables.empty()) return;
+  if (tables.empty() && options_.reduce.add == nullptr) return;
 
   scruple_measure_options measure = SCRUPLE_MEASURE_OPTIONS_INIT;
   measure.max_norm = options_.max_norm;
@@ -310,6 +320,14 @@ void scruple_sink::step_all() {
     measure.steps = &tensors_[counter].steps;
     engine_.measure(table.data(), static_cast<i64>(table.size()), measure);
     measure.sum_before = &cells_->sum;
+  }
+  if (options_.reduce.add != nullptr) {
+    measure.steps = nullptr;
+    if (tables.empty()) engine_.measure(nullptr, 0, measure);  // zero
+    if (options_.reduce.add(options_.reduce.context, &cells_->sum) != 0)
+      fail(SCRUPLE_INVALID, "the sink's reduce.add failed; the step was not taken");
+    measure.sum_before = &cells_->sum;
+    engine_.measure(nullptr, 0, measure);
   }
 
   scruple_step_options step = SCRUPLE_STEP_OPTIONS_INIT;

@@ -52,7 +52,10 @@ struct scruple_sink {
   scruple_sink& operator=(const scruple_sink&) = delete;
 
   bool measures() const { return measures_; }
-  const float* loss_scale() const { return &cells_->scaler.scale; }
+  const float* loss_scale() const {
+    return options_.loss_scale != nullptr ? options_.loss_scale : &cells_->scaler.scale;
+  }
+  const float* found_inf() const { return &cells_->found_inf; }
   void measure(const scruple_piece* pieces, scruple::i64 count);
   void add(const scruple_piece* pieces, scruple::i64 count);
   void end();

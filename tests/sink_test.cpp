@@ -972,6 +972,101 @@ TEST(SinkErrors, WhatAPolicyCannotDoIsRefusedWithTheWayOut) {
   refused(options, {"loss scaling", "compressed"});
 }
 
+// ---- Where others decide or hold a part ----
+
+TEST(Sink, TakesALossScaleThatTheCallerKeeps) {
+  for_engines([](scruple_engine* engine) {
+    for (const scruple_policy policy : {SCRUPLE_COMPRESSED, SCRUPLE_RELEASED}) {
+      scruple_scaler fixed{};
+      CHECK_OK(scruple_scaler_static(64, &fixed));
+      scruple_sink_options own = options_of(policy), callers = own;
+      own.scaler = &fixed;
+      DeviceMemory cell(engine);
+      cell.reserve(sizeof(float));
+      cell.write(&fixed.scale, sizeof(float), 0);
+      callers.loss_scale = reinterpret_cast<const float*>(cell.data());
+
+      Model want(engine, config_of("adamw", "scruple")), got(engine, config_of("adamw", "scruple"));
+      Sink a(want, own), b(got, callers);
+      EXPECT_EQ(scruple_sink_loss_scale(b), callers.loss_scale);
+      const auto flag = [&] {
+        float value = -1;
+        CHECK_OK(scruple_copy(engine, &value, scruple_sink_found_inf(b), sizeof value));
+        CHECK_OK(scruple_engine_synchronize(engine));
+        return value;
+      };
+      for (Sink* sink : {&a, &b}) sink->backward(1);
+      EXPECT_EQ(flag(), 0.0f);
+      for (Sink* sink : {&a, &b}) {
+        std::vector<float> bad = Model::values(2, 0, 1000);
+        bad[7] = kInf;
+        CHECK_OK(sink->add(sink->model.whole(0, bad)));
+        CHECK_OK(sink->end());
+      }
+      EXPECT_EQ(flag(), 1.0f);
+      for (Sink* sink : {&a, &b}) sink->backward(3);
+      EXPECT_TRUE(same_bytes(want.bytes(), got.bytes())) << "policy " << policy;
+    }
+  });
+}
+
+// Stands for the other processes: adds a number to the sum, or fails.
+struct Others {
+  scruple_engine* engine;
+  double squares = 0;
+  int calls = 0;
+  bool fails = false;
+
+  static int add(void* context, double* sum) {
+    auto& self = *static_cast<Others*>(context);
+    ++self.calls;
+    if (self.fails) return 1;
+    double value = 0;
+    CHECK_OK(scruple_copy(self.engine, &value, sum, sizeof value));
+    CHECK_OK(scruple_engine_synchronize(self.engine));
+    value += self.squares;
+    CHECK_OK(scruple_copy(self.engine, sum, &value, sizeof value));
+    CHECK_OK(scruple_engine_synchronize(self.engine));
+    return 0;
+  }
+};
+
+TEST(Sink, AddsTheSquaresThatOtherProcessesHold) {
+  for_engines([](scruple_engine* engine) {
+    Others others{engine};
+    scruple_sink_options options = options_of(SCRUPLE_COMPRESSED);
+    options.max_norm = 1;
+    options.reduce = {&others, Others::add};
+    Model alone(engine, config_of("adamw")), shared(engine, config_of("adamw"));
+    Sink a(alone, options), b(shared, options);
+    a.backward(1);
+    const double own = a.read().norm;
+    others.squares = 3 * own * own;  // the whole norm is twice this process' own
+    b.backward(1);
+    EXPECT_NEAR(b.read().norm, 2 * own, 1e-12 * own);
+    EXPECT_EQ(b.read().clip, scruple_clip_factor(b.read().norm, 1));
+
+    others.calls = 0;
+    CHECK_OK(b.end());  // no gradient here; others may have some
+    EXPECT_EQ(others.calls, 1);
+
+    others.squares = std::numeric_limits<double>::infinity();  // an overflow elsewhere skips the step here
+    const Bytes before = shared.bytes();
+    b.backward(2);
+    EXPECT_EQ(b.read().found_inf, 1.0f);
+    EXPECT_TRUE(same_bytes(shared.bytes(), before));
+
+    others.fails = true;
+    for (std::int64_t i = 0; i < shared.count(); ++i) CHECK_OK(b.add(shared.whole(i, 3)));
+    expect_refused(b.end(), SCRUPLE_INVALID, {"reduce.add failed"});
+    EXPECT_TRUE(same_bytes(shared.bytes(), before));
+    others.fails = false;
+    others.squares = 0;
+    CHECK_OK(b.end());
+    EXPECT_FALSE(same_bytes(shared.bytes(), before));
+  });
+}
+
 // Every rule is in one of the two lists, and each that cannot says so.
 TEST(SinkErrors, OptimizersThatCannotAccumulateInTheirMoments) {
   const Engine engine;
@@ -1024,6 +1119,8 @@ TEST(SinkErrors, Options) {
   refused([](auto& o) { o.struct_size = 8; }, "SCRUPLE_SINK_OPTIONS_INIT");
   refused([](auto& o) { o.struct_size = sizeof o + 8; }, "SCRUPLE_SINK_OPTIONS_INIT");
   refused([](auto& o) { o.policy = static_cast<scruple_policy>(3); }, "policy 3");
+  static const scruple_scaler kScaler = scruple_scaler_dynamic();
+  refused([](auto& o) { o.scaler = &kScaler, o.loss_scale = &kScaler.scale; }, "both scaler and loss_scale");
   refused([](auto& o) { o.accumulation = static_cast<scruple_accumulation>(3); }, "accumulation 3");
   refused([](auto& o) { o.micro_batches = 0; }, "micro_batches is 0");
   refused([](auto& o) { o.micro_batches = 4097; }, "4096");

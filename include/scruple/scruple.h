@@ -379,6 +379,14 @@ typedef struct scruple_memory {
   void (*free)(void* context, void* memory, int64_t bytes);
 } scruple_memory;
 
+/* Called in the last scruple_sink_end of a step: adds to *sum, the squares of this process' gradients in the
+ * engine's memory, those of the others, in the engine's order of work. Not 0: it failed, and the step is not
+ * taken. It is called in every step, also where no gradient came, so that no process waits in vain. */
+typedef struct scruple_reduce {
+  void* context;
+  int (*add)(void* context, double* sum);
+} scruple_reduce;
+
 typedef struct scruple_sink_options {
   size_t struct_size;
   scruple_policy policy;
@@ -390,13 +398,16 @@ typedef struct scruple_sink_options {
   const scruple_scaler* scaler; /* copied; NULL: no loss scaling */
   const double* adagc_norms;    /* copied, one for each tensor: AdaGC goes on from here; NULL: afresh */
   scruple_memory memory;        /* all NULL: the engine's own */
+  const float* loss_scale; /* in the engine's memory, read when the work runs: gradients are of the loss times
+                              this, and the caller decides it, by scruple_sink_found_inf; NULL: scaler's */
+  scruple_reduce reduce;   /* stored, compressed: where other processes hold parts of the gradient */
 } scruple_sink_options;
 
 #define SCRUPLE_SINK_OPTIONS_INIT                                                                       \
   {                                                                                                     \
     sizeof(scruple_sink_options), SCRUPLE_STORED, SCRUPLE_ACCUMULATE_GRADIENTS, 1, 0.0, 0.0, 0.0, NULL, \
-        NULL, {                                                                                         \
-      NULL, NULL, NULL                                                                                  \
+        NULL, {NULL, NULL, NULL}, NULL, {                                                               \
+      NULL, NULL                                                                                        \
     }                                                                                                   \
   }
 
@@ -446,6 +457,8 @@ SCRUPLE_API scruple_status scruple_sink_read(scruple_sink* sink, scruple_sink_re
 SCRUPLE_API scruple_status scruple_sink_read_tensors(scruple_sink* sink, int64_t* steps, double* adagc_norms);
 /* What to multiply the loss by, in the engine's memory; 1 without a scaler. */
 SCRUPLE_API const float* scruple_sink_loss_scale(const scruple_sink* sink);
+/* Where the last step's flag stands in the engine's memory, as found_inf in scruple_sink_report. */
+SCRUPLE_API const float* scruple_sink_found_inf(const scruple_sink* sink);
 
 #ifdef __cplusplus
 }
