@@ -1,0 +1,87 @@
+"""cast_model: a model in 16 bits, except where that would hurt."""
+import fnmatch
+
+import torch
+
+from .._abi import UsageError
+
+_WITH_STATISTICS = torch.nn.modules.batchnorm._NormBase  # batch and instance normalisation
+
+
+def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
+    """Casts a model's floating-point parameters and buffers in place, and returns it.
+
+    Left as they are: batch and instance normalisations (their running statistics are averages over many batches, which
+    stand still in 8 bits; they take 16-bit inputs all the same), and buffers that are not saved with the model, such as
+    rotary frequencies.
+
+    overrides   {pattern: dtype} over the names of modules and parameters, as in the shell; the first match wins:
+                {"lm_head": torch.float32, "*.norm?": torch.float32}. A module that is kept in another dtype casts its
+                inputs on the way in and its outputs on the way out.
+    """
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UsageError(f"cast_model to {dtype}; it can be torch.bfloat16, torch.float16 or torch.float32")
+    choose = _Overrides(overrides or {})
+    doors = []
+    for path, module in model.named_modules():
+        own = choose(path)
+        if own is not None and own != dtype and choose(path.rpartition(".")[0]) != own:
+            doors.append((module, own))
+        statistics = isinstance(module, _WITH_STATISTICS)
+        for name, p in module.named_parameters(recurse=False):
+            target = choose(_join(path, name)) or (None if statistics else dtype)
+            if target and p.is_floating_point():
+                p.data = p.data.to(target)
+                p.grad = None if p.grad is None else p.grad.to(target)
+        for name, buffer in module.named_buffers(recurse=False):
+            kept = statistics or name in module._non_persistent_buffers_set
+            target = choose(_join(path, name)) or (None if kept else dtype)
+            if target and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(target)
+    choose.check(model)
+    for module, own in doors:
+        _cast_at_the_door(module, own, dtype)
+    return model
+
+
+def _join(path, name):
+    return f"{path}.{name}" if path else name
+
+
+class _Overrides:
+    def __init__(self, patterns):
+        self.patterns, self.used = dict(patterns), set()
+
+    def __call__(self, name):
+        """The dtype for this name, or for the nearest module around it; None where nothing was said."""
+        while name:
+            for pattern, dtype in self.patterns.items():
+                if fnmatch.fnmatchcase(name, pattern):
+                    self.used.add(pattern)
+                    return dtype
+            name = name.rpartition(".")[0]
+        return None
+
+    def check(self, model):
+        unused = [repr(pattern) for pattern in self.patterns if pattern not in self.used]
+        if unused:
+            some = ", ".join(repr(name) for name, _ in list(model.named_parameters())[:3])
+            raise UsageError(f"overrides name {', '.join(unused)}, which no module or parameter is called; names look like "
+                             f"{some}")
+
+
+def _to(value, dtype):
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to(v, dtype) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(v, dtype) for v in value)
+    if type(value) is dict:
+        return {k: _to(v, dtype) for k, v in value.items()}
+    return value
+
+
+def _cast_at_the_door(module, inside, outside):
+    module.register_forward_pre_hook(lambda _, args, kwargs: (_to(args, inside), _to(kwargs, inside)), with_kwargs=True)
+    module.register_forward_hook(lambda _, args, output: _to(output, outside))

@@ -1,0 +1,75 @@
+"""A look at whether the present learning rate can move weights in the format they are kept in."""
+from ctypes import byref, sizeof
+
+import torch
+
+from .. import _abi
+from .._abi import library
+from .engines import engine_for
+from .planes import NAMES, decode
+from .shards import local
+from .table import gradient_problem
+
+SAMPLE = 1 << 16  # elements of each parameter that are tried
+
+
+@torch.no_grad()
+def check_updates(opt, model=None, threshold=0.1):
+    """What is wrong with the next step, in words; [] where nothing is. Call it between backward() and step().
+
+    The next step is tried on a copy of up to 65,536 elements of each parameter. Where more than `threshold` of those that
+    have a gradient would come out with the same bits, the step is below the last bit of the format: those weights
+    stand still. (With stochastic rounding they move on average, and nothing is said.)
+    """
+    names = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    opt._settle()
+    opt._update_rules()
+    found = []
+    for p, (number, index) in opt._number.items():
+        if p.grad is None or not local(p).numel():
+            continue
+        layout = opt._layout(p)
+        if layout.row.arrays[_abi.WEIGHT].rounding == _abi.STOCHASTIC:
+            continue
+        share = _unmoved(opt, p)
+        if share > threshold:
+            weight = layout.formats["weight"]
+            lr = float(opt.param_groups[index]["lr"])
+            wider = "weights='bf16+8', more extra bits, or rounding='stochastic'" if weight != "fp32" else "a larger lr"
+            found.append(f"{names.get(p, f'parameter {number}')} ({weight}, lr {lr:g}): {100 * share:.0f} % of the weights that "
+                         f"have a gradient would not move; the step is below their last bit. Use {wider}")
+    return found
+
+
+def _unmoved(opt, p):
+    """The share of sampled elements with a gradient that a step leaves as they are."""
+    device, fresh = local(p).device, not opt.state.get(p)
+    entry = opt._entry(p)
+    size = min(SAMPLE, entry.row.size)
+    weight = local(p).detach().reshape(-1)[:size].clone()
+    gradient = local(p.grad).reshape(-1)[:size].contiguous()
+    problem = gradient_problem(weight, gradient)
+    if problem:
+        raise _abi.UsageError(problem)
+    row = _abi.Tensor.from_buffer_copy(entry.row)
+    row.size = size
+    kept = []
+    for name, a, plane, _, _ in entry.layout.planes():
+        form = next(form for b, _, form in entry.layout.arrays if b == a)
+        length = form.bytes(size)[0 if plane == "codes" else 1]
+        kept.append(opt.state[p][name].reshape(-1).view(torch.uint8)[:length].clone())
+        setattr(row.arrays[a], plane, kept[-1].data_ptr())
+    row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
+    row.arrays[_abi.GRADIENT] = _abi.Array(_abi.format_named(NAMES[gradient.dtype]).handle, gradient.data_ptr())
+    engine = engine_for(device)
+    before = decode(engine, row, _abi.WEIGHT, size, device)
+    sign = -1.0 if opt.param_groups[opt._number[p][1]].get("maximize") else 1.0
+    options = _abi.StepOptions(sizeof(_abi.StepOptions), sign, None, None, None, None, 0, 1)
+    library.step(engine, byref(row), 1, byref(options))
+    after = decode(engine, row, _abi.WEIGHT, size, device)
+    if fresh:
+        del opt.state[p]
+        opt._entries.pop(p, None)
+    moving = gradient != 0
+    count = int(moving.sum())
+    return float(((before == after) & moving).sum()) / count if count else 0.0

@@ -1,0 +1,403 @@
+"""What all of scruple.torch's optimizers share: a torch.optim.Optimizer whose state is planes in small formats and
+whose step is one library call per device. The formulas are in the library."""
+import ctypes
+from ctypes import byref
+
+import torch
+
+from .. import _abi
+from .._abi import UsageError, library
+from . import state as state_files
+from .engines import engine_for
+from .planes import Layout, decode, encode, start
+from .shards import groups_of, like, local, offset_of, part_of
+from .table import Table
+
+
+class Entry:
+    """One parameter as the library sees it; made anew when its memory has moved."""
+
+    def __init__(self, layout, row, weight):
+        self.layout, self.row = layout, row
+        self.address = weight.data_ptr()
+        self.strided = not weight.is_contiguous()
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The base class. `rule` is the update rule's name in the library."""
+
+    rule = ""
+    _step_supports_amp_scaling = True  # GradScaler hands over its scale and its flag, and waits for neither
+
+    def __init__(self, params, defaults):
+        if defaults.pop("differentiable", False):
+            raise UsageError("differentiable=True: the step runs outside autograd; use torch.optim for it")
+        for name in ("foreach", "fused"):  # torch's ways of being fast; here there is one
+            defaults.pop(name, None)
+        # Keys of every group, so that torch.distributed.checkpoint carries them.
+        defaults.update(version=state_files.VERSION, formats=None)
+        self._forget()
+        super().__init__(params, defaults)
+
+    # ---- Groups and parameters ----
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._settle()
+        self._forget_tables()
+
+    def _check_group(self, group):
+        unknown = set(group) - set(self.defaults) - {"params", "param_names", "initial_lr"}
+        if unknown:
+            raise UsageError(f"a parameter group has {', '.join(sorted(unknown))}; {type(self).__name__} knows "
+                             f"{', '.join(self.defaults)}")
+        rule = self._new_rule(group)
+        for p in group["params"]:
+            if p.layout is not torch.strided:
+                raise UsageError(f"a parameter of shape {tuple(p.shape)} is sparse; scruple steps dense parameters")
+            if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride())):
+                raise UsageError(f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}: several of its elements "
+                                 "share one place in memory; use .contiguous() on it first")
+            Layout(rule, group, p.dtype, p.numel())
+
+    def _hypers(self, group):
+        """Hyperparameters by the library's names; lr apart."""
+        named = {name: group[name] for name in self._rule_hypers() if name in group and name != "lr"}
+        if "betas" in group:
+            named["beta1"], named["beta2"] = group["betas"]
+        return named
+
+    @classmethod
+    def _rule_hypers(cls):
+        if "_hyper_names" not in cls.__dict__:
+            cls._hyper_names = tuple(_abi.rules()[cls.rule][2])
+        return cls._hyper_names
+
+    def _new_rule(self, group):
+        rule = _abi.Rule(self.rule)
+        self._update_rule(rule, group, None)
+        return rule
+
+    def _update_rule(self, rule, group, device):
+        for name, value in self._hypers(group).items():
+            rule.set(name, value)
+        rule.seed(int(group["seed"]))
+        lr = group["lr"]
+        if not isinstance(lr, torch.Tensor):
+            rule.read_lr(None)
+            rule.set("lr", lr)
+        elif device is None or device.type == "cpu" or lr.device.type == "cpu":
+            rule.read_lr(None)
+            rule.set("lr", float(lr))
+        else:  # stays on the device: a scheduler's tensor may be written by a captured graph
+            if rule.__dict__.get("cell") is None:
+                rule.cell = torch.empty((), dtype=torch.float64, device=device)
+            rule.cell.copy_(lr, non_blocking=True)
+            rule.read_lr(rule.cell.data_ptr())
+
+    # ---- What is remembered between steps, and can be made anew from state and groups ----
+
+    def _forget(self):
+        self._rules, self._handle = {}, None
+        self._forget_tables()
+
+    def _forget_tables(self):
+        self._entries, self._tables, self._owner, self._buckets = {}, {}, {}, None
+
+    def _rule(self, index, device):
+        key = (index, device)
+        if key not in self._rules:
+            self._rules[key] = _abi.Rule(self.rule)
+        return self._rules[key]
+
+    def _update_rules(self):
+        if self._buckets is None:
+            self._make_buckets()
+        for (index, device), rule in self._rules.items():
+            self._update_rule(rule, self.param_groups[index], device)
+
+    def _make_buckets(self):
+        """The parameters that can go into one call: of one device, and all up or all down the gradient."""
+        self._buckets, self._number = {}, {}
+        for index, group in enumerate(self.param_groups):
+            sign = -1.0 if group.get("maximize") else 1.0
+            for p in group["params"]:
+                self._number[p] = len(self._number), index
+                device = local(p).device
+                self._rule(index, device)
+                self._buckets.setdefault((device, sign), []).append(p)
+
+    def _entry(self, p):
+        """Makes the parameter's state where it has none."""
+        number, index = self._number[p]
+        weight = local(p).detach()
+        rule = self._rule(index, weight.device)
+        layout = Layout(rule, self.param_groups[index], p.dtype, p.numel())
+        state = self.state[p]
+        fresh = not state
+        if fresh:
+            state["step"] = 0
+            state.update(layout.allocate(weight))
+        row = layout.place(rule, weight, state, number, offset_of(p))
+        row.step = state["step"] + 1
+        if fresh:
+            start(engine_for(weight.device), row, weight, state)
+        self._entries[p] = entry = Entry(layout, row, weight)
+        return entry
+
+    def _layout(self, p):
+        """Formats of a parameter, whether it has state or not."""
+        if self._buckets is None:
+            self._make_buckets()
+        index = self._number[p][1]
+        rule = self._rule(index, local(p).device)
+        self._update_rule(rule, self.param_groups[index], local(p).device)
+        return Layout(rule, self.param_groups[index], p.dtype, p.numel())
+
+    # ---- Tables ----
+
+    def _table(self, key, params):
+        """The table of these parameters, all of one bucket; `key` names them."""
+        table = self._tables.get(key)
+        if table is None:
+            for p in params:
+                if p in self._owner:
+                    self._settle_table(self._owner[p])
+            entries = [self._entries.get(p) or self._entry(p) for p in params]
+            table = Table(key, local(params[0]).device, params, entries, [self.state[p]["step"] for p in params])
+            self._tables[key] = table
+            self._owner.update(dict.fromkeys(params, table))
+        return table
+
+    def _settle_table(self, table):
+        """Brings its step counts into the state, and drops it."""
+        if self._tables.pop(table.key, None) is None:
+            return
+        for p, steps in zip(table.params, table.steps()):
+            self.state[p]["step"] = steps
+            self._entries.pop(p, None)  # its row has the old count
+            self._owner.pop(p, None)
+
+    def _settle(self):
+        for table in list(self._tables.values()):
+            self._settle_table(table)
+        if self._handle is not None:
+            self._handle._settle()
+
+    def _filled(self, bucket, params, gradients):
+        """A table of these parameters with the addresses of their gradients, None where there is none."""
+        here = [g is not None for g in gradients]
+        key = bucket
+        if not all(here):
+            key = (*bucket, tuple(here))
+            params, gradients = ([x for x, has in zip(xs, here) if has] for xs in (params, gradients))
+        if not params:
+            return None
+        table = self._table(key, params)
+        if not table.fill(gradients):  # a weight has moved
+            self._settle_table(table)
+            table = self._table(key, params)
+            table.fill(gradients)
+        return table
+
+    # ---- The step ----
+
+    @torch.no_grad()
+    def step(self, closure=None, *, max_norm=None):
+        """One step of every parameter that has a gradient.
+
+        `max_norm` clips by the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does, without writing to them,
+        and skips the step where a gradient is not finite.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if max_norm is not None and not max_norm > 0:
+            raise UsageError(f"max_norm is {max_norm}; it must be above 0, or None for no clipping")
+        self._update_rules()
+        tables = {}
+        for bucket, params in self._buckets.items():
+            table = self._filled(bucket, params, [p.grad for p in params])
+            if table is not None:
+                tables[bucket] = table
+        found_inf, scale = self._of_scaler("found_inf"), self._of_scaler("grad_scale")
+        if max_norm is None:
+            self._take(tables, scale, found_inf, None)
+        elif tables:
+            norm, found_inf, clip = self._measure(list(tables.values()), max_norm, scale, found_inf)
+            self._take(tables, scale, found_inf, clip)
+            self.last_norm = norm
+        elif self._handle is not None:
+            raise UsageError("clipping in the step: release_gradients has taken the gradients inside backward; give it "
+                             "max_norm instead (policy 'compressed')")
+        return loss
+
+    def clip_and_step(self, max_norm):
+        """step(max_norm=max_norm), and the norm before clipping as a tensor on the gradients' device; None where no
+        parameter has a gradient."""
+        self.last_norm = None
+        self.step(max_norm=max_norm)
+        return self.last_norm
+
+    def _of_scaler(self, name):
+        value = getattr(self, name, None)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def _take(self, tables, scale, found_inf, clip):
+        counted = found_inf is not None or any(group.get("capturable") for group in self.param_groups)
+        for (device, sign), table in tables.items():
+            held = [None if x is None else x.to(device, torch.float32, non_blocking=True)
+                    for x in (found_inf, clip, scale)]
+            options = _abi.StepOptions(ctypes.sizeof(_abi.StepOptions), sign, *map(_address, held), None, 0, 1)
+            table.step(options, counted)
+
+    def _measure(self, tables, max_norm, scale, found_inf):
+        """Norm, flag and factor of all gradients, on the first table's device; nothing is read by the host."""
+        device = tables[0].device
+        norm = torch.empty((), dtype=torch.float64, device=device)
+        flag, clip = torch.empty((), device=device), torch.empty((), device=device)
+        held = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
+        options = _abi.MeasureOptions(ctypes.sizeof(_abi.MeasureOptions), max_norm, _address(held), None, norm.data_ptr(),
+                                      flag.data_ptr(), clip.data_ptr())
+        if len(tables) == 1 and not tables[0].any_sharded:
+            tables[0].measure(options)
+        else:
+            total = self._sum_squares(tables, device)
+            options.sum_before = total.data_ptr()
+            library.measure(engine_for(device), None, 0, byref(options))
+        return norm, flag if found_inf is None else torch.maximum(flag, found_inf.to(device)), clip
+
+    def _sum_squares(self, tables, device):
+        """Over all tables, and over the ranks that hold the rest of each parameter."""
+        sums = {}
+        for table in tables:
+            for groups, rows in table.by_groups(groups_of).items():
+                part = torch.empty((), dtype=torch.float64, device=table.device)
+                options = _abi.MeasureOptions(ctypes.sizeof(_abi.MeasureOptions), sum=part.data_ptr())
+                library.measure(engine_for(table.device), rows, len(rows), byref(options))
+                part = part.to(device)
+                sums[groups] = sums[groups] + part if groups in sums else part
+        for groups in sums:
+            for group in groups:
+                torch.distributed.all_reduce(sums[groups], group=group)
+        return sum(sums.values())
+
+    # ---- Weights at full width ----
+
+    def master_weights(self):
+        """{parameter: its value in fp32, with the bits that the parameter itself does not show}."""
+        self._settle()
+        self._update_rules()
+        found = {}
+        for p in self._number:
+            weight = local(p).detach()
+            if not self.state.get(p):
+                found[p] = p.detach().float()
+                continue
+            entry = self._entries.get(p) or self._entry(p)
+            if entry.strided:
+                entry = self._contiguous(p, entry)
+            values = decode(engine_for(weight.device), entry.row, _abi.WEIGHT, weight.shape, weight.device)
+            found[p] = like(p, values, 1)
+        return found
+
+    def _contiguous(self, p, entry):
+        """The same row over a copy of a weight that is not one run of memory."""
+        copy = local(p).detach().contiguous()
+        row = _abi.Tensor.from_buffer_copy(entry.row)
+        row.arrays[_abi.WEIGHT].codes = copy.data_ptr()
+        made = Entry(entry.layout, row, copy)
+        made.copy = copy
+        return made
+
+    @torch.no_grad()
+    def set_master_weights(self, values):
+        """Writes fp32 values, {parameter: tensor}: the visible part into the parameter, the rest beside it."""
+        self._settle()
+        self._update_rules()
+        for p, value in values.items():
+            if tuple(value.shape) != tuple(p.shape):
+                raise UsageError(f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
+        for p, value in values.items():
+            weight = local(p).detach()
+            entry = made = self._entries.get(p) or self._entry(p)
+            if entry.strided:
+                made = self._contiguous(p, entry)
+            encode(engine_for(weight.device), made.row, _abi.WEIGHT, part_of(p, value), weight.device)
+            if entry.strided:
+                weight.copy_(made.copy)
+
+    def master_state_dict(self, model):
+        """model.state_dict() in fp32, with the optimizer's extra bits."""
+        wide = self.master_weights()
+        named = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+        return {name: wide.get(named.get(name), value) if name in named else value
+                for name, value in model.state_dict().items()}
+
+    def load_master_state_dict(self, model, state_dict, strict=True):
+        """Loads weights of any precision into model and optimizer; what a parameter cannot show goes into its extra
+        bits."""
+        named = dict(model.named_parameters())
+        rest = {name: value for name, value in state_dict.items() if name not in named}
+        mine = set(self._all_params())
+        wide = {named[name]: value for name, value in state_dict.items() if name in named and named[name] in mine}
+        rest.update({name: value for name, value in state_dict.items() if name in named and named[name] not in mine})
+        missing = [name for name, p in named.items() if p in mine and name not in state_dict]
+        if strict and missing:
+            raise UsageError(f"the weights lack {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}; pass "
+                             "strict=False to leave those as they are")
+        result = model.load_state_dict(rest, strict=False)
+        unexpected = list(result.unexpected_keys)
+        if strict and unexpected:
+            raise UsageError(f"the weights have {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}, which "
+                             "the model has not; pass strict=False to ignore them")
+        self.set_master_weights(wide)
+
+    def _all_params(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # ---- Saving and loading ----
+
+    def state_dict(self, *, as_="scruple"):
+        """Planes as they are stored (as_="scruple"), or plain fp32 moments that torch.optim loads (as_="torch")."""
+        self._settle()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        made = state_files.save(self, as_)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            result = hook(self, made)
+            made = made if result is None else result
+        return made
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Takes what state_dict() made, and the state of torch.optim's and FlashOptim's optimizer of the same kind."""
+        if self._handle is not None:
+            raise UsageError("loading while release_gradients is at work; handle.remove() first, load, and call it again")
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        self._settle()
+        state_files.load(self, state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __getstate__(self):
+        self._settle()
+        return super().__getstate__()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._forget()
+
+
+def _address(tensor):
+    return None if tensor is None else tensor.data_ptr()

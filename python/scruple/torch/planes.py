@@ -1,0 +1,177 @@
+"""The arrays of one parameter: which formats they have, and their planes as torch tensors.
+
+State names: "extra" is what completes a 16-bit weight, a moment has its slot's name ("exp_avg"), its scales the
+name with "/scale" behind it.
+"""
+import ctypes
+from ctypes import byref
+
+import torch
+
+from .. import _abi
+from .._abi import UsageError, library
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+CHUNK = 1 << 22  # values that are converted at a time: 16 MiB in fp32
+_CODES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def weight_format(name, dtype):
+    """A weight format for a parameter of this dtype: the parameter is the visible part, `name` says what is kept
+    beside it."""
+    own = NAMES[dtype]
+    base, plus, extra = name.partition("+")
+    if base not in NAMES.values():
+        raise UsageError(f"weights in {name}: a torch parameter cannot hold them; pass weights='bf16+8' (or 'fp32' for "
+                         "fp32 parameters) to keep the recipe's moments")
+    if own == "fp32":
+        return own
+    return own + "+fp32" if name == "fp32" else own + plus + extra
+
+
+def _arrays(row):
+    """(index, name, role) of the arrays in use."""
+    found = []
+    for a in range(_abi.GRADIENT):
+        if not row.arrays[a].format:
+            continue
+        name, role, used = ctypes.c_char_p(), ctypes.c_int(), ctypes.c_int()
+        library.tensor_array(byref(row), a, byref(name), byref(role), byref(used))
+        if used.value:
+            found.append((a, name.value.decode(), role.value))
+        else:
+            row.arrays[a] = _abi.Array()
+    return found
+
+
+def _set_format(array, name):
+    form = _abi.format_named(name)
+    array.format = form.handle
+    if not form.rounds(array.rounding):
+        array.rounding = _abi.NEAREST
+
+
+def _set_moments(row, moments, arrays):
+    slots = {name: (a, role) for a, name, role in arrays if a != _abi.WEIGHT}
+    if isinstance(moments, dict):
+        for name, form in moments.items():
+            if name not in slots:
+                raise UsageError(f"moments names slot {name!r}; this optimizer has {', '.join(slots) or 'none'}")
+            _set_format(row.arrays[slots[name][0]], form)
+        return
+    roles = _abi.format_named(moments).roles
+    fits = [a for a, role in slots.values() if role & roles]
+    for a in fits or [a for a, _ in slots.values()][:1]:  # where it fits none, the library says what would
+        _set_format(row.arrays[a], moments)
+
+
+_empty_engine = None
+
+
+def _check_formats(row):
+    """The library checks formats when it allocates; for no elements that costs nothing."""
+    global _empty_engine
+    if _empty_engine is None:
+        _empty_engine = _abi.Engine("cpu-baseline", 1)
+    empty = _abi.Tensor.from_buffer_copy(row)
+    empty.size = 0
+    library.tensor_alloc(_empty_engine.handle, byref(empty), 0xf)
+
+
+class Layout:
+    """The formats of one parameter under one rule, by recipe and by what the group says instead."""
+
+    def __init__(self, rule, group, dtype, size):
+        if dtype not in NAMES:
+            hint = "split it into a real and an imaginary part" if dtype.is_complex else "use fp32, bf16 or fp16"
+            raise UsageError(f"a parameter has dtype {dtype}, for which there is no format; {hint}")
+        row = _abi.Tensor(optimizer=rule.handle, size=size, step=1)
+        library.tensor_use(byref(row), group["recipe"].encode())
+        row.arrays[_abi.GRADIENT] = _abi.Array()
+        arrays = _arrays(row)
+        small = size <= _abi.recipes()[group["recipe"]].small
+        weight = row.arrays[_abi.WEIGHT]
+        named = group["weights"] if group["weights"] and not small else _abi.format_at(weight.format).name
+        _set_format(weight, weight_format(named, dtype))
+        if group["moments"] and not small:
+            _set_moments(row, group["moments"], arrays)
+        if group["rounding"] is not None:
+            if group["rounding"] not in _abi.ROUNDINGS:
+                raise UsageError(f"rounding is {group['rounding']!r}; it can be {', '.join(_abi.ROUNDINGS)}")
+            rounding = _abi.ROUNDINGS[group["rounding"]]
+            for a, _, _ in arrays:
+                if _abi.format_at(row.arrays[a].format).rounds(rounding):
+                    row.arrays[a].rounding = rounding
+        _check_formats(row)
+        self.row, self.dtype = row, dtype
+        self.arrays = [(a, name, _abi.format_at(row.arrays[a].format)) for a, name, _ in arrays]
+
+    @property
+    def formats(self):
+        return {name: form.name for _, name, form in self.arrays}
+
+    def planes(self):
+        """(state name, array, attribute of the array, values per entry, dtype) of all that the parameter itself does
+        not hold. dtype None: bytes, several values to one."""
+        for a, name, form in self.arrays:
+            if a != _abi.WEIGHT:
+                dtype = _CODES.get(form.name, torch.uint8)
+                yield name, a, "codes", dtype.itemsize * 8 / form.code_bits, dtype
+            if form.aux_bits:
+                extra = "extra" if a == _abi.WEIGHT else name + "/scale"
+                if form.has_scales:
+                    dtype = torch.float16 if form.aux_bits == 16 else torch.float32
+                    yield extra, a, "aux", form.group, dtype
+                else:
+                    dtype = {32: torch.float32, 16: torch.int16}.get(form.aux_bits, torch.uint8)
+                    yield extra, a, "aux", dtype.itemsize * 8 / form.aux_bits, dtype
+
+    def shape(self, param, per_entry, dtype, array, plane):
+        form = next(form for a, _, form in self.arrays if a == array)
+        if per_entry == 1:
+            return tuple(param.shape)
+        return (form.bytes(param.numel())[0 if plane == "codes" else 1] // dtype.itemsize,)
+
+    def allocate(self, param):
+        """Planes of zeros on the parameter's device, by state name."""
+        return {name: torch.zeros(self.shape(param, per, dtype, a, plane), dtype=dtype, device=param.device)
+                for name, a, plane, per, dtype in self.planes()}
+
+    def place(self, rule, param, planes, number, offset):
+        """The table row of a parameter whose weight stands in `param` and whose other planes in `planes`."""
+        row = _abi.Tensor.from_buffer_copy(self.row)
+        row.optimizer, row.size, row.id, row.offset = rule.handle, param.numel(), number, offset
+        row.arrays[_abi.WEIGHT].codes = param.data_ptr()
+        for name, a, plane, _, _ in self.planes():
+            setattr(row.arrays[a], plane, planes[name].data_ptr())
+        return row
+
+    def index(self, name):
+        return next(a for a, known, _ in self.arrays if known == name)
+
+
+def start(engine, row, param, planes):
+    """First values: the wide weight is the visible one, moments are what their rule begins with."""
+    if param.numel():
+        library.tensor_reset(engine, byref(row))
+    if param.dtype != torch.float32 and planes.get("extra", param).dtype == torch.float32:
+        planes["extra"].copy_(param)  # a master copy; zero extra bits mean the visible value already
+
+
+def decode(engine, row, array, shape, device):
+    """An array's values in fp32."""
+    values = torch.empty(shape, dtype=torch.float32, device=device)
+    if row.size:
+        library.decode(engine, byref(row), array, values.data_ptr())
+    return values
+
+
+def encode(engine, row, array, values, device):
+    """Writes values of any dtype from any device, a piece at a time."""
+    values = values.reshape(-1)
+    for first in range(0, row.size, CHUNK):
+        size = min(CHUNK, row.size - first)
+        part = _abi.Tensor()
+        library.tensor_view(byref(row), first, size, byref(part))
+        chunk = values[first:first + size].to(device=device, dtype=torch.float32).contiguous()
+        library.encode(engine, byref(part), array, chunk.data_ptr())

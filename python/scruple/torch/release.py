@@ -1,0 +1,444 @@
+"""Gradients that do not wait for the step: release_gradients steps or compresses each one inside backward and frees it.
+
+A hook on every parameter collects gradients until a bucket is full, so that small parameters share a call. Plain
+release hands a bucket to the optimizer's own step. Everything else (compressed accumulators, clipping, loss scaling,
+accumulation) is the library's sink, docs/gradients.md.
+"""
+import ctypes
+import sys
+import threading
+from ctypes import byref
+
+import torch
+import torch.distributed
+from torch.amp.grad_scaler import OptState
+
+from .. import _abi
+from .._abi import UsageError, library
+from .engines import engine_for
+from .optimizer import Optimizer
+from .planes import NAMES
+from .shards import groups_of, is_sharded, local
+from .table import gradient_problem
+
+POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
+BUCKET = 32 << 20  # bytes of gradients that are collected before a call
+
+
+def release_gradients(model, opt, policy="released", *, accumulate=1, accumulation=None, max_norm=None,
+                      tensor_norm=None, adagc=None, scaler=None, accumulator="int8", process_group=None):
+    """From now on backward() takes the steps of `opt` for the parameters of `model`. Returns a handle: remove() ends it.
+
+    policy        "released": each gradient is stepped with as it arrives and freed; none is kept.
+                  "compressed": each is folded into an accumulator and freed; the step comes at the end of the last
+                  backward of a step. Accumulation, clipping and loss scaling all work.
+    accumulate    backward passes to a step; the mean of their gradients is taken, so do not divide the loss
+    accumulation  released with accumulate > 1: "momentum" (SGD, SGDW) or "adama" (Adam, AdamW), docs/gradients.md
+    max_norm      compressed: limit of the norm of all gradients
+    tensor_norm   released: limit of each parameter's own norm
+    adagc         released: lambda of AdaGC, such as 1.05
+    scaler        a torch.amp.GradScaler (or LossScaler); keep scaler.scale, scaler.step and scaler.update in the loop
+    accumulator   compressed: "int8", "bf16" or "fp32"
+    process_group data parallelism: gradients are averaged over it before they are used. In place of
+                  DistributedDataParallel, which keeps every gradient in its buckets. Weights and buffers are taken from
+                  its first rank now.
+
+    Calls of opt.step() and opt.zero_grad() left in the loop do nothing to these parameters. Schedulers go on working.
+    """
+    _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, adagc, scaler, accumulator)
+    params = [p for p in model.parameters() if p.requires_grad and p in set(opt._all_params())]
+    if not params:
+        raise UsageError("no parameter of the model that needs a gradient is in the optimizer; make the optimizer from "
+                         "this model's parameters")
+    plain = policy == "released" and accumulate == 1 and not (tensor_norm or adagc or scaler)
+    if plain:
+        path = Steps(opt)
+    else:
+        options = dict(policy=POLICIES[policy], micro_batches=accumulate, max_norm=max_norm or 0.0,
+                       tensor_norm=tensor_norm or 0.0, adagc=adagc or 0.0,
+                       accumulation=_abi.ACCUMULATE[accumulation or "gradients"])
+        path = Sinks(opt, params, options, accumulator, scaler)
+    return Handle(model, opt, params, path, process_group)
+
+
+def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, adagc, scaler, accumulator):
+    if not isinstance(opt, Optimizer):
+        raise UsageError(f"the optimizer is a {type(opt).__name__}; release_gradients works with those of scruple.torch")
+    if opt._handle is not None:
+        raise UsageError("release_gradients is at work on this optimizer already; handle.remove() first")
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise UsageError("the model is a DistributedDataParallel, whose buckets keep every gradient until backward has ended; "
+                         "pass the model inside it (model.module) with process_group=torch.distributed.group.WORLD, "
+                         "which averages gradients in its place, or shard with fully_shard (FSDP2)")
+    if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
+        raise UsageError("the model is a FullyShardedDataParallel (FSDP1), which flattens parameters; use fully_shard (FSDP2)")
+    if policy not in POLICIES:
+        raise UsageError(f"policy is {policy!r}; it can be 'released' or 'compressed' (for stored gradients, call "
+                         "opt.step() after backward as ever)")
+    if accumulation is not None and accumulation not in ("momentum", "adama"):
+        raise UsageError(f"accumulation is {accumulation!r}; it can be 'momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)")
+    if accumulator not in ("int8", "bf16", "fp32"):
+        raise UsageError(f"accumulator is {accumulator!r}; it can be 'int8', 'bf16' or 'fp32'")
+    if policy == "released" and max_norm:
+        raise UsageError("policy 'released' with max_norm: parameters are stepped before the norm of all is known; use "
+                         "policy='compressed', or clip each by tensor_norm or adagc")
+    if policy == "released" and accumulate > 1 and accumulation is None:
+        raise UsageError(f"policy 'released' with accumulate={accumulate}: no gradient is kept that others could be added to; "
+                         "use policy='compressed', or accumulation='momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise UsageError(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler or a LossScaler")
+
+
+class Steps:
+    """Plain release: a bucket is a table of the optimizer's own."""
+
+    def __init__(self, opt):
+        self.opt = opt
+
+    def begin(self):
+        self.opt._update_rules()
+
+    def add(self, params, gradients):
+        by_bucket = {}
+        for p, g in zip(params, gradients):
+            number, index = self.opt._number[p]
+            sign = -1.0 if self.opt.param_groups[index].get("maximize") else 1.0
+            by_bucket.setdefault((local(p).device, sign), []).append((number, p, g))
+        for bucket, found in by_bucket.items():
+            numbers, params, gradients = zip(*found)
+            table = self.opt._filled((*bucket, numbers), list(params), list(gradients))
+            self.opt._take({bucket: table}, None, None, None)
+
+    def end(self):
+        pass
+
+    def abandon(self):
+        pass
+
+    def settle(self):
+        pass
+
+    def report(self):
+        return None
+
+
+class Sinks:
+    """Everything that needs memory of the gradients, or of their norms: one sink of the library per device."""
+
+    def __init__(self, opt, params, options, accumulator, scaler):
+        self.opt, self.options, self.accumulator = opt, options, accumulator
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.devices = {}
+        for p in params:
+            self.devices.setdefault(local(p).device, []).append(p)
+        opt._settle()
+        opt._update_rules()
+        self._check(params)
+        self.sinks = {device: Sink(opt, device, held, options, accumulator, self.scaler)
+                      for device, held in self.devices.items()}
+        self.batches = 0
+
+    def _check(self, params):
+        if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
+            raise UsageError(f"the parameters are on {', '.join(map(str, self.devices))}; a norm or an overflow over several "
+                             "devices in one process is not supported: put them on one, or shard with fully_shard")
+        for p in params:
+            if not local(p).is_contiguous():
+                raise UsageError(f"a parameter of shape {tuple(p.shape)} has strides {local(p).stride()}; this policy steps "
+                                 "contiguous parameters: use .contiguous() (or .to(memory_format=torch.contiguous_format))")
+            if self.opt.param_groups[self.opt._number[p][1]].get("maximize"):
+                raise UsageError("maximize=True with this policy: negate the loss instead")
+        if self.options["policy"] == _abi.RELEASED and any(is_sharded(p) for p in params) and (
+                self.options["tensor_norm"] or self.options["adagc"] or self.scaler):
+            raise UsageError("policy 'released' with clipping or loss scaling on sharded parameters: each rank would decide by "
+                             "its own shard; use policy='compressed'")
+        if len({groups_of(p) for p in params}) > 1:
+            raise UsageError("some parameters are sharded over other ranks than others; give each kind an optimizer of its own")
+
+    def begin(self):
+        self.opt._update_rules()
+        for sink in self.sinks.values():
+            sink.begin()
+
+    def add(self, params, gradients):
+        by_device = {}
+        for p, g in zip(params, gradients):
+            by_device.setdefault(local(p).device, []).append((p, local(g)))
+        for device, found in by_device.items():
+            self.sinks[device].add(found)
+
+    def end(self):
+        for sink in self.sinks.values():
+            library.sink_end(sink.handle)
+        self.batches = (self.batches + 1) % self.options["micro_batches"]
+        if self.scaler is not None and self.batches == 0:
+            # As after scaler.unscale_: the flag is known, and scaler.step and scaler.update take it from here.
+            state = self.scaler._per_optimizer_states[id(self.opt)]
+            state["stage"] = OptState.UNSCALED
+            state["found_inf_per_device"] = {device: sink.flag() for device, sink in self.sinks.items()}
+
+    def abandon(self):
+        """A backward that failed half-way: this step begins anew."""
+        self.settle()
+        for device, held in self.devices.items():
+            self.sinks[device] = Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
+        self.batches = 0
+
+    def settle(self):
+        for sink in self.sinks.values():
+            sink.settle()
+
+    def report(self):
+        return next(iter(self.sinks.values())).report()
+
+
+class Sink:
+    """A scruple_sink over some parameters of one device, with memory from torch's allocator."""
+
+    def __init__(self, opt, device, params, options, accumulator, scaler):
+        self.opt, self.device, self.params, self.scaler = opt, device, params, scaler
+        self.index = {p: i for i, p in enumerate(params)}
+        entries = [opt._entry(p) for p in params]
+        self.addresses = [entry.address for entry in entries]
+        rows = (_abi.Tensor * len(params))(*(entry.row for entry in entries))
+        form = _abi.format_named(accumulator)
+        rounding = _abi.DITHER if form.rounds(_abi.DITHER) else _abi.NEAREST
+        for row in rows:
+            row.arrays[_abi.GRADIENT] = _abi.Array(form.handle, None, None, rounding)
+        self.adagc = options["adagc"] > 0
+        self.blocks = {}
+        self.groups = groups_of(params[0])
+        # What the library keeps pointers to.
+        self.callbacks = _abi.ALLOC(self._alloc), _abi.FREE(self._free), _abi.REDUCE(self._reduce)
+        self.scale = torch.ones((), device=device) if scaler is not None else None
+        made = _abi.SinkOptions(ctypes.sizeof(_abi.SinkOptions), **options)
+        made.alloc, made.free = self.callbacks[:2]
+        if self.groups:
+            made.reduce = self.callbacks[2]
+        if self.scale is not None:
+            made.loss_scale = self.scale.data_ptr()
+        if self.adagc:
+            norms = (ctypes.c_double * len(params))(*(opt.state[p].get("adagc_norm", 0.0) for p in params))
+            made.adagc_norms = ctypes.cast(norms, ctypes.c_void_p)
+        self.handle = ctypes.c_void_p()
+        library.sink_create(engine_for(device), rows, len(params), byref(made), byref(self.handle))
+
+    def __del__(self):
+        if getattr(self, "handle", None):
+            library.sink_destroy(self.handle)
+
+    # Called by the library. An exception cannot pass through it: torch's goes into `problem`.
+    def _alloc(self, _, size):
+        try:
+            block = torch.empty(size, dtype=torch.uint8, device=self.device)
+        except RuntimeError:  # out of memory; the library says so
+            return None
+        self.blocks[block.data_ptr()] = block
+        return block.data_ptr()
+
+    def _free(self, _, address, __):
+        self.blocks.pop(address, None)
+
+    def _reduce(self, _, address):
+        try:
+            total = tensor_at(address, torch.float64, self.device)
+            for group in self.groups:
+                torch.distributed.all_reduce(total, group=group)
+            return 0
+        except Exception as problem:  # noqa: BLE001 - told by the caller below
+            self.problem = problem
+            return 1
+
+    def begin(self):
+        engine_for(self.device)
+        if self.scale is not None and self.scaler._scale is not None:
+            self.scale.copy_(self.scaler._scale, non_blocking=True)
+
+    def add(self, found):
+        pieces, kept = (_abi.Piece * len(found))(), []
+        for piece, (p, g) in zip(pieces, found):
+            i = self.index[p]
+            weight = local(p)
+            problem = gradient_problem(weight, g)
+            if weight.data_ptr() != self.addresses[i]:
+                problem = (f"the parameter of shape {tuple(p.shape)} has moved in memory since release_gradients; "
+                           "handle.remove(), and call it again")
+            if problem:
+                raise UsageError(problem)
+            g = g.contiguous()
+            kept.append(g)
+            piece.tensor, piece.first, piece.size = i, 0, g.numel()
+            piece.gradient = _abi.Array(_abi.format_named(NAMES[g.dtype]).handle, g.data_ptr())
+        engine_for(self.device)
+        library.sink_add(self.handle, pieces, len(pieces))
+
+    def flag(self):
+        return tensor_at(library.sink_found_inf(self.handle), torch.float32, self.device).clone()
+
+    def settle(self):
+        steps, norms = (ctypes.c_int64 * len(self.params))(), (ctypes.c_double * len(self.params))()
+        engine_for(self.device)
+        library.sink_read_tensors(self.handle, steps, norms)
+        for p, step, norm in zip(self.params, steps, norms):
+            self.opt.state[p]["step"] = step - 1
+            if self.adagc:
+                self.opt.state[p]["adagc_norm"] = norm
+
+    def report(self):
+        found = _abi.SinkReport()
+        engine_for(self.device)
+        library.sink_read(self.handle, byref(found))
+        return {"norm": found.norm, "clip": found.clip, "found_inf": bool(found.found_inf), "steps": found.steps,
+                "skipped": found.skipped}
+
+
+def tensor_at(address, dtype, device):
+    """One value in the engine's memory as a tensor over the same memory."""
+    if device.type == "cpu":
+        kind = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}[dtype]
+        return torch.frombuffer(kind.from_address(address), dtype=dtype)
+    kind = {torch.float32: "<f4", torch.float64: "<f8"}[dtype]
+    described = {"data": (address, False), "shape": (1,), "typestr": kind, "version": 3}
+    return torch.as_tensor(type("Cell", (), {"__cuda_array_interface__": described})(), device=device)
+
+
+class Handle:
+    """What release_gradients returns."""
+
+    def __init__(self, model, opt, params, path, process_group):
+        self._opt, self._path, self._lock = opt, path, threading.RLock()
+        self._group = process_group
+        self._task = None       # the backward pass that is running
+        self._waiting, self._size = [], 0
+        self._flying = []       # buckets that are being averaged over ranks
+        if process_group is not None:
+            if any(is_sharded(p) for p in params):
+                raise UsageError("process_group with sharded parameters: fully_shard reduces their gradients itself")
+            _broadcast(model, process_group)
+        opt._settle()
+        opt._handle = self
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in params]
+
+    def remove(self):
+        """Gradients stay in p.grad again, for opt.step()."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._hooks:
+            self._path.settle()
+            self._opt._handle = None
+            self._opt._forget_tables()
+        self._hooks = []
+
+    @property
+    def active(self):
+        return bool(self._hooks)
+
+    def report(self):
+        """{"norm", "clip", "found_inf", "steps", "skipped"} of the last step; waits for the device. None for plain
+        release, which looks at nothing."""
+        return self._path.report()
+
+    def _settle(self):
+        self._path.settle()
+
+    # ---- Inside backward ----
+
+    @torch.no_grad()
+    def _arrive(self, p):
+        with self._lock:
+            if p.grad is None:
+                return
+            self._begin()
+            self._waiting.append(p)
+            self._size += p.grad.numel() * p.grad.element_size() if not is_sharded(p) else \
+                local(p.grad).numel() * p.grad.element_size()
+            if self._size >= BUCKET:
+                self._flush()
+
+    def _begin(self):
+        task = torch._C._current_graph_task_id()
+        if self._task is not None and (task == self._task or _is_nested()):
+            return
+        if self._task is not None:  # the last backward ended in an exception
+            self._waiting, self._size, self._flying = [], 0, []
+            self._path.abandon()
+        elif _is_nested() and not isinstance(self._path, Steps):
+            raise UsageError("backward runs inside a reentrant checkpoint before any parameter outside it has come, and its end "
+                             "cannot be seen from there; use checkpoint(..., use_reentrant=False)")
+        self._task = task
+        self._path.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(self._near_end)
+
+    def _near_end(self):
+        # FSDP2 reduces its last gradients in a callback of its own; those queued from within one come after all others.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    @torch.no_grad()
+    def _end(self):
+        with self._lock:
+            self._flush()
+            self._land()
+            self._path.end()
+            self._task = None
+
+    def _flush(self):
+        params, self._waiting, self._size = self._waiting, [], 0
+        if not params:
+            return
+        if self._group is None:
+            self._use(params, [p.grad for p in params])
+            return
+        flat, works = _average([p.grad for p in params], self._group)
+        self._land()  # the bucket before this one, while this one flies
+        self._flying = [(params, flat, works)]
+
+    def _land(self):
+        flying, self._flying = self._flying, []
+        for params, flat, works in flying:
+            for work in works:
+                work.wait()
+            for p, values in zip(params, flat):
+                if values is not p.grad:
+                    p.grad.copy_(values.view_as(p.grad))
+            self._use(params, [p.grad for p in params])
+
+    def _use(self, params, gradients):
+        self._path.add(params, gradients)
+        for p in params:
+            p.grad = None
+
+
+def _is_nested():
+    """Whether this runs in a backward that a reentrant checkpoint started inside another."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith(("utils/checkpoint.py",)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _average(gradients, group):
+    """Starts the mean over the group: one message for the gradients of a dtype. Returns views of the results."""
+    share = 1.0 / torch.distributed.get_world_size(group)
+    results, works = [None] * len(gradients), []
+    kinds = {}
+    for i, g in enumerate(gradients):
+        kinds.setdefault((g.dtype, g.device), []).append(i)
+    for members in kinds.values():
+        flat = torch.cat([gradients[i].reshape(-1) for i in members]) if len(members) > 1 else \
+            gradients[members[0]].contiguous().view(-1)
+        flat.mul_(share)
+        works.append(torch.distributed.all_reduce(flat, group=group, async_op=True))
+        at = 0
+        for i in members:
+            results[i] = flat[at:at + gradients[i].numel()]
+            at += gradients[i].numel()
+    return results, works
+
+
+def _broadcast(model, group):
+    first = torch.distributed.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            torch.distributed.broadcast(tensor.detach(), first, group=group)

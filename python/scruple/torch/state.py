@@ -1,0 +1,284 @@
+"""State dicts: planes exactly as stored, and the state of other optimizers.
+
+    {"state": {0: {"step": 12, "extra": ..., "exp_avg": ..., "exp_avg/scale": ..., ...}},
+     "param_groups": [{"lr": ..., "recipe": "scruple", "version": 1,
+                       "formats": {"bf16": {"weight": "bf16+8", "exp_avg": "companded8", ...}}, "params": [0]}]}
+
+Under FSDP2 a plane is a DTensor where its entries follow the parameter's rows, so that torch.distributed.checkpoint can
+cut it anew for another number of ranks. Where groups of a format lie across rows (rows that are not a multiple of 128
+elements), the moment is saved as fp32 values instead: exact for the same shards, and within the format's error for
+others.
+"""
+import math
+from ctypes import byref
+
+import torch
+
+from .. import _abi
+from .._abi import UsageError, library
+from .engines import engine_for
+from .planes import CHUNK, NAMES, encode
+from .shards import is_sharded, like, local, offset_of, part_of
+
+VERSION = 1
+_OURS = ("recipe", "weights", "moments", "rounding", "seed", "max_lr", "version", "formats")
+
+
+# ---- Saving ----
+
+def save(opt, as_):
+    if as_ not in ("scruple", "torch"):
+        raise UsageError(f"state_dict(as_={as_!r}); it can be 'scruple' or 'torch'")
+    opt._update_rules()
+    numbers = {p: i for i, p in enumerate(opt._all_params())}
+    state = {numbers[p]: (_planes if as_ == "scruple" else _values)(opt, p) for p in numbers if opt.state.get(p)}
+    groups = []
+    for group in opt.param_groups:
+        group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in group["params"]}
+        saved = {key: value for key, value in group.items() if key != "params"}
+        if as_ == "torch":
+            saved = {key: value for key, value in saved.items() if key not in _OURS}
+        saved["params"] = [numbers[p] for p in group["params"]]
+        groups.append(saved)
+    return {"state": state, "param_groups": groups}
+
+
+def _planes(opt, p):
+    layout, state = opt._layout(p), opt.state[p]
+    saved = {"step": torch.tensor(state["step"])}
+    if "adagc_norm" in state:
+        saved["adagc_norm"] = torch.tensor(state["adagc_norm"], dtype=torch.float64)
+    for name, a, _, per, _ in layout.planes():
+        plane = like(p, state[name], per)
+        if plane is not None:
+            saved[name] = plane
+            continue
+        # Not one rank's groups: values, for the codes and their scales together.
+        slot = name.partition("/")[0]
+        saved.pop(slot + "/scale", None)
+        saved[slot] = like(p, _decoded(opt, p, a), 1)
+    return {name: saved[name] for name in saved if not _is_covered(name, saved, layout)}
+
+
+def _is_covered(name, saved, layout):
+    """Scales of a moment that is saved as values."""
+    slot, slash, _ = name.partition("/")
+    return bool(slash) and _is_values(saved.get(slot), layout, slot)
+
+
+def _is_values(plane, layout, slot):
+    """Whether what was saved of a moment in codes is fp32 values."""
+    if not isinstance(plane, torch.Tensor) or slot == "extra":
+        return False
+    own = next((dtype for name, _, _, _, dtype in layout.planes() if name == slot), None)
+    return own is not None and own != plane.dtype and plane.dtype.is_floating_point
+
+
+def _decoded(opt, p, array):
+    entry, weight = opt._entries.get(p) or opt._entry(p), local(p).detach()
+    values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    if weight.numel():
+        library.decode(engine_for(weight.device), byref(entry.row), array, values.data_ptr())
+    return values
+
+
+def _values(opt, p):
+    """As torch.optim keeps it."""
+    layout = opt._layout(p)
+    saved = {"step": torch.tensor(float(opt.state[p]["step"]))}
+    for a, name, _ in layout.arrays:
+        if a != _abi.WEIGHT:
+            saved[name] = like(p, _decoded(opt, p, a), 1)
+    return saved
+
+
+# ---- Loading ----
+
+def load(opt, saved):
+    """All or nothing: what can be wrong is looked at before anything is written."""
+    groups, states = _checked_groups(opt, saved), saved["state"]
+    before = [dict(group) for group in opt.param_groups]
+    old = dict(opt.state)
+    ours = any(group.get("version") is not None for group in groups)
+    try:
+        for group, source in zip(opt.param_groups, groups):
+            _load_group(opt, group, source, ours)
+        opt._forget_tables()
+        opt._update_rules()
+        read = _read_ours if ours else _read_others
+        plan = []
+        for group, source in zip(opt.param_groups, groups):
+            for p, number in zip(group["params"], source["params"]):
+                if states.get(number):
+                    plan.append((p, read(opt, p, number, states[number], source)))
+        opt.state.clear()
+        for p, write in plan:
+            if p in old:
+                opt.state[p] = old[p]  # its planes take the new values: no second copy
+            write()
+    except Exception:
+        for group, was in zip(opt.param_groups, before):
+            group.clear()
+            group.update(was)
+        opt.state.clear()
+        opt.state.update(old)
+        raise
+    finally:
+        opt._forget_tables()
+
+
+def _checked_groups(opt, saved):
+    if not isinstance(saved, dict) or "state" not in saved or "param_groups" not in saved:
+        raise UsageError("a state dict has 'state' and 'param_groups'; this has "
+                         f"{', '.join(map(repr, saved)) if isinstance(saved, dict) else type(saved).__name__}")
+    groups = saved["param_groups"]
+    if len(groups) != len(opt.param_groups):
+        raise UsageError(f"the state has {len(groups)} parameter groups and the optimizer {len(opt.param_groups)}; make the "
+                         "optimizer with the same groups")
+    for i, (theirs, mine) in enumerate(zip(groups, opt.param_groups)):
+        if len(theirs["params"]) != len(mine["params"]):
+            raise UsageError(f"parameter group {i} has {len(theirs['params'])} parameters in the state and "
+                             f"{len(mine['params'])} in the optimizer")
+        version = theirs.get("version")
+        if version is not None and version > VERSION:
+            raise UsageError(f"the state has version {version} and this package reads up to {VERSION}; install a newer "
+                             "scruple")
+    return groups
+
+
+def _load_group(opt, group, source, ours):
+    """Hyperparameters and, from our own states, formats are the saved ones, as torch.optim does it."""
+    for key, value in source.items():
+        if key in opt.defaults or key in ("initial_lr", "param_names"):
+            if ours or key not in _OURS:
+                group[key] = value
+    group["version"] = VERSION
+
+
+def _read_ours(opt, p, number, state, source):
+    """Checks one parameter's planes, and returns what writes them."""
+    layout, weight = opt._layout(p), local(p)
+    formats = (source.get("formats") or {}).get(NAMES[p.dtype])
+    if formats is not None and formats != layout.formats and p.numel() > _abi.recipes()[source["recipe"]].small:
+        raise UsageError(f"parameter {number}: the state has formats {formats} and recipe {source['recipe']!r} means "
+                         f"{layout.formats} here; load what state_dict(as_='torch') gives")
+    if source.get("formats") and formats is None:
+        raise UsageError(f"parameter {number} is {NAMES[p.dtype]}, and the state was saved for "
+                         f"{', '.join(source['formats'])} parameters; cast the model alike (cast_model), or load what "
+                         "state_dict(as_='torch') gives")
+    planes, values = {}, {}
+    for name, a, plane, per, dtype in layout.planes():
+        slot = name.partition("/")[0]
+        if _is_values(state.get(slot), layout, slot):
+            values[slot] = part_of(p, state[slot])
+            continue
+        if not isinstance(state.get(name), torch.Tensor):
+            raise UsageError(f"parameter {number}: the state lacks {name!r}; it has {', '.join(map(str, state))}")
+        found = _plane_part(p, state[name], per)
+        shape = layout.shape(weight, per, dtype, a, plane)
+        if found.dtype != dtype or found.numel() != math.prod(shape):
+            raise UsageError(f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and "
+                             f"{math.prod(shape)} of {dtype} belong there; was it saved for this model?")
+        planes[name] = found
+    for slot, found in values.items():
+        if tuple(found.shape) != tuple(weight.shape):
+            raise UsageError(f"parameter {number}, {slot}: the state has shape {tuple(found.shape)}, the parameter "
+                             f"{tuple(weight.shape)}")
+
+    def write():
+        entry = _ready(opt, p, int(state["step"]))
+        if "adagc_norm" in state:
+            opt.state[p]["adagc_norm"] = float(state["adagc_norm"])
+        for name, found in planes.items():
+            opt.state[p][name].copy_(found.reshape(opt.state[p][name].shape))
+        for slot, found in values.items():
+            encode(engine_for(weight.device), entry.row, layout.index(slot), found, weight.device)
+    return write
+
+
+def _plane_part(p, plane, per):
+    """This rank's part of a plane: of a DTensor its own, of a whole plane what the shard covers."""
+    if not is_sharded(p):
+        return plane
+    if is_sharded(plane):
+        return plane._local_tensor
+    if per == 1 and plane.shape == p.shape:
+        return part_of(p, plane)
+    first, size = offset_of(p) / per, p._local_tensor.numel() / per
+    return plane.reshape(-1)[math.floor(first):math.floor(first) + math.ceil(size)]
+
+
+def _read_others(opt, p, number, state, source):
+    """torch.optim's moments, and FlashOptim's codes."""
+    layout, weight = opt._layout(p), local(p)
+    slots = [name for a, name, _ in layout.arrays if a != _abi.WEIGHT]
+    for slot in slots:
+        found = state.get(slot, state.get(slot + "::quantized"))
+        if not isinstance(found, torch.Tensor):
+            raise UsageError(f"parameter {number}: the state lacks {slot!r} and has {', '.join(map(str, state))}; it must come "
+                             f"from an optimizer of the same kind as {type(opt).__name__}")
+        if tuple(found.shape) != tuple(p.shape):
+            raise UsageError(f"parameter {number}, {slot}: the state has shape {tuple(found.shape)}, the parameter "
+                             f"{tuple(p.shape)}")
+    steps = int(state.get("step", 1))  # torch's SGD counts none; what matters is that the first is over
+
+    def write():
+        engine, entry = engine_for(weight.device), _ready(opt, p, steps)
+        for slot in slots:
+            array = layout.index(slot)
+            if slot + "::quantized" in state:
+                _load_flash(engine, entry.row, array, state[slot + "::quantized"], state[slot + "::scales"], weight.device)
+            else:
+                encode(engine, entry.row, array, part_of(p, state[slot]), weight.device)
+        if isinstance(state.get("error_bits"), torch.Tensor) and weight.dtype != torch.float32:
+            _load_error_bits(engine, entry.row, weight, state["error_bits"], source)
+    return write
+
+
+def _ready(opt, p, steps):
+    """The parameter's entry, with planes to write into."""
+    entry = opt._entry(p)
+    opt.state[p]["step"] = steps
+    entry.row.step = max(steps, 1)
+    return entry
+
+
+def _chunks(row):
+    for first in range(0, row.size, CHUNK):
+        size = min(CHUNK, row.size - first)
+        part = _abi.Tensor()
+        library.tensor_view(byref(row), first, size, byref(part))
+        yield first, size, part
+
+
+def _load_flash(engine, row, array, codes, scales, device):
+    """FlashOptim's moments are our format flash8, with its fp16 scales at times under the name of bf16."""
+    codes = codes.reshape(-1)
+    scales = (scales.view(torch.float16) if scales.dtype == torch.bfloat16 else scales).reshape(-1)
+    codes = codes.to(torch.int16) if codes.is_floating_point() else codes
+    flash = _abi.format_named("flash8")
+    for first, size, part in _chunks(row):
+        code = codes[first:first + size].to(device).to(torch.uint8).contiguous()
+        scale = scales[first // flash.group:math.ceil((first + size) / flash.group)].to(device).contiguous()
+        source = _abi.Tensor.from_buffer_copy(part)
+        source.arrays[array] = _abi.Array(flash.handle, code.data_ptr(), scale.data_ptr())
+        values = torch.empty(size, device=device)
+        library.decode(engine, byref(source), array, values.data_ptr())
+        library.encode(engine, byref(part), array, values.data_ptr())
+
+
+def _load_error_bits(engine, row, weight, errors, source):
+    """FlashOptim's wide weight: visible + code / top * ulp / 2 (FlashOptim, 2602.23349, section 3)."""
+    bits, least = (7, -126) if weight.dtype == torch.bfloat16 else (10, -14)
+    wide = source.get("master_bytewidth") == 4
+    if wide and errors.dtype != torch.int16:
+        errors = errors.view(torch.int16)
+    top = 32767 if wide else 127
+    visible, errors = weight.detach().reshape(-1), errors.reshape(-1)
+    for first, size, part in _chunks(row):
+        high = visible[first:first + size].float()
+        _, exponent = torch.frexp(high)
+        log_ulp = torch.where(high == 0, least, (exponent - 1).clamp(min=least)) - bits
+        code = errors[first:first + size].to(weight.device).float()
+        values = high + torch.ldexp(code / top, log_ulp - 1)
+        library.encode(engine, byref(part), _abi.WEIGHT, values.contiguous().data_ptr())
