@@ -199,12 +199,21 @@ void add_roundings(std::vector<StepKernel>& list) {
     add_recipe<Rule, Active, Weight, Moment, Nonneg, kStochastic, kStochastic>(list);
 }
 
+// The moments of a 24-bit recipe beside weights in fp32, as PyTorch's parameters often are.
+template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg, Rounding MomentRounding>
+void add_wide_weights(std::vector<StepKernel>& list) {
+  if constexpr (Weight == format_index("bf16+8"))
+    add_recipe<Rule, Active, format_index("fp32"), Moment, Nonneg, kNearest, MomentRounding>(list);
+}
+
 template <class Rule, unsigned Active>
 void add_active(std::vector<StepKernel>& list) {
   if constexpr (can_be_active<Rule>(Active)) {
 #define SCRUPLE_RECIPE(name, weight, moment, nonneg, gradient, weight_rounding, moment_rounding, ...) \
   add_roundings<Rule, Active, format_index(weight), format_index(moment), format_index(nonneg),       \
-                weight_rounding, moment_rounding>(list);
+                weight_rounding, moment_rounding>(list);                                              \
+  add_wide_weights<Rule, Active, format_index(weight), format_index(moment), format_index(nonneg),    \
+                   moment_rounding>(list);
 #include "formats/recipes.def"
 #undef SCRUPLE_RECIPE
   }

@@ -61,6 +61,11 @@ inline std::vector<Config> recipe_configs(bool busy = true) {
       if (scruple_tensor_use(&row, info.name) != SCRUPLE_OK) continue;
       list.push_back({rule_name(rule), row, hypers,
                       rule_name(rule) + (busy ? " (all slots), " : " (defaults), ") + info.name});
+      if (std::string(info.weight) != "bf16+8") continue;
+      list.push_back(list.back());  // beside weights in fp32, for which the CUDA engine has kernels too
+      list.back().formats.arrays[SCRUPLE_WEIGHT] = {};
+      list.back().formats.arrays[SCRUPLE_WEIGHT].format = scruple_format_find("fp32");
+      list.back().name += ", fp32 weights";
     }
   }
   return list;
