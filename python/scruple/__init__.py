@@ -2,6 +2,7 @@
 
 This module needs no torch: it lists what the library knows. The optimizers are in scruple.torch.
 """
+
 from ._abi import Error, UsageError, engines, formats, library, recipes, rules
 
 __all__ = ["Error", "UsageError", "engines", "formats", "recipes", "rules", "version"]

@@ -1,14 +1,28 @@
 """scruple.h through ctypes: the structs, the functions, and errors as exceptions. Nothing here knows torch.
 
-The library is the one that SCRUPLE_LIBRARY names, or the one inside this package, or the one that `make build`
-left in the source tree.
+The library is the one that SCRUPLE_LIBRARY names, or the one inside this package, or the one that `make
+build` left in the source tree.
 """
+
 import ctypes
 import os
 import pathlib
 import threading
-from ctypes import (CFUNCTYPE, POINTER, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t,
-                    c_uint32, c_uint64, c_void_p)
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 
 ABI_VERSION = 1
 NEAREST, TRUNCATE, STOCHASTIC, DITHER = range(4)
@@ -33,35 +47,106 @@ def _struct(kind, /, **fields):
 
 
 Array = _struct("Array", format=c_void_p, codes=c_void_p, aux=c_void_p, rounding=c_int32, owned=c_int32)
-Tensor = _struct("Tensor", optimizer=c_void_p, size=c_int64, step=c_int64, offset=c_int64, folds=c_int64,
-                 id=c_uint32, reserved=c_uint32, arrays=Array * ARRAYS)
+Tensor = _struct(
+    "Tensor",
+    optimizer=c_void_p,
+    size=c_int64,
+    step=c_int64,
+    offset=c_int64,
+    folds=c_int64,
+    id=c_uint32,
+    reserved=c_uint32,
+    arrays=Array * ARRAYS,
+)
 Bound = _struct("Bound", relative=c_double, group=c_double, absolute=c_double)
-FormatInfo = _struct("FormatInfo", name=c_char_p, doc=c_char_p, roles=c_uint32, roundings=c_uint32,
-                     group_size=c_int32, code_bits=c_int32, aux_bits=c_int32, aux_is_scale=c_int32,
-                     bits_per_value=c_double, bound=Bound, bound_nonneg=Bound)
-RecipeInfo = _struct("RecipeInfo", name=c_char_p, doc=c_char_p, weight=c_char_p, moment=c_char_p,
-                     nonneg=c_char_p, gradient=c_char_p, weight_rounding=c_int, moment_rounding=c_int,
-                     gradient_rounding=c_int, small=c_int64)
+FormatInfo = _struct(
+    "FormatInfo",
+    name=c_char_p,
+    doc=c_char_p,
+    roles=c_uint32,
+    roundings=c_uint32,
+    group_size=c_int32,
+    code_bits=c_int32,
+    aux_bits=c_int32,
+    aux_is_scale=c_int32,
+    bits_per_value=c_double,
+    bound=Bound,
+    bound_nonneg=Bound,
+)
+RecipeInfo = _struct(
+    "RecipeInfo",
+    name=c_char_p,
+    doc=c_char_p,
+    weight=c_char_p,
+    moment=c_char_p,
+    nonneg=c_char_p,
+    gradient=c_char_p,
+    weight_rounding=c_int,
+    moment_rounding=c_int,
+    gradient_rounding=c_int,
+    small=c_int64,
+)
 RuleInfo = _struct("RuleInfo", name=c_char_p, doc=c_char_p, slots=c_int32, hypers=c_int32)
 SlotInfo = _struct("SlotInfo", name=c_char_p, role=c_int32, optional=c_int32)
 HyperInfo = _struct("HyperInfo", name=c_char_p, doc=c_char_p, value=c_double, flag=c_int32)
 EngineInfo = _struct("EngineInfo", name=c_char_p, doc=c_char_p, available=c_int32, reason=c_char_p)
-StepOptions = _struct("StepOptions", struct_size=c_size_t, multiplier=c_float, found_inf=c_void_p,
-                      clip=c_void_p, loss_scale=c_void_p, steps=c_void_p, part=c_int32, parts=c_int32)
-MeasureOptions = _struct("MeasureOptions", struct_size=c_size_t, max_norm=c_double, loss_scale=c_void_p,
-                         steps=c_void_p, norm=c_void_p, found_inf=c_void_p, clip=c_void_p,
-                         sum_before=c_void_p, sum=c_void_p, adagc=c_double, gamma=c_void_p)
+StepOptions = _struct(
+    "StepOptions",
+    struct_size=c_size_t,
+    multiplier=c_float,
+    found_inf=c_void_p,
+    clip=c_void_p,
+    loss_scale=c_void_p,
+    steps=c_void_p,
+    part=c_int32,
+    parts=c_int32,
+)
+MeasureOptions = _struct(
+    "MeasureOptions",
+    struct_size=c_size_t,
+    max_norm=c_double,
+    loss_scale=c_void_p,
+    steps=c_void_p,
+    norm=c_void_p,
+    found_inf=c_void_p,
+    clip=c_void_p,
+    sum_before=c_void_p,
+    sum=c_void_p,
+    adagc=c_double,
+    gamma=c_void_p,
+)
 Scaler = _struct("Scaler", scale=c_float, growth=c_float, backoff=c_float, interval=c_int32, clean=c_int32)
 ALLOC = CFUNCTYPE(c_void_p, c_void_p, c_int64)
 FREE = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 REDUCE = CFUNCTYPE(c_int, c_void_p, c_void_p)
-SinkOptions = _struct("SinkOptions", struct_size=c_size_t, policy=c_int, accumulation=c_int,
-                      micro_batches=c_int32, max_norm=c_double, tensor_norm=c_double, adagc=c_double,
-                      scaler=c_void_p, adagc_norms=c_void_p, memory_context=c_void_p, alloc=ALLOC, free=FREE,
-                      loss_scale=c_void_p, reduce_context=c_void_p, reduce=REDUCE)
+SinkOptions = _struct(
+    "SinkOptions",
+    struct_size=c_size_t,
+    policy=c_int,
+    accumulation=c_int,
+    micro_batches=c_int32,
+    max_norm=c_double,
+    tensor_norm=c_double,
+    adagc=c_double,
+    scaler=c_void_p,
+    adagc_norms=c_void_p,
+    memory_context=c_void_p,
+    alloc=ALLOC,
+    free=FREE,
+    loss_scale=c_void_p,
+    reduce_context=c_void_p,
+    reduce=REDUCE,
+)
 Piece = _struct("Piece", tensor=c_int64, first=c_int64, size=c_int64, gradient=Array)
-SinkReport = _struct("SinkReport", norm=c_double, found_inf=c_float, clip=c_float, steps=c_int64,
-                     skipped=c_int64, scaler=Scaler)
+SinkReport = _struct(
+    "SinkReport",
+    norm=c_double,
+    found_inf=c_float,
+    clip=c_float,
+    steps=c_int64,
+    skipped=c_int64,
+    scaler=Scaler,
+)
 
 # Those that return a status; the others are below.
 _CALLS = {
@@ -122,8 +207,10 @@ def _find():
     for place in places:
         if place.exists():
             return str(place)
-    raise Error(f"libscruple.so was not found in {places[0].parent} or {places[1].parent}; install the package "
-                "with 'pip install .', or run 'make build', or set SCRUPLE_LIBRARY to the file")
+    raise Error(
+        f"libscruple.so was not found in {places[0].parent} or {places[1].parent}; install the package "
+        "with 'pip install .', or run 'make build', or set SCRUPLE_LIBRARY to the file"
+    )
 
 
 def last_error():
@@ -138,6 +225,7 @@ def _checked(function):
             if status == OUT_OF_MEMORY:
                 raise MemoryError(last_error())
             raise kind(last_error())
+
     return call
 
 
@@ -163,8 +251,10 @@ class _Library:
         except (OSError, AttributeError) as problem:
             raise Error(f"{path} cannot be used as libscruple: {problem}") from None
         if found != ABI_VERSION:
-            raise Error(f"{path} speaks version {found} of the ABI and this package version {ABI_VERSION}; "
-                        "install both from one source")
+            raise Error(
+                f"{path} speaks version {found} of the ABI and this package version {ABI_VERSION}; "
+                "install both from one source"
+            )
         for name, types in _CALLS.items():
             function = getattr(c, "scruple_" + name)
             function.argtypes, function.restype = types, c_int
@@ -234,7 +324,9 @@ def _all(count, read, kind):
 
 def recipes():
     """{name: RecipeInfo} in the library's order."""
-    return {info.name.decode(): info for _, info in _all(library.recipe_count(), library.recipe_at, RecipeInfo)}
+    return {
+        info.name.decode(): info for _, info in _all(library.recipe_count(), library.recipe_at, RecipeInfo)
+    }
 
 
 def rules():
@@ -256,8 +348,10 @@ def rules():
 
 def engines():
     """{name: None, or why this machine cannot run it}."""
-    return {info.name.decode(): None if info.available else info.reason.decode()
-            for _, info in _all(library.engine_count(), library.engine_at, EngineInfo)}
+    return {
+        info.name.decode(): None if info.available else info.reason.decode()
+        for _, info in _all(library.engine_count(), library.engine_at, EngineInfo)
+    }
 
 
 class Engine:

@@ -1,14 +1,26 @@
 """Drop-in PyTorch optimizers whose weights, moments and gradients take 5 to 7 bytes per parameter.
 
-    from scruple.torch import AdamW, cast_model, release_gradients
-    cast_model(model, torch.bfloat16)
-    opt = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+from scruple.torch import AdamW, cast_model, release_gradients
+cast_model(model, torch.bfloat16)
+opt = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 """
+
 from .cast import cast_model
 from .numerics import check_updates
 from .optimizers import SGD, SGDW, Adagrad, Adam, AdamW, Lion, RMSprop
 from .release import release_gradients
 from .scaler import LossScaler
 
-__all__ = ["SGD", "SGDW", "Adagrad", "Adam", "AdamW", "Lion", "LossScaler", "RMSprop", "cast_model", "check_updates",
-           "release_gradients"]
+__all__ = [
+    "SGD",
+    "SGDW",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "LossScaler",
+    "RMSprop",
+    "cast_model",
+    "check_updates",
+    "release_gradients",
+]

@@ -1,4 +1,5 @@
 """cast_model: a model in 16 bits, except where that would hurt."""
+
 import fnmatch
 
 import torch
@@ -11,18 +12,22 @@ _WITH_STATISTICS = torch.nn.modules.batchnorm._NormBase  # batch and instance no
 def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
     """Casts a model's floating-point parameters and buffers in place, and returns it.
 
-    Left as they are: batch and instance normalisations (their running statistics are averages over many batches, which
-    stand still in 8 bits; they take 16-bit inputs all the same), and buffers that are not saved with the model, such as
-    rotary frequencies.
+    Left as they are: batch and instance normalisations (their running statistics are averages over many
+    batches, which stand still in 8 bits; they take 16-bit inputs all the same), and buffers that are not
+    saved with the model, such as rotary frequencies.
 
-    overrides   {pattern: dtype} over the names of modules and parameters, as in the shell; the first match wins:
-                {"lm_head": torch.float32, "*.norm?": torch.float32}. A module that is kept in another dtype casts its
-                inputs on the way in and its outputs on the way out.
+    overrides   {pattern: dtype} over the names of modules and parameters, as in the shell; the first match
+                wins: {"lm_head": torch.float32, "*.norm?": torch.float32}. A module that is kept in another
+                dtype casts its inputs on the way in and its outputs on the way out.
     """
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UsageError(f"cast_model to {dtype}; it can be torch.bfloat16, torch.float16 or torch.float32")
+    for pattern, target in [(None, dtype), *(overrides or {}).items()]:
+        if target not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UsageError(
+                f"cast_model to {target}{f' for {pattern!r}' if pattern else ''}; it can be torch.bfloat16, "
+                "torch.float16 or torch.float32"
+            )
     choose = _Overrides(overrides or {})
-    doors = []
+    params, buffers, doors = [], [], []  # nothing is cast before all names are known to be right
     for path, module in model.named_modules():
         own = choose(path)
         if own is not None and own != dtype and choose(path.rpartition(".")[0]) != own:
@@ -31,14 +36,19 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
         for name, p in module.named_parameters(recurse=False):
             target = choose(_join(path, name)) or (None if statistics else dtype)
             if target and p.is_floating_point():
-                p.data = p.data.to(target)
-                p.grad = None if p.grad is None else p.grad.to(target)
+                params.append((p, target))
         for name, buffer in module.named_buffers(recurse=False):
             kept = statistics or name in module._non_persistent_buffers_set
             target = choose(_join(path, name)) or (None if kept else dtype)
             if target and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(target)
+                buffers.append((module, name, target))
     choose.check(model)
+    for p, target in params:
+        gradient, p.grad = p.grad, None
+        p.data = p.data.to(target)
+        p.grad = None if gradient is None else gradient.to(target)
+    for module, name, target in buffers:
+        module._buffers[name] = module._buffers[name].to(target)
     for module, own in doors:
         _cast_at_the_door(module, own, dtype)
     return model
@@ -66,8 +76,11 @@ class _Overrides:
         unused = [repr(pattern) for pattern in self.patterns if pattern not in self.used]
         if unused:
             some = ", ".join(repr(name) for name, _ in list(model.named_parameters())[:3])
-            raise UsageError(f"overrides name {', '.join(unused)}, which no module or parameter is called; names look like "
-                             f"{some}")
+            raise UsageError(
+                f"overrides name {', '.join(unused)}, which no module or parameter is called; names look "
+                "like "
+                f"{some}"
+            )
 
 
 def _to(value, dtype):
@@ -83,5 +96,7 @@ def _to(value, dtype):
 
 
 def _cast_at_the_door(module, inside, outside):
-    module.register_forward_pre_hook(lambda _, args, kwargs: (_to(args, inside), _to(kwargs, inside)), with_kwargs=True)
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: (_to(args, inside), _to(kwargs, inside)), with_kwargs=True
+    )
     module.register_forward_hook(lambda _, args, output: _to(output, outside))

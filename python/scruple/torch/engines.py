@@ -1,4 +1,5 @@
 """One engine per device, queueing on torch's current stream."""
+
 import os
 import threading
 
@@ -11,7 +12,8 @@ _lock = threading.Lock()
 
 
 def engine_for(device):
-    """The handle of the engine of a torch device; its next call runs in the order of torch's own work there."""
+    """The handle of the engine of a torch device; its next call runs in the order of torch's own work
+    there."""
     if device.type == "cpu":
         # Threads do not survive a fork, and follow torch.set_num_threads.
         key = ("cpu", torch.get_num_threads(), os.getpid())

@@ -1,4 +1,5 @@
 """A look at whether the present learning rate can move weights in the format they are kept in."""
+
 from ctypes import byref, sizeof
 
 import torch
@@ -8,7 +9,7 @@ from .._abi import library
 from .engines import engine_for
 from .planes import NAMES, decode
 from .shards import local
-from .table import gradient_problem
+from .table import check_gradient
 
 SAMPLE = 1 << 16  # elements of each parameter that are tried
 
@@ -17,9 +18,9 @@ SAMPLE = 1 << 16  # elements of each parameter that are tried
 def check_updates(opt, model=None, threshold=0.1):
     """What is wrong with the next step, in words; [] where nothing is. Call it between backward() and step().
 
-    The next step is tried on a copy of up to 65,536 elements of each parameter. Where more than `threshold` of those that
-    have a gradient would come out with the same bits, the step is below the last bit of the format: those weights
-    stand still. (With stochastic rounding they move on average, and nothing is said.)
+    The next step is tried on a copy of up to 65,536 elements of each parameter. Where more than `threshold`
+    of those that have a gradient would come out with the same bits, the step is below the last bit of the
+    format: those weights stand still. (With stochastic rounding they move on average, and nothing is said.)
     """
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
     opt._settle()
@@ -35,22 +36,28 @@ def check_updates(opt, model=None, threshold=0.1):
         if share > threshold:
             weight = layout.formats["weight"]
             lr = float(opt.param_groups[index]["lr"])
-            wider = "weights='bf16+8', more extra bits, or rounding='stochastic'" if weight != "fp32" else "a larger lr"
-            found.append(f"{names.get(p, f'parameter {number}')} ({weight}, lr {lr:g}): {100 * share:.0f} % of the weights that "
-                         f"have a gradient would not move; the step is below their last bit. Use {wider}")
+            base, extra, _ = weight.partition("+")
+            wider = (
+                "a larger lr"
+                if weight == "fp32"
+                else f"weights='{base}+{16 if extra else 8}' (more extra bits) or rounding='stochastic'"
+            )
+            found.append(
+                f"{names.get(p, f'parameter {number}')} ({weight}, lr {lr:g}): {100 * share:.0f} % of the "
+                "weights that "
+                f"have a gradient would not move; the step is below their last bit. Use {wider}"
+            )
     return found
 
 
 def _unmoved(opt, p):
     """The share of sampled elements with a gradient that a step leaves as they are."""
+    check_gradient(local(p), local(p.grad))
     device, fresh = local(p).device, not opt.state.get(p)
     entry = opt._entry(p)
     size = min(SAMPLE, entry.row.size)
     weight = local(p).detach().reshape(-1)[:size].clone()
     gradient = local(p.grad).reshape(-1)[:size].contiguous()
-    problem = gradient_problem(weight, gradient)
-    if problem:
-        raise _abi.UsageError(problem)
     row = _abi.Tensor.from_buffer_copy(entry.row)
     row.size = size
     kept = []
@@ -60,11 +67,12 @@ def _unmoved(opt, p):
         kept.append(opt.state[p][name].reshape(-1).view(torch.uint8)[:length].clone())
         setattr(row.arrays[a], plane, kept[-1].data_ptr())
     row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
-    row.arrays[_abi.GRADIENT] = _abi.Array(_abi.format_named(NAMES[gradient.dtype]).handle, gradient.data_ptr())
+    row.arrays[_abi.GRADIENT] = _abi.Array(
+        _abi.format_named(NAMES[gradient.dtype]).handle, gradient.data_ptr()
+    )
     engine = engine_for(device)
     before = decode(engine, row, _abi.WEIGHT, size, device)
-    sign = -1.0 if opt.param_groups[opt._number[p][1]].get("maximize") else 1.0
-    options = _abi.StepOptions(sizeof(_abi.StepOptions), sign, None, None, None, None, 0, 1)
+    options = _abi.StepOptions(sizeof(_abi.StepOptions), 1.0, None, None, None, None, 0, 1)
     library.step(engine, byref(row), 1, byref(options))
     after = decode(engine, row, _abi.WEIGHT, size, device)
     if fresh:

@@ -1,5 +1,6 @@
-"""What all of scruple.torch's optimizers share: a torch.optim.Optimizer whose state is planes in small formats and
-whose step is one library call per device. The formulas are in the library."""
+"""What all of scruple.torch's optimizers share: a torch.optim.Optimizer whose state is planes in small
+formats and whose step is one library call per device. The formulas are in the library."""
+
 import ctypes
 from ctypes import byref
 
@@ -11,7 +12,7 @@ from . import state as state_files
 from .engines import engine_for
 from .planes import Layout, decode, encode, start
 from .shards import groups_of, like, local, offset_of, part_of
-from .table import Table
+from .table import Table, check_gradient
 
 
 class Entry:
@@ -55,20 +56,37 @@ class Optimizer(torch.optim.Optimizer):
     def _check_group(self, group):
         unknown = set(group) - set(self.defaults) - {"params", "param_names", "initial_lr"}
         if unknown:
-            raise UsageError(f"a parameter group has {', '.join(sorted(unknown))}; {type(self).__name__} knows "
-                             f"{', '.join(self.defaults)}")
+            raise UsageError(
+                f"a parameter group has {', '.join(sorted(unknown))}; {type(self).__name__} knows "
+                f"{', '.join(self.defaults)}"
+            )
         rule = self._new_rule(group)
+        if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise UsageError("nesterov=True needs a momentum above 0 and no dampening, as in torch.optim.SGD")
         for p in group["params"]:
             if p.layout is not torch.strided:
-                raise UsageError(f"a parameter of shape {tuple(p.shape)} is sparse; scruple steps dense parameters")
+                raise UsageError(
+                    f"a parameter of shape {tuple(p.shape)} is sparse; scruple steps dense parameters"
+                )
             if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride())):
-                raise UsageError(f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}: several of its elements "
-                                 "share one place in memory; use .contiguous() on it first")
+                raise UsageError(
+                    f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}: several of its "
+                    "elements "
+                    "share one place in memory; use .contiguous() on it first"
+                )
             Layout(rule, group, p.dtype, p.numel())
 
     def _hypers(self, group):
         """Hyperparameters by the library's names; lr apart."""
-        named = {name: group[name] for name in self._rule_hypers() if name in group and name != "lr"}
+        named = {
+            name: group[name]
+            for name in self._rule_hypers()
+            if name in group and name not in ("lr", "max_lr")
+        }
+        if (
+            "decay_lr" in group
+        ):  # not under the library's name: OneCycleLR keeps a max_lr of its own in the groups
+            named["max_lr"] = group["decay_lr"]
         if "betas" in group:
             named["beta1"], named["beta2"] = group["betas"]
         return named
@@ -117,21 +135,22 @@ class Optimizer(torch.optim.Optimizer):
         return self._rules[key]
 
     def _update_rules(self):
-        if self._buckets is None:
-            self._make_buckets()
+        if self._buckets is None or any(
+            local(params[0]).device != device for device, params in self._buckets.items()
+        ):
+            self._make_buckets()  # anew where the model has moved
         for (index, device), rule in self._rules.items():
             self._update_rule(rule, self.param_groups[index], device)
 
     def _make_buckets(self):
-        """The parameters that can go into one call: of one device, and all up or all down the gradient."""
+        """The parameters that can go into one call: those of one device."""
         self._buckets, self._number = {}, {}
         for index, group in enumerate(self.param_groups):
-            sign = -1.0 if group.get("maximize") else 1.0
             for p in group["params"]:
                 self._number[p] = len(self._number), index
                 device = local(p).device
                 self._rule(index, device)
-                self._buckets.setdefault((device, sign), []).append(p)
+                self._buckets.setdefault(device, []).append(p)
 
     def _entry(self, p):
         """Makes the parameter's state where it has none."""
@@ -170,7 +189,9 @@ class Optimizer(torch.optim.Optimizer):
                 if p in self._owner:
                     self._settle_table(self._owner[p])
             entries = [self._entries.get(p) or self._entry(p) for p in params]
-            table = Table(key, local(params[0]).device, params, entries, [self.state[p]["step"] for p in params])
+            table = Table(
+                key, local(params[0]).device, params, entries, [self.state[p]["step"] for p in params]
+            )
             self._tables[key] = table
             self._owner.update(dict.fromkeys(params, table))
         return table
@@ -190,15 +211,18 @@ class Optimizer(torch.optim.Optimizer):
         if self._handle is not None:
             self._handle._settle()
 
-    def _filled(self, bucket, params, gradients):
-        """A table of these parameters with the addresses of their gradients, None where there is none."""
+    def _filled(self, key, params, gradients):
+        """A table of these parameters, all of one device and named by `key`, with the addresses of their
+        gradients; None where there is none."""
         here = [g is not None for g in gradients]
-        key = bucket
         if not all(here):
-            key = (*bucket, tuple(here))
+            key = (*key, bytes(here))
             params, gradients = ([x for x, has in zip(xs, here) if has] for xs in (params, gradients))
         if not params:
             return None
+        if key not in self._tables:  # before any state is made
+            for p, g in zip(params, gradients):
+                check_gradient(p, g)
         table = self._table(key, params)
         if not table.fill(gradients):  # a weight has moved
             self._settle_table(table)
@@ -212,8 +236,8 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure=None, *, max_norm=None):
         """One step of every parameter that has a gradient.
 
-        `max_norm` clips by the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does, without writing to them,
-        and skips the step where a gradient is not finite.
+        `max_norm` clips by the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does, without writing
+        to them, and skips the step where a gradient is not finite.
         """
         loss = None
         if closure is not None:
@@ -221,27 +245,42 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm is {max_norm}; it must be above 0, or None for no clipping")
-        self._update_rules()
-        tables = {}
-        for bucket, params in self._buckets.items():
-            table = self._filled(bucket, params, [p.grad for p in params])
-            if table is not None:
-                tables[bucket] = table
+        tables = self._present()
         found_inf, scale = self._of_scaler("found_inf"), self._of_scaler("grad_scale")
         if max_norm is None:
             self._take(tables, scale, found_inf, None)
         elif tables:
-            norm, found_inf, clip = self._measure(list(tables.values()), max_norm, scale, found_inf)
+            norm, found_inf, clip = self._measure(tables, max_norm, scale, found_inf)
             self._take(tables, scale, found_inf, clip)
             self.last_norm = norm
         elif self._handle is not None:
-            raise UsageError("clipping in the step: release_gradients has taken the gradients inside backward; give it "
-                             "max_norm instead (policy 'compressed')")
+            raise UsageError(
+                "clipping in the step: release_gradients has taken the gradients inside backward; give it "
+                "max_norm instead (policy 'compressed')"
+            )
         return loss
 
+    def _present(self):
+        """Tables of all parameters that have a gradient."""
+        self._update_rules()
+        filled = [
+            self._filled((device,), params, [p.grad for p in params])
+            for device, params in self._buckets.items()
+        ]
+        return [table for table in filled if table is not None]
+
+    @torch.no_grad()
+    def _found_inf(self):
+        """{device: 1 where a gradient there is not finite}, for LossScaler."""
+        flags = {}
+        for table in self._present():
+            total = self._sum_squares([table], table.device)
+            flags[table.device] = (~torch.isfinite(total)).to(torch.float32).view(1)
+        return flags
+
     def clip_and_step(self, max_norm):
-        """step(max_norm=max_norm), and the norm before clipping as a tensor on the gradients' device; None where no
-        parameter has a gradient."""
+        """step(max_norm=max_norm), and the norm before clipping as a tensor on the gradients' device; None
+        where no parameter has a gradient."""
         self.last_norm = None
         self.step(max_norm=max_norm)
         return self.last_norm
@@ -252,20 +291,30 @@ class Optimizer(torch.optim.Optimizer):
 
     def _take(self, tables, scale, found_inf, clip):
         counted = found_inf is not None or any(group.get("capturable") for group in self.param_groups)
-        for (device, sign), table in tables.items():
-            held = [None if x is None else x.to(device, torch.float32, non_blocking=True)
-                    for x in (found_inf, clip, scale)]
-            options = _abi.StepOptions(ctypes.sizeof(_abi.StepOptions), sign, *map(_address, held), None, 0, 1)
+        for table in tables:
+            held = [
+                None if x is None else x.to(table.device, torch.float32, non_blocking=True)
+                for x in (found_inf, clip, scale)
+            ]
+            options = _abi.StepOptions(ctypes.sizeof(_abi.StepOptions), 1.0, *map(_address, held), None, 0, 1)
             table.step(options, counted)
 
     def _measure(self, tables, max_norm, scale, found_inf):
-        """Norm, flag and factor of all gradients, on the first table's device; nothing is read by the host."""
+        """Norm, flag and factor of all gradients, on the first table's device; nothing is read by the
+        host."""
         device = tables[0].device
         norm = torch.empty((), dtype=torch.float64, device=device)
         flag, clip = torch.empty((), device=device), torch.empty((), device=device)
         held = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
-        options = _abi.MeasureOptions(ctypes.sizeof(_abi.MeasureOptions), max_norm, _address(held), None, norm.data_ptr(),
-                                      flag.data_ptr(), clip.data_ptr())
+        options = _abi.MeasureOptions(
+            ctypes.sizeof(_abi.MeasureOptions),
+            max_norm,
+            _address(held),
+            None,
+            norm.data_ptr(),
+            flag.data_ptr(),
+            clip.data_ptr(),
+        )
         if len(tables) == 1 and not tables[0].any_sharded:
             tables[0].measure(options)
         else:
@@ -299,7 +348,7 @@ class Optimizer(torch.optim.Optimizer):
         for p in self._number:
             weight = local(p).detach()
             if not self.state.get(p):
-                found[p] = p.detach().float()
+                found[p] = p.detach().to(torch.float32, copy=True)
                 continue
             entry = self._entries.get(p) or self._entry(p)
             if entry.strided:
@@ -319,12 +368,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master_weights(self, values):
-        """Writes fp32 values, {parameter: tensor}: the visible part into the parameter, the rest beside it."""
+        """Writes fp32 values, {parameter: tensor}: the visible part into the parameter, the rest beside
+        it."""
         self._settle()
         self._update_rules()
-        for p, value in values.items():
-            if tuple(value.shape) != tuple(p.shape):
-                raise UsageError(f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
+        self._check_values(values)
         for p, value in values.items():
             weight = local(p).detach()
             entry = made = self._entries.get(p) or self._entry(p)
@@ -334,30 +382,53 @@ class Optimizer(torch.optim.Optimizer):
             if entry.strided:
                 weight.copy_(made.copy)
 
+    def _check_values(self, values):
+        for p, value in values.items():
+            if p not in self._number:
+                raise UsageError(
+                    f"a value for a parameter of shape {tuple(p.shape)} that is not in the optimizer"
+                )
+            if tuple(value.shape) != tuple(p.shape):
+                raise UsageError(
+                    f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
+                )
+
     def master_state_dict(self, model):
         """model.state_dict() in fp32, with the optimizer's extra bits."""
         wide = self.master_weights()
         named = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
-        return {name: wide.get(named.get(name), value) if name in named else value
-                for name, value in model.state_dict().items()}
+        return {
+            name: wide.get(named.get(name), value) if name in named else value
+            for name, value in model.state_dict().items()
+        }
 
     def load_master_state_dict(self, model, state_dict, strict=True):
-        """Loads weights of any precision into model and optimizer; what a parameter cannot show goes into its extra
-        bits."""
+        """Loads weights of any precision into model and optimizer; what a parameter cannot show goes into its
+        extra bits."""
         named = dict(model.named_parameters())
         rest = {name: value for name, value in state_dict.items() if name not in named}
         mine = set(self._all_params())
-        wide = {named[name]: value for name, value in state_dict.items() if name in named and named[name] in mine}
-        rest.update({name: value for name, value in state_dict.items() if name in named and named[name] not in mine})
+        wide = {
+            named[name]: value for name, value in state_dict.items() if name in named and named[name] in mine
+        }
+        rest.update(
+            {name: value for name, value in state_dict.items() if name in named and named[name] not in mine}
+        )
         missing = [name for name, p in named.items() if p in mine and name not in state_dict]
         if strict and missing:
-            raise UsageError(f"the weights lack {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}; pass "
-                             "strict=False to leave those as they are")
-        result = model.load_state_dict(rest, strict=False)
-        unexpected = list(result.unexpected_keys)
+            raise UsageError(
+                f"the weights lack {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}; pass "
+                "strict=False to leave those as they are"
+            )
+        unexpected = [name for name in rest if name not in model.state_dict(keep_vars=True)]
         if strict and unexpected:
-            raise UsageError(f"the weights have {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}, which "
-                             "the model has not; pass strict=False to ignore them")
+            raise UsageError(
+                f"the weights have {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}, which "
+                "the model has not; pass strict=False to ignore them"
+            )
+        self._update_rules()
+        self._check_values(wide)
+        model.load_state_dict(rest, strict=False)
         self.set_master_weights(wide)
 
     def _all_params(self):
@@ -366,7 +437,8 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Saving and loading ----
 
     def state_dict(self, *, as_="scruple"):
-        """Planes as they are stored (as_="scruple"), or plain fp32 moments that torch.optim loads (as_="torch")."""
+        """Planes as they are stored (as_="scruple"), or plain fp32 moments that torch.optim loads
+        (as_="torch")."""
         self._settle()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -378,10 +450,13 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Takes what state_dict() made, and the state of torch.optim's and FlashOptim's optimizer of the same kind."""
+        """Takes what state_dict() made, and the state of torch.optim's and FlashOptim's optimizer of the same
+        kind."""
         if self._handle is not None:
-            raise UsageError("loading while release_gradients is at work; handle.remove() first, load, and call it again")
-        state_dict = dict(state_dict)
+            raise UsageError(
+                "loading while release_gradients is at work; handle.remove() first, load, and call it again"
+            )
+        state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else result

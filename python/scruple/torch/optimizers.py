@@ -3,14 +3,15 @@
 All take, for the optimizer or per parameter group:
 
   recipe    a named choice of formats: "scruple" (the default), "flash", "scant", "split", "mixed", "fp32"
-  weights   what is kept beside a 16-bit parameter, such as "bf16+16"; in place of the recipe's. An fp32 parameter
-            is its own full-width weight.
+  weights   what is kept beside a 16-bit parameter, such as "bf16+16"; in place of the recipe's. An fp32
+            parameter is its own full-width weight.
   moments   a format for every moment that it can hold, or {slot: format}; in place of the recipe's
   rounding  "nearest" or "stochastic", for weights and moments alike; in place of the recipe's
   seed      of stochastic rounding; together with step, parameter and element it decides every random number
 
 `foreach` and `fused` are accepted and change nothing: every step is one fused call per device.
 """
+
 from .optimizer import Optimizer
 
 
@@ -24,21 +25,54 @@ class SGD(Optimizer):
 
     rule = "sgd"
 
-    def __init__(self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=0, nesterov=False, *, maximize=False,
-                 foreach=None, differentiable=False, fused=None, recipe="scruple", weights=None, moments=None,
-                 rounding=None, seed=0):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        momentum=0,
+        dampening=0,
+        weight_decay=0,
+        nesterov=False,
+        *,
+        maximize=False,
+        foreach=None,
+        differentiable=False,
+        fused=None,
+        recipe="scruple",
+        weights=None,
+        moments=None,
+        rounding=None,
+        seed=0,
+    ):
         super().__init__(params, _defaults(locals()))
 
 
 class SGDW(Optimizer):
-    """SGD with decoupled decay (Loshchilov and Hutter, 1711.05101). Where `max_lr` is above 0, decay is weight_decay *
-    lr / max_lr instead of weight_decay * lr."""
+    """SGD with decoupled decay (Loshchilov and Hutter, 1711.05101). Where `decay_lr` is above 0, decay is
+    weight_decay * lr / decay_lr instead of weight_decay * lr."""
 
     rule = "sgdw"
 
-    def __init__(self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=1e-2, nesterov=False, *, max_lr=0.0,
-                 maximize=False, foreach=None, differentiable=False, fused=None, recipe="scruple", weights=None,
-                 moments=None, rounding=None, seed=0):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        momentum=0,
+        dampening=0,
+        weight_decay=1e-2,
+        nesterov=False,
+        *,
+        decay_lr=0.0,
+        maximize=False,
+        foreach=None,
+        differentiable=False,
+        fused=None,
+        recipe="scruple",
+        weights=None,
+        moments=None,
+        rounding=None,
+        seed=0,
+    ):
         super().__init__(params, _defaults(locals()))
 
 
@@ -47,31 +81,83 @@ class Adam(Optimizer):
 
     rule = "adam"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *, foreach=None,
-                 maximize=False, capturable=False, differentiable=False, fused=None, recipe="scruple", weights=None,
-                 moments=None, rounding=None, seed=0):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0,
+        amsgrad=False,
+        *,
+        foreach=None,
+        maximize=False,
+        capturable=False,
+        differentiable=False,
+        fused=None,
+        recipe="scruple",
+        weights=None,
+        moments=None,
+        rounding=None,
+        seed=0,
+    ):
         super().__init__(params, _defaults(locals()))
 
 
 class AdamW(Optimizer):
-    """torch.optim.AdamW. Where `max_lr` is above 0, decay is weight_decay * lr / max_lr instead of weight_decay * lr."""
+    """torch.optim.AdamW. Where `decay_lr` is above 0, decay is weight_decay * lr / decay_lr instead of
+    weight_decay * lr."""
 
     rule = "adamw"
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, *,
-                 maximize=False, foreach=None, capturable=False, differentiable=False, fused=None, max_lr=0.0,
-                 recipe="scruple", weights=None, moments=None, rounding=None, seed=0):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        maximize=False,
+        foreach=None,
+        capturable=False,
+        differentiable=False,
+        fused=None,
+        decay_lr=0.0,
+        recipe="scruple",
+        weights=None,
+        moments=None,
+        rounding=None,
+        seed=0,
+    ):
         super().__init__(params, _defaults(locals()))
 
 
 class Lion(Optimizer):
-    """The sign of an interpolated momentum (Chen et al., 2302.06675). `max_lr` as in AdamW."""
+    """The sign of an interpolated momentum (Chen et al., 2302.06675). `decay_lr` as in AdamW."""
 
     rule = "lion"
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, max_lr=0.0, maximize=False, foreach=None,
-                 capturable=False, differentiable=False, fused=None, recipe="scruple", weights=None, moments=None,
-                 rounding=None, seed=0):
+    def __init__(
+        self,
+        params,
+        lr=1e-4,
+        betas=(0.9, 0.99),
+        weight_decay=0.0,
+        *,
+        decay_lr=0.0,
+        maximize=False,
+        foreach=None,
+        capturable=False,
+        differentiable=False,
+        fused=None,
+        recipe="scruple",
+        weights=None,
+        moments=None,
+        rounding=None,
+        seed=0,
+    ):
         super().__init__(params, _defaults(locals()))
 
 
@@ -80,9 +166,25 @@ class Adagrad(Optimizer):
 
     rule = "adagrad"
 
-    def __init__(self, params, lr=1e-2, lr_decay=0, weight_decay=0, initial_accumulator_value=0, eps=1e-10, foreach=None,
-                 *, maximize=False, differentiable=False, fused=None, recipe="scruple", weights=None, moments=None,
-                 rounding=None, seed=0):
+    def __init__(
+        self,
+        params,
+        lr=1e-2,
+        lr_decay=0,
+        weight_decay=0,
+        initial_accumulator_value=0,
+        eps=1e-10,
+        foreach=None,
+        *,
+        maximize=False,
+        differentiable=False,
+        fused=None,
+        recipe="scruple",
+        weights=None,
+        moments=None,
+        rounding=None,
+        seed=0,
+    ):
         super().__init__(params, _defaults(locals()))
 
 
@@ -91,7 +193,24 @@ class RMSprop(Optimizer):
 
     rule = "rmsprop"
 
-    def __init__(self, params, lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0, momentum=0, centered=False,
-                 capturable=False, foreach=None, maximize=False, differentiable=False, *, recipe="scruple", weights=None,
-                 moments=None, rounding=None, seed=0):
+    def __init__(
+        self,
+        params,
+        lr=1e-2,
+        alpha=0.99,
+        eps=1e-8,
+        weight_decay=0,
+        momentum=0,
+        centered=False,
+        capturable=False,
+        foreach=None,
+        maximize=False,
+        differentiable=False,
+        *,
+        recipe="scruple",
+        weights=None,
+        moments=None,
+        rounding=None,
+        seed=0,
+    ):
         super().__init__(params, _defaults(locals()))

@@ -1,9 +1,11 @@
 """The arrays of one parameter: which formats they have, and their planes as torch tensors.
 
-State names: "extra" is what completes a 16-bit weight, a moment has its slot's name ("exp_avg"), its scales the
-name with "/scale" behind it.
+State names: "extra" is what completes a 16-bit weight, a moment has its slot's name ("exp_avg"), its scales
+the name with "/scale" behind it.
 """
+
 import ctypes
+import math
 from ctypes import byref
 
 import torch
@@ -17,13 +19,16 @@ _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def weight_format(name, dtype):
-    """A weight format for a parameter of this dtype: the parameter is the visible part, `name` says what is kept
-    beside it."""
+    """A weight format for a parameter of this dtype: the parameter is the visible part, `name` says what is
+    kept beside it."""
     own = NAMES[dtype]
+    _abi.format_named(name)  # says what there is, where there is no such format
     base, plus, extra = name.partition("+")
     if base not in NAMES.values():
-        raise UsageError(f"weights in {name}: a torch parameter cannot hold them; pass weights='bf16+8' (or 'fp32' for "
-                         "fp32 parameters) to keep the recipe's moments")
+        raise UsageError(
+            f"weights in {name}: a torch parameter cannot hold them; pass weights='bf16+8' (or 'fp32' for "
+            "fp32 parameters) to keep the recipe's moments"
+        )
     if own == "fp32":
         return own
     return own + "+fp32" if name == "fp32" else own + plus + extra
@@ -56,7 +61,9 @@ def _set_moments(row, moments, arrays):
     if isinstance(moments, dict):
         for name, form in moments.items():
             if name not in slots:
-                raise UsageError(f"moments names slot {name!r}; this optimizer has {', '.join(slots) or 'none'}")
+                raise UsageError(
+                    f"moments names slot {name!r}; this optimizer has {', '.join(slots) or 'none'}"
+                )
             _set_format(row.arrays[slots[name][0]], form)
         return
     roles = _abi.format_named(moments).roles
@@ -75,7 +82,7 @@ def _check_formats(row):
         _empty_engine = _abi.Engine("cpu-baseline", 1)
     empty = _abi.Tensor.from_buffer_copy(row)
     empty.size = 0
-    library.tensor_alloc(_empty_engine.handle, byref(empty), 0xf)
+    library.tensor_alloc(_empty_engine.handle, byref(empty), 0xF)
 
 
 class Layout:
@@ -83,10 +90,12 @@ class Layout:
 
     def __init__(self, rule, group, dtype, size):
         if dtype not in NAMES:
-            hint = "split it into a real and an imaginary part" if dtype.is_complex else "use fp32, bf16 or fp16"
+            hint = (
+                "split it into a real and an imaginary part" if dtype.is_complex else "use fp32, bf16 or fp16"
+            )
             raise UsageError(f"a parameter has dtype {dtype}, for which there is no format; {hint}")
         row = _abi.Tensor(optimizer=rule.handle, size=size, step=1)
-        library.tensor_use(byref(row), group["recipe"].encode())
+        library.tensor_use(byref(row), str(group["recipe"]).encode())
         row.arrays[_abi.GRADIENT] = _abi.Array()
         arrays = _arrays(row)
         small = size <= _abi.recipes()[group["recipe"]].small
@@ -111,8 +120,8 @@ class Layout:
         return {name: form.name for _, name, form in self.arrays}
 
     def planes(self):
-        """(state name, array, attribute of the array, values per entry, dtype) of all that the parameter itself does
-        not hold. dtype None: bytes, several values to one."""
+        """(state name, array, attribute of the array, values per entry, dtype) of all that the parameter
+        itself does not hold. dtype None: bytes, several values to one."""
         for a, name, form in self.arrays:
             if a != _abi.WEIGHT:
                 dtype = _CODES.get(form.name, torch.uint8)
@@ -134,16 +143,32 @@ class Layout:
 
     def allocate(self, param):
         """Planes of zeros on the parameter's device, by state name."""
-        return {name: torch.zeros(self.shape(param, per, dtype, a, plane), dtype=dtype, device=param.device)
-                for name, a, plane, per, dtype in self.planes()}
+        return {
+            name: torch.zeros(self.shape(param, per, dtype, a, plane), dtype=dtype, device=param.device)
+            for name, a, plane, per, dtype in self.planes()
+        }
 
     def place(self, rule, param, planes, number, offset):
         """The table row of a parameter whose weight stands in `param` and whose other planes in `planes`."""
         row = _abi.Tensor.from_buffer_copy(self.row)
         row.optimizer, row.size, row.id, row.offset = rule.handle, param.numel(), number, offset
         row.arrays[_abi.WEIGHT].codes = param.data_ptr()
-        for name, a, plane, _, _ in self.planes():
-            setattr(row.arrays[a], plane, planes[name].data_ptr())
+        for name, a, plane, per, dtype in self.planes():
+            held = planes.get(name)
+            if (
+                held is None
+                or held.dtype != dtype
+                or held.device != param.device
+                or held.numel() != math.prod(self.shape(param, per, dtype, a, plane))
+            ):
+                raise UsageError(
+                    f"a parameter of shape {tuple(param.shape)} is {NAMES[self.dtype]} on {param.device}, "
+                    "and its "
+                    f"state has no {name!r} for that: it was cast, moved or given other formats after its "
+                    "first "
+                    "step. Do that before, or make a new optimizer and load state_dict(as_='torch') into it"
+                )
+            setattr(row.arrays[a], plane, held.data_ptr())
         return row
 
     def index(self, name):
@@ -173,5 +198,5 @@ def encode(engine, row, array, values, device):
         size = min(CHUNK, row.size - first)
         part = _abi.Tensor()
         library.tensor_view(byref(row), first, size, byref(part))
-        chunk = values[first:first + size].to(device=device, dtype=torch.float32).contiguous()
+        chunk = values[first : first + size].to(device=device, dtype=torch.float32).contiguous()
         library.encode(engine, byref(part), array, chunk.data_ptr())

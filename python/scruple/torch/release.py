@@ -1,9 +1,11 @@
-"""Gradients that do not wait for the step: release_gradients steps or compresses each one inside backward and frees it.
+"""Gradients that do not wait for the step: release_gradients steps or compresses each one inside backward and
+frees it.
 
-A hook on every parameter collects gradients until a bucket is full, so that small parameters share a call. Plain
-release hands a bucket to the optimizer's own step. Everything else (compressed accumulators, clipping, loss scaling,
-accumulation) is the library's sink, docs/gradients.md.
+A hook on every parameter collects gradients until a bucket is full, so that small parameters share a call.
+Plain release hands a bucket to the optimizer's own step. Everything else (compressed accumulators, clipping,
+loss scaling, accumulation) is the library's sink, docs/gradients.md.
 """
+
 import ctypes
 import sys
 import threading
@@ -19,95 +21,155 @@ from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import NAMES
 from .shards import groups_of, is_sharded, local
-from .table import gradient_problem
+from .table import check_gradient, mark_changed
 
 POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 BUCKET = 32 << 20  # bytes of gradients that are collected before a call
 
 
-def release_gradients(model, opt, policy="released", *, accumulate=1, accumulation=None, max_norm=None,
-                      tensor_norm=None, adagc=None, scaler=None, accumulator="int8", process_group=None):
-    """From now on backward() takes the steps of `opt` for the parameters of `model`. Returns a handle: remove() ends it.
+def release_gradients(
+    model,
+    opt,
+    policy="released",
+    *,
+    accumulate=1,
+    accumulation=None,
+    max_norm=None,
+    tensor_norm=None,
+    adagc=None,
+    scaler=None,
+    accumulator="int8",
+    process_group=None,
+):
+    """From now on backward() takes the steps of `opt` for the parameters of `model`. Returns a handle:
+    remove() ends it.
 
     policy        "released": each gradient is stepped with as it arrives and freed; none is kept.
-                  "compressed": each is folded into an accumulator and freed; the step comes at the end of the last
-                  backward of a step. Accumulation, clipping and loss scaling all work.
+                  "compressed": each is folded into an accumulator and freed; the step comes at the end of the
+                  last backward of a step. Accumulation, clipping and loss scaling all work.
     accumulate    backward passes to a step; the mean of their gradients is taken, so do not divide the loss
-    accumulation  released with accumulate > 1: "momentum" (SGD, SGDW) or "adama" (Adam, AdamW), docs/gradients.md
+    accumulation  released with accumulate > 1: "momentum" (SGD, SGDW) or "adama" (Adam, AdamW);
+                  docs/gradients.md
     max_norm      compressed: limit of the norm of all gradients
     tensor_norm   released: limit of each parameter's own norm
     adagc         released: lambda of AdaGC, such as 1.05
-    scaler        a torch.amp.GradScaler (or LossScaler); keep scaler.scale, scaler.step and scaler.update in the loop
+    scaler        a torch.amp.GradScaler (or LossScaler); keep scaler.scale, scaler.step and scaler.update
+                  in the loop
     accumulator   compressed: "int8", "bf16" or "fp32"
     process_group data parallelism: gradients are averaged over it before they are used. In place of
-                  DistributedDataParallel, which keeps every gradient in its buckets. Weights and buffers are taken from
-                  its first rank now.
+                  DistributedDataParallel, which keeps every gradient in its buckets. Weights and buffers are
+                  taken from its first rank now; buffers go their own ways from there. Every rank must use the
+                  same parameters in each backward. With accumulate > 1 every backward is averaged, not the
+                  last alone: accumulators in 8 bits cannot be summed over ranks.
 
-    Calls of opt.step() and opt.zero_grad() left in the loop do nothing to these parameters. Schedulers go on working.
+    Calls of opt.step() and opt.zero_grad() left in the loop do nothing to these parameters. Schedulers go on
+    working.
     """
     _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, adagc, scaler, accumulator)
-    params = [p for p in model.parameters() if p.requires_grad and p in set(opt._all_params())]
+    mine = set(opt._all_params())
+    params = [p for p in model.parameters() if p.requires_grad and p in mine]
     if not params:
-        raise UsageError("no parameter of the model that needs a gradient is in the optimizer; make the optimizer from "
-                         "this model's parameters")
+        raise UsageError(
+            "no parameter of the model that needs a gradient is in the optimizer; make the optimizer from "
+            "this model's parameters"
+        )
+    if process_group is not None:
+        if any(is_sharded(p) for p in params):
+            raise UsageError(
+                "process_group with sharded parameters: fully_shard reduces their gradients itself"
+            )
+        _broadcast(model, process_group)  # before the optimizer takes master copies
     plain = policy == "released" and accumulate == 1 and not (tensor_norm or adagc or scaler)
     if plain:
-        path = Steps(opt)
+        path = Steps(opt, params)
     else:
-        options = dict(policy=POLICIES[policy], micro_batches=accumulate, max_norm=max_norm or 0.0,
-                       tensor_norm=tensor_norm or 0.0, adagc=adagc or 0.0,
-                       accumulation=_abi.ACCUMULATE[accumulation or "gradients"])
+        options = dict(
+            policy=POLICIES[policy],
+            micro_batches=accumulate,
+            max_norm=max_norm or 0.0,
+            tensor_norm=tensor_norm or 0.0,
+            adagc=adagc or 0.0,
+            accumulation=_abi.ACCUMULATE[accumulation or "gradients"],
+        )
         path = Sinks(opt, params, options, accumulator, scaler)
-    return Handle(model, opt, params, path, process_group)
+    return Handle(opt, params, path, process_group)
 
 
 def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, adagc, scaler, accumulator):
     if not isinstance(opt, Optimizer):
-        raise UsageError(f"the optimizer is a {type(opt).__name__}; release_gradients works with those of scruple.torch")
+        raise UsageError(
+            f"the optimizer is a {type(opt).__name__}; release_gradients works with those of scruple.torch"
+        )
     if opt._handle is not None:
         raise UsageError("release_gradients is at work on this optimizer already; handle.remove() first")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise UsageError("the model is a DistributedDataParallel, whose buckets keep every gradient until backward has ended; "
-                         "pass the model inside it (model.module) with process_group=torch.distributed.group.WORLD, "
-                         "which averages gradients in its place, or shard with fully_shard (FSDP2)")
+        raise UsageError(
+            "the model is a DistributedDataParallel, whose buckets keep every gradient until backward has "
+            "ended; "
+            "pass the model inside it (model.module) with process_group=torch.distributed.group.WORLD, "
+            "which averages gradients in its place, or shard with fully_shard (FSDP2)"
+        )
     if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
-        raise UsageError("the model is a FullyShardedDataParallel (FSDP1), which flattens parameters; use fully_shard (FSDP2)")
+        raise UsageError(
+            "the model is a FullyShardedDataParallel (FSDP1), which flattens parameters; use fully_shard "
+            "(FSDP2)"
+        )
     if policy not in POLICIES:
-        raise UsageError(f"policy is {policy!r}; it can be 'released' or 'compressed' (for stored gradients, call "
-                         "opt.step() after backward as ever)")
+        raise UsageError(
+            f"policy is {policy!r}; it can be 'released' or 'compressed' (for stored gradients, call "
+            "opt.step() after backward as ever)"
+        )
     if accumulation is not None and accumulation not in ("momentum", "adama"):
-        raise UsageError(f"accumulation is {accumulation!r}; it can be 'momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)")
+        raise UsageError(
+            f"accumulation is {accumulation!r}; it can be 'momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)"
+        )
+    if accumulation is not None and policy == "compressed":
+        raise UsageError(
+            f"policy 'compressed' with accumulation={accumulation!r}: it adds up gradients, for any "
+            "optimizer; leave "
+            "accumulation out"
+        )
     if accumulator not in ("int8", "bf16", "fp32"):
         raise UsageError(f"accumulator is {accumulator!r}; it can be 'int8', 'bf16' or 'fp32'")
     if policy == "released" and max_norm:
-        raise UsageError("policy 'released' with max_norm: parameters are stepped before the norm of all is known; use "
-                         "policy='compressed', or clip each by tensor_norm or adagc")
+        raise UsageError(
+            "policy 'released' with max_norm: parameters are stepped before the norm of all is known; use "
+            "policy='compressed', or clip each by tensor_norm or adagc"
+        )
     if policy == "released" and accumulate > 1 and accumulation is None:
-        raise UsageError(f"policy 'released' with accumulate={accumulate}: no gradient is kept that others could be added to; "
-                         "use policy='compressed', or accumulation='momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)")
+        raise UsageError(
+            f"policy 'released' with accumulate={accumulate}: no gradient is kept that others could be added "
+            "to; "
+            "use policy='compressed', or accumulation='momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)"
+        )
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise UsageError(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler or a LossScaler")
+        raise UsageError(
+            f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler or a LossScaler"
+        )
 
 
 class Steps:
     """Plain release: a bucket is a table of the optimizer's own."""
 
-    def __init__(self, opt):
+    def __init__(self, opt, params):
         self.opt = opt
+        opt._settle()
+        opt._update_rules()
+        for p in params:  # now, while memory is whole; inside backward it would lie between activations
+            if not opt.state.get(p):
+                opt._entry(p)
 
     def begin(self):
         self.opt._update_rules()
 
     def add(self, params, gradients):
-        by_bucket = {}
+        by_device = {}
         for p, g in zip(params, gradients):
-            number, index = self.opt._number[p]
-            sign = -1.0 if self.opt.param_groups[index].get("maximize") else 1.0
-            by_bucket.setdefault((local(p).device, sign), []).append((number, p, g))
-        for bucket, found in by_bucket.items():
+            by_device.setdefault(local(p).device, []).append((self.opt._number[p][0], p, g))
+        for device, found in by_device.items():
             numbers, params, gradients = zip(*found)
-            table = self.opt._filled((*bucket, numbers), list(params), list(gradients))
-            self.opt._take({bucket: table}, None, None, None)
+            table = self.opt._filled((device, numbers), list(params), list(gradients))
+            self.opt._take([table], None, None, None)
 
     def end(self):
         pass
@@ -123,7 +185,8 @@ class Steps:
 
 
 class Sinks:
-    """Everything that needs memory of the gradients, or of their norms: one sink of the library per device."""
+    """Everything that needs memory of the gradients, or of their norms: one sink of the library per
+    device."""
 
     def __init__(self, opt, params, options, accumulator, scaler):
         self.opt, self.options, self.accumulator = opt, options, accumulator
@@ -134,29 +197,53 @@ class Sinks:
         opt._settle()
         opt._update_rules()
         self._check(params)
-        self.sinks = {device: Sink(opt, device, held, options, accumulator, self.scaler)
-                      for device, held in self.devices.items()}
+        fresh = [p for p in params if not opt.state.get(p)]
+        try:
+            self.sinks = {
+                device: Sink(opt, device, held, options, accumulator, self.scaler)
+                for device, held in self.devices.items()
+            }
+        except Exception:  # the library refuses: no trace of the attempt
+            for p in fresh:
+                opt.state.pop(p, None)
+            opt._forget_tables()
+            raise
         self.batches = 0
 
     def _check(self, params):
         if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
-            raise UsageError(f"the parameters are on {', '.join(map(str, self.devices))}; a norm or an overflow over several "
-                             "devices in one process is not supported: put them on one, or shard with fully_shard")
+            raise UsageError(
+                f"the parameters are on {', '.join(map(str, self.devices))}; a norm or an overflow over "
+                "several "
+                "devices in one process is not supported: put them on one, or shard with fully_shard"
+            )
         for p in params:
             if not local(p).is_contiguous():
-                raise UsageError(f"a parameter of shape {tuple(p.shape)} has strides {local(p).stride()}; this policy steps "
-                                 "contiguous parameters: use .contiguous() (or .to(memory_format=torch.contiguous_format))")
-            if self.opt.param_groups[self.opt._number[p][1]].get("maximize"):
-                raise UsageError("maximize=True with this policy: negate the loss instead")
-        if self.options["policy"] == _abi.RELEASED and any(is_sharded(p) for p in params) and (
-                self.options["tensor_norm"] or self.options["adagc"] or self.scaler):
-            raise UsageError("policy 'released' with clipping or loss scaling on sharded parameters: each rank would decide by "
-                             "its own shard; use policy='compressed'")
+                raise UsageError(
+                    f"a parameter of shape {tuple(p.shape)} has strides {local(p).stride()}; this policy "
+                    "steps "
+                    "contiguous parameters: use .contiguous() (or .to(memory_format=torch.contiguous_format))"
+                )
+        if (
+            self.options["policy"] == _abi.RELEASED
+            and any(is_sharded(p) for p in params)
+            and (self.options["tensor_norm"] or self.options["adagc"] or self.scaler)
+        ):
+            raise UsageError(
+                "policy 'released' with clipping or loss scaling on sharded parameters: each rank would "
+                "decide by "
+                "its own shard; use policy='compressed'"
+            )
         if len({groups_of(p) for p in params}) > 1:
-            raise UsageError("some parameters are sharded over other ranks than others; give each kind an optimizer of its own")
+            raise UsageError(
+                "some parameters are sharded over other ranks than others; give each kind an optimizer of "
+                "its own"
+            )
 
     def begin(self):
         self.opt._update_rules()
+        if self.batches == 0 and any(sink.has_moved() for sink in self.sinks.values()):
+            self.abandon()  # as fully_shard does it with uneven shards before torch 2.8
         for sink in self.sinks.values():
             sink.begin()
 
@@ -169,16 +256,20 @@ class Sinks:
 
     def end(self):
         for sink in self.sinks.values():
-            library.sink_end(sink.handle)
+            sink.end()
         self.batches = (self.batches + 1) % self.options["micro_batches"]
+        if self.batches == 0:
+            for params in self.devices.values():
+                mark_changed(params)
         if self.scaler is not None and self.batches == 0:
-            # As after scaler.unscale_: the flag is known, and scaler.step and scaler.update take it from here.
+            # As after scaler.unscale_: the flag is known, and scaler.step and scaler.update take it from
+            # here.
             state = self.scaler._per_optimizer_states[id(self.opt)]
             state["stage"] = OptState.UNSCALED
             state["found_inf_per_device"] = {device: sink.flag() for device, sink in self.sinks.items()}
 
     def abandon(self):
-        """A backward that failed half-way: this step begins anew."""
+        """A backward that failed half-way, or weights in another place: this step begins anew."""
         self.settle()
         for device, held in self.devices.items():
             self.sinks[device] = Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
@@ -208,12 +299,13 @@ class Sink:
         self.adagc = options["adagc"] > 0
         self.blocks = {}
         self.groups = groups_of(params[0])
+        self.problem = None
         # What the library keeps pointers to.
         self.callbacks = _abi.ALLOC(self._alloc), _abi.FREE(self._free), _abi.REDUCE(self._reduce)
         self.scale = torch.ones((), device=device) if scaler is not None else None
         made = _abi.SinkOptions(ctypes.sizeof(_abi.SinkOptions), **options)
         made.alloc, made.free = self.callbacks[:2]
-        if self.groups:
+        if self.groups and options["policy"] == _abi.COMPRESSED:  # released takes no norm over parameters
             made.reduce = self.callbacks[2]
         if self.scale is not None:
             made.loss_scale = self.scale.data_ptr()
@@ -245,9 +337,12 @@ class Sink:
             for group in self.groups:
                 torch.distributed.all_reduce(total, group=group)
             return 0
-        except Exception as problem:  # noqa: BLE001 - told by the caller below
+        except Exception as problem:  # noqa: BLE001 - end() tells it
             self.problem = problem
             return 1
+
+    def has_moved(self):
+        return [local(p).data_ptr() for p in self.params] != self.addresses
 
     def begin(self):
         engine_for(self.device)
@@ -259,18 +354,29 @@ class Sink:
         for piece, (p, g) in zip(pieces, found):
             i = self.index[p]
             weight = local(p)
-            problem = gradient_problem(weight, g)
+            check_gradient(weight, g)
             if weight.data_ptr() != self.addresses[i]:
-                problem = (f"the parameter of shape {tuple(p.shape)} has moved in memory since release_gradients; "
-                           "handle.remove(), and call it again")
-            if problem:
-                raise UsageError(problem)
+                raise UsageError(
+                    f"the parameter of shape {tuple(p.shape)} has moved in memory since release_gradients; "
+                    "handle.remove(), and call it again"
+                )
             g = g.contiguous()
             kept.append(g)
             piece.tensor, piece.first, piece.size = i, 0, g.numel()
             piece.gradient = _abi.Array(_abi.format_named(NAMES[g.dtype]).handle, g.data_ptr())
         engine_for(self.device)
         library.sink_add(self.handle, pieces, len(pieces))
+
+    def end(self):
+        try:
+            library.sink_end(self.handle)
+        except UsageError:
+            problem, self.problem = self.problem, None
+            if problem is None:
+                raise
+            raise _abi.Error(
+                f"the sum of squares could not be added up over the ranks: {problem}"
+            ) from problem
 
     def flag(self):
         return tensor_at(library.sink_found_inf(self.handle), torch.float32, self.device).clone()
@@ -288,8 +394,13 @@ class Sink:
         found = _abi.SinkReport()
         engine_for(self.device)
         library.sink_read(self.handle, byref(found))
-        return {"norm": found.norm, "clip": found.clip, "found_inf": bool(found.found_inf), "steps": found.steps,
-                "skipped": found.skipped}
+        return {
+            "norm": found.norm,
+            "clip": found.clip,
+            "found_inf": bool(found.found_inf),
+            "steps": found.steps,
+            "skipped": found.skipped,
+        }
 
 
 def tensor_at(address, dtype, device):
@@ -305,16 +416,13 @@ def tensor_at(address, dtype, device):
 class Handle:
     """What release_gradients returns."""
 
-    def __init__(self, model, opt, params, path, process_group):
+    def __init__(self, opt, params, path, process_group):
         self._opt, self._path, self._lock = opt, path, threading.RLock()
         self._group = process_group
-        self._task = None       # the backward pass that is running
-        self._waiting, self._size = [], 0
-        self._flying = []       # buckets that are being averaged over ranks
-        if process_group is not None:
-            if any(is_sharded(p) for p in params):
-                raise UsageError("process_group with sharded parameters: fully_shard reduces their gradients itself")
-            _broadcast(model, process_group)
+        self._task = None  # the backward pass that is running
+        self._waiting, self._size = {}, 0  # gradients that have come, by parameter
+        self._used = set()  # parameters whose gradients of this backward have been used
+        self._flying = []  # buckets that are being averaged over ranks
         opt._settle()
         opt._handle = self
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in params]
@@ -324,7 +432,7 @@ class Handle:
         for hook in self._hooks:
             hook.remove()
         if self._hooks:
-            self._path.settle()
+            self._opt._settle()
             self._opt._handle = None
             self._opt._forget_tables()
         self._hooks = []
@@ -334,8 +442,8 @@ class Handle:
         return bool(self._hooks)
 
     def report(self):
-        """{"norm", "clip", "found_inf", "steps", "skipped"} of the last step; waits for the device. None for plain
-        release, which looks at nothing."""
+        """{"norm", "clip", "found_inf", "steps", "skipped"} of the last step; waits for the device. None for
+        plain release, which looks at nothing."""
         return self._path.report()
 
     def _settle(self):
@@ -346,12 +454,23 @@ class Handle:
     @torch.no_grad()
     def _arrive(self, p):
         with self._lock:
-            if p.grad is None:
+            # Not left in p.grad: what a failed backward leaves there would be added to the next one's.
+            gradient, p.grad = p.grad, None
+            if gradient is None:
                 return
             self._begin()
-            self._waiting.append(p)
-            self._size += p.grad.numel() * p.grad.element_size() if not is_sharded(p) else \
-                local(p.grad).numel() * p.grad.element_size()
+            if p in self._used:
+                raise UsageError(
+                    f"a second gradient of one backward came for a parameter of shape {tuple(p.shape)}, "
+                    "after the "
+                    "first was used: it is shared by blocks under checkpoint(..., use_reentrant=True); use "
+                    "use_reentrant=False"
+                )
+            if p in self._waiting:
+                self._waiting[p] = self._waiting[p] + gradient
+                return
+            self._waiting[p] = gradient
+            self._size += local(gradient).numel() * gradient.element_size()
             if self._size >= BUCKET:
                 self._flush()
 
@@ -360,17 +479,22 @@ class Handle:
         if self._task is not None and (task == self._task or _is_nested()):
             return
         if self._task is not None:  # the last backward ended in an exception
-            self._waiting, self._size, self._flying = [], 0, []
+            self._waiting, self._size, self._flying = {}, 0, []
+            self._used.clear()
             self._path.abandon()
         elif _is_nested() and not isinstance(self._path, Steps):
-            raise UsageError("backward runs inside a reentrant checkpoint before any parameter outside it has come, and its end "
-                             "cannot be seen from there; use checkpoint(..., use_reentrant=False)")
+            raise UsageError(
+                "backward runs inside a reentrant checkpoint before any parameter outside it has come, and "
+                "its end "
+                "cannot be seen from there; use checkpoint(..., use_reentrant=False)"
+            )
         self._task = task
         self._path.begin()
         torch.autograd.Variable._execution_engine.queue_callback(self._near_end)
 
     def _near_end(self):
-        # FSDP2 reduces its last gradients in a callback of its own; those queued from within one come after all others.
+        # FSDP2 reduces its last gradients in a callback of its own; those queued from within one come after
+        # all others.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     @torch.no_grad()
@@ -379,33 +503,28 @@ class Handle:
             self._flush()
             self._land()
             self._path.end()
+            self._used.clear()
             self._task = None
 
     def _flush(self):
-        params, self._waiting, self._size = self._waiting, [], 0
+        params, gradients = list(self._waiting), list(self._waiting.values())
+        self._waiting, self._size = {}, 0
         if not params:
             return
+        self._used.update(params)
         if self._group is None:
-            self._use(params, [p.grad for p in params])
+            self._path.add(params, gradients)
             return
-        flat, works = _average([p.grad for p in params], self._group)
+        means, works = _average(gradients, self._group)
         self._land()  # the bucket before this one, while this one flies
-        self._flying = [(params, flat, works)]
+        self._flying = [(params, means, works)]
 
     def _land(self):
         flying, self._flying = self._flying, []
-        for params, flat, works in flying:
+        for params, means, works in flying:
             for work in works:
                 work.wait()
-            for p, values in zip(params, flat):
-                if values is not p.grad:
-                    p.grad.copy_(values.view_as(p.grad))
-            self._use(params, [p.grad for p in params])
-
-    def _use(self, params, gradients):
-        self._path.add(params, gradients)
-        for p in params:
-            p.grad = None
+            self._path.add(params, means)
 
 
 def _is_nested():
@@ -419,20 +538,24 @@ def _is_nested():
 
 
 def _average(gradients, group):
-    """Starts the mean over the group: one message for the gradients of a dtype. Returns views of the results."""
+    """Starts the mean over the group: one message for the gradients of a dtype. Returns views of the
+    results."""
     share = 1.0 / torch.distributed.get_world_size(group)
     results, works = [None] * len(gradients), []
     kinds = {}
     for i, g in enumerate(gradients):
         kinds.setdefault((g.dtype, g.device), []).append(i)
     for members in kinds.values():
-        flat = torch.cat([gradients[i].reshape(-1) for i in members]) if len(members) > 1 else \
-            gradients[members[0]].contiguous().view(-1)
+        flat = (
+            torch.cat([gradients[i].reshape(-1) for i in members])
+            if len(members) > 1
+            else gradients[members[0]].contiguous().view(-1)
+        )
         flat.mul_(share)
         works.append(torch.distributed.all_reduce(flat, group=group, async_op=True))
         at = 0
         for i in members:
-            results[i] = flat[at:at + gradients[i].numel()]
+            results[i] = flat[at : at + gradients[i].numel()].view(gradients[i].shape)
             at += gradients[i].numel()
     return results, works
 
@@ -441,4 +564,7 @@ def _broadcast(model, group):
     first = torch.distributed.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            torch.distributed.broadcast(tensor.detach(), first, group=group)
+            values = tensor.detach().contiguous()
+            torch.distributed.broadcast(values, first, group=group)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)

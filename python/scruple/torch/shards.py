@@ -1,19 +1,24 @@
 """What a rank holds of a parameter: all of it, or under FSDP2 a shard of a DTensor."""
+
 import math
+import sys
 
 import torch
-
-try:
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-except ImportError:  # a torch built without torch.distributed
-    DTensor = None
 
 ROW = 128  # every format's group divides it
 
 
 def is_sharded(tensor):
-    return DTensor is not None and isinstance(tensor, DTensor)
+    # Importing DTensor takes a second, and before somebody has, there is none.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _place(param):
+    """Shape and first index, in each dimension, of what is here of a sharded parameter."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
 
 
 def local(tensor):
@@ -24,12 +29,13 @@ def local(tensor):
 def offset_of(param):
     """The index in the whole parameter of the first element that is here.
 
-    A shard of rows, as FSDP2 makes them, is one run of elements, so that random numbers and groups are those of the
-    whole. Other shards (columns, as tensor parallelism makes them) are counted on from their first element.
+    A shard of rows, as FSDP2 makes them, is one run of elements, so that random numbers and groups are those
+    of the whole. Other shards (columns, as tensor parallelism makes them) are counted on from their first
+    element.
     """
     if not is_sharded(param):
         return 0
-    _, begins = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    _, begins = _place(param)
     index = 0
     for begin, size in zip(begins, param.shape):
         index = index * size + begin
@@ -40,8 +46,11 @@ def groups_of(param):
     """The process groups over which a sum of this parameter's elements must be added up."""
     if not is_sharded(param):
         return ()
-    return tuple(param.device_mesh.get_group(i) for i, placement in enumerate(param.placements)
-                 if isinstance(placement, Shard))
+    return tuple(
+        param.device_mesh.get_group(i)
+        for i, placement in enumerate(param.placements)
+        if not placement.is_replicate()
+    )  # FSDP2 over tensor parallelism has a placement of its own
 
 
 def part_of(param, values):
@@ -52,27 +61,44 @@ def part_of(param, values):
         if values.placements == param.placements:
             return values._local_tensor
         return values.redistribute(param.device_mesh, param.placements)._local_tensor
-    shape, begins = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    shape, begins = _place(param)
     return values[tuple(slice(b, b + n) for b, n in zip(begins, shape))]
 
 
-def like(param, plane, values_per_unit):
-    """A plane of this rank's shard as a DTensor, so that torch.distributed.checkpoint can cut it anew; None where
-    its units (bytes, scales) do not follow the parameter's rows.
+def is_run(param):
+    """Whether what is here is one run of the whole parameter's elements that begins where groups of a format
+    begin."""
+    return not is_sharded(param) or (
+        tuple(param._local_tensor.shape[1:]) == tuple(param.shape[1:]) and offset_of(param) % ROW == 0
+    )
+
+
+def like(param, plane, values_per_unit, by_rows=False, bytes_apart=False):
+    """A plane of this rank's shard as a DTensor, so that torch.distributed.checkpoint can cut it anew; None
+    where its units (bytes, scales) do not follow the parameter's rows.
 
     `values_per_unit`: how many elements one entry of the plane covers, or a fraction of one.
+    `by_rows`: a parameter that is not sharded gets the shapes of one that is.
+    `bytes_apart`: a last dimension for the bytes of an entry, which those of 16 bits get in any case.
     """
-    if not is_sharded(param):
+    if not is_sharded(param) and not by_rows:
         return plane
-    shape, here = tuple(param.shape), tuple(param._local_tensor.shape)
+    shape, here = tuple(param.shape), tuple(local(param).shape)
     if values_per_unit == 1:
         whole, plane = shape, plane.view(here)
     else:
         row = math.prod(shape[1:])
         if not shape or here[1:] != shape[1:] or row == 0 or row % ROW:
             return None
-        whole, plane = (shape[0], int(row / values_per_unit)), plane.view(here[0], -1) if here[0] else \
-            plane.view(0, int(row / values_per_unit))
+        whole = shape[0], round(row / values_per_unit)
+        plane = plane.view(here[0], whole[1])
+    if bytes_apart or plane.dtype == torch.int16:  # which neither gloo nor NCCL can send
+        whole, plane = (*whole, plane.element_size()), plane.unsqueeze(-1).view(torch.uint8)
+    if not is_sharded(param):
+        return plane
+    from torch.distributed.tensor import DTensor
+
     stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(plane, param.device_mesh, param.placements, run_check=False, shape=torch.Size(whole),
-                              stride=stride)
+    return DTensor.from_local(
+        plane, param.device_mesh, param.placements, run_check=False, shape=torch.Size(whole), stride=stride
+    )

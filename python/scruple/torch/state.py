@@ -1,15 +1,21 @@
 """State dicts: planes exactly as stored, and the state of other optimizers.
 
     {"state": {0: {"step": 12, "extra": ..., "exp_avg": ..., "exp_avg/scale": ..., ...}},
-     "param_groups": [{"lr": ..., "recipe": "scruple", "version": 1,
-                       "formats": {"bf16": {"weight": "bf16+8", "exp_avg": "companded8", ...}}, "params": [0]}]}
+     "param_groups": [{"lr": ..., "recipe": "scruple", "version": 1, "params": [0],
+                       "formats": {"bf16": {"weight": "bf16+8", "exp_avg": "companded8", ...}}}]}
 
-Under FSDP2 a plane is a DTensor where its entries follow the parameter's rows, so that torch.distributed.checkpoint can
-cut it anew for another number of ranks. Where groups of a format lie across rows (rows that are not a multiple of 128
-elements), the moment is saved as fp32 values instead: exact for the same shards, and within the format's error for
-others.
+Under FSDP2 a plane is a DTensor where its entries follow the parameter's rows, so that
+torch.distributed.checkpoint can cut it anew for another number of ranks. Where groups of a format lie across
+rows (rows that are not a multiple of 128 elements), the moment is saved as fp32 values instead, and 0 for its
+scales: exact for the same shards, and within the format's error for others. A weight's extra bits, where
+bytes lie across rows, are saved as a byte or two per element. torch.distributed.checkpoint gets the same from
+a parameter that is not sharded, so that one process can read shards, and the other way round. Names are
+always those of opt.state, which it relies on.
 """
+
+import copy
 import math
+import sys
 from ctypes import byref
 
 import torch
@@ -17,21 +23,35 @@ import torch
 from .. import _abi
 from .._abi import UsageError, library
 from .engines import engine_for
-from .planes import CHUNK, NAMES, encode
-from .shards import is_sharded, like, local, offset_of, part_of
+from .planes import CHUNK, NAMES, decode, encode
+from .shards import is_run, is_sharded, like, local, offset_of, part_of
 
 VERSION = 1
-_OURS = ("recipe", "weights", "moments", "rounding", "seed", "max_lr", "version", "formats")
+_BITS_CHUNK = 1 << 18  # elements whose extra bits are repacked at a time
+_OURS = ("recipe", "weights", "moments", "rounding", "seed", "decay_lr", "version", "formats")
+_SCHEDULERS = (
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+)  # what they keep in the groups
 
 
 # ---- Saving ----
+
 
 def save(opt, as_):
     if as_ not in ("scruple", "torch"):
         raise UsageError(f"state_dict(as_={as_!r}); it can be 'scruple' or 'torch'")
     opt._update_rules()
     numbers = {p: i for i, p in enumerate(opt._all_params())}
-    state = {numbers[p]: (_planes if as_ == "scruple" else _values)(opt, p) for p in numbers if opt.state.get(p)}
+    by_rows = _asked_by_checkpoint()
+    state = {
+        numbers[p]: _planes(opt, p, by_rows) if as_ == "scruple" else _values(opt, p)
+        for p in numbers
+        if opt.state.get(p)
+    }
     groups = []
     for group in opt.param_groups:
         group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in group["params"]}
@@ -43,32 +63,42 @@ def save(opt, as_):
     return {"state": state, "param_groups": groups}
 
 
-def _planes(opt, p):
+def _asked_by_checkpoint():
+    """Whether torch.distributed.checkpoint calls: it fills tensors of one world from those of another by
+    name."""
+    frame = sys._getframe(1) if "torch.distributed.checkpoint.state_dict" in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _planes(opt, p, by_rows):
     layout, state = opt._layout(p), opt.state[p]
-    saved = {"step": torch.tensor(state["step"])}
+    saved = {"step": torch.tensor(state["step"], device="cpu")}
     if "adagc_norm" in state:
-        saved["adagc_norm"] = torch.tensor(state["adagc_norm"], dtype=torch.float64)
+        saved["adagc_norm"] = torch.tensor(state["adagc_norm"], dtype=torch.float64, device="cpu")
     for name, a, _, per, _ in layout.planes():
-        plane = like(p, state[name], per)
+        plane = like(p, state[name], per, by_rows)
         if plane is not None:
             saved[name] = plane
             continue
+        if name == "extra":
+            bits = _unpacked(state[name], local(p).numel(), _extra_bits(layout)).view(local(p).shape)
+            saved[name] = like(p, bits, 1, by_rows, bytes_apart=True)
+            continue
         # Not one rank's groups: values, for the codes and their scales together.
-        slot = name.partition("/")[0]
-        saved.pop(slot + "/scale", None)
+        slot, _, scale = name.partition("/")
         saved[slot] = like(p, _decoded(opt, p, a), 1)
-    return {name: saved[name] for name in saved if not _is_covered(name, saved, layout)}
-
-
-def _is_covered(name, saved, layout):
-    """Scales of a moment that is saved as values."""
-    slot, slash, _ = name.partition("/")
-    return bool(slash) and _is_values(saved.get(slot), layout, slot)
+        if scale:
+            saved[name] = torch.zeros((), device="cpu")
+    return saved
 
 
 def _is_values(plane, layout, slot):
     """Whether what was saved of a moment in codes is fp32 values."""
-    if not isinstance(plane, torch.Tensor) or slot == "extra":
+    if not isinstance(plane, torch.Tensor):
         return False
     own = next((dtype for name, _, _, _, dtype in layout.planes() if name == slot), None)
     return own is not None and own != plane.dtype and plane.dtype.is_floating_point
@@ -85,7 +115,7 @@ def _decoded(opt, p, array):
 def _values(opt, p):
     """As torch.optim keeps it."""
     layout = opt._layout(p)
-    saved = {"step": torch.tensor(float(opt.state[p]["step"]))}
+    saved = {"step": torch.tensor(float(opt.state[p]["step"]), device="cpu")}
     for a, name, _ in layout.arrays:
         if a != _abi.WEIGHT:
             saved[name] = like(p, _decoded(opt, p, a), 1)
@@ -93,6 +123,7 @@ def _values(opt, p):
 
 
 # ---- Loading ----
+
 
 def load(opt, saved):
     """All or nothing: what can be wrong is looked at before anything is written."""
@@ -129,29 +160,37 @@ def load(opt, saved):
 
 def _checked_groups(opt, saved):
     if not isinstance(saved, dict) or "state" not in saved or "param_groups" not in saved:
-        raise UsageError("a state dict has 'state' and 'param_groups'; this has "
-                         f"{', '.join(map(repr, saved)) if isinstance(saved, dict) else type(saved).__name__}")
+        raise UsageError(
+            "a state dict has 'state' and 'param_groups'; this has "
+            f"{', '.join(map(repr, saved)) if isinstance(saved, dict) else type(saved).__name__}"
+        )
     groups = saved["param_groups"]
     if len(groups) != len(opt.param_groups):
-        raise UsageError(f"the state has {len(groups)} parameter groups and the optimizer {len(opt.param_groups)}; make the "
-                         "optimizer with the same groups")
+        raise UsageError(
+            f"the state has {len(groups)} parameter groups and the optimizer {len(opt.param_groups)}; make "
+            "the "
+            "optimizer with the same groups"
+        )
     for i, (theirs, mine) in enumerate(zip(groups, opt.param_groups)):
         if len(theirs["params"]) != len(mine["params"]):
-            raise UsageError(f"parameter group {i} has {len(theirs['params'])} parameters in the state and "
-                             f"{len(mine['params'])} in the optimizer")
+            raise UsageError(
+                f"parameter group {i} has {len(theirs['params'])} parameters in the state and "
+                f"{len(mine['params'])} in the optimizer"
+            )
         version = theirs.get("version")
         if version is not None and version > VERSION:
-            raise UsageError(f"the state has version {version} and this package reads up to {VERSION}; install a newer "
-                             "scruple")
+            raise UsageError(
+                f"the state has version {version} and this package reads up to {VERSION}; install a newer "
+                "scruple"
+            )
     return groups
 
 
 def _load_group(opt, group, source, ours):
     """Hyperparameters and, from our own states, formats are the saved ones, as torch.optim does it."""
     for key, value in source.items():
-        if key in opt.defaults or key in ("initial_lr", "param_names"):
-            if ours or key not in _OURS:
-                group[key] = value
+        if key in (*_SCHEDULERS, "param_names") or key in opt.defaults and (ours or key not in _OURS):
+            group[key] = copy.deepcopy(value)  # a learning rate may be a tensor
     group["version"] = VERSION
 
 
@@ -159,13 +198,23 @@ def _read_ours(opt, p, number, state, source):
     """Checks one parameter's planes, and returns what writes them."""
     layout, weight = opt._layout(p), local(p)
     formats = (source.get("formats") or {}).get(NAMES[p.dtype])
-    if formats is not None and formats != layout.formats and p.numel() > _abi.recipes()[source["recipe"]].small:
-        raise UsageError(f"parameter {number}: the state has formats {formats} and recipe {source['recipe']!r} means "
-                         f"{layout.formats} here; load what state_dict(as_='torch') gives")
+    if (
+        formats is not None
+        and formats != layout.formats
+        and p.numel() > _abi.recipes()[source["recipe"]].small
+    ):
+        raise UsageError(
+            f"parameter {number}: the state has formats {formats} and recipe {source['recipe']!r} means "
+            f"{layout.formats} here; load what state_dict(as_='torch') gives"
+        )
     if source.get("formats") and formats is None:
-        raise UsageError(f"parameter {number} is {NAMES[p.dtype]}, and the state was saved for "
-                         f"{', '.join(source['formats'])} parameters; cast the model alike (cast_model), or load what "
-                         "state_dict(as_='torch') gives")
+        raise UsageError(
+            f"parameter {number} is {NAMES[p.dtype]}, and the state was saved for "
+            f"{', '.join(source['formats'])} parameters; cast the model alike (cast_model), or load what "
+            "state_dict(as_='torch') gives"
+        )
+    if "step" not in state:
+        raise UsageError(f"parameter {number}: the state lacks 'step'; it has {', '.join(map(str, state))}")
     planes, values = {}, {}
     for name, a, plane, per, dtype in layout.planes():
         slot = name.partition("/")[0]
@@ -173,17 +222,41 @@ def _read_ours(opt, p, number, state, source):
             values[slot] = part_of(p, state[slot])
             continue
         if not isinstance(state.get(name), torch.Tensor):
-            raise UsageError(f"parameter {number}: the state lacks {name!r}; it has {', '.join(map(str, state))}")
+            raise UsageError(
+                f"parameter {number}: the state lacks {name!r}; it has {', '.join(map(str, state))}"
+            )
+        if name == "extra" and per != 1 and tuple(state[name].shape[:-1]) == tuple(p.shape):
+            planes[name] = _packed(_from_bytes(part_of(p, state[name])), _extra_bits(layout), dtype)
+            continue
+        if is_sharded(p) and not is_sharded(state[name]) and per != 1 and not is_run(p):
+            # Groups of the whole parameter that do not begin where ours do.
+            if name == "extra":
+                bits = _unpacked(state[name].reshape(-1), p.numel(), _extra_bits(layout)).view(p.shape)
+                planes[name] = _packed(part_of(p, bits), _extra_bits(layout), dtype)
+            elif slot not in values:
+                planes.pop(slot, None)
+                values[slot] = part_of(p, _decoded_whole(p, layout, slot, state)).clone()
+            continue
         found = _plane_part(p, state[name], per)
+        if dtype == torch.int16 and found.shape == (*weight.shape, 2):
+            found = _from_bytes(found)
         shape = layout.shape(weight, per, dtype, a, plane)
         if found.dtype != dtype or found.numel() != math.prod(shape):
-            raise UsageError(f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and "
-                             f"{math.prod(shape)} of {dtype} belong there; was it saved for this model?")
+            raise UsageError(
+                f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and "
+                f"{math.prod(shape)} of {dtype} belong there; was it saved for this model?"
+            )
+        if per == 1 and tuple(found.shape) != shape:
+            raise UsageError(
+                f"parameter {number}, {name}: the state has shape {tuple(found.shape)}, the parameter {shape}"
+            )
         planes[name] = found
     for slot, found in values.items():
         if tuple(found.shape) != tuple(weight.shape):
-            raise UsageError(f"parameter {number}, {slot}: the state has shape {tuple(found.shape)}, the parameter "
-                             f"{tuple(weight.shape)}")
+            raise UsageError(
+                f"parameter {number}, {slot}: the state has shape {tuple(found.shape)}, the parameter "
+                f"{tuple(weight.shape)}"
+            )
 
     def write():
         entry = _ready(opt, p, int(state["step"]))
@@ -193,6 +266,7 @@ def _read_ours(opt, p, number, state, source):
             opt.state[p][name].copy_(found.reshape(opt.state[p][name].shape))
         for slot, found in values.items():
             encode(engine_for(weight.device), entry.row, layout.index(slot), found, weight.device)
+
     return write
 
 
@@ -202,24 +276,106 @@ def _plane_part(p, plane, per):
         return plane
     if is_sharded(plane):
         return plane._local_tensor
-    if per == 1 and plane.shape == p.shape:
+    if per == 1 and plane.shape[: p.dim()] == p.shape:
         return part_of(p, plane)
-    first, size = offset_of(p) / per, p._local_tensor.numel() / per
-    return plane.reshape(-1)[math.floor(first):math.floor(first) + math.ceil(size)]
+    first, size = round(offset_of(p) / per), math.ceil(round(p._local_tensor.numel() / per, 6))
+    return plane.reshape(-1)[first : first + size]
+
+
+def _from_bytes(plane):
+    """Entries of 8 or 16 bits whose bytes are the last dimension."""
+    plane = plane.contiguous()
+    return (plane.view(torch.int16) if plane.shape[-1] == 2 else plane).squeeze(-1)
+
+
+def _decoded_whole(p, layout, slot, state):
+    """Values of a moment of a whole parameter from planes that another process has saved."""
+    array = layout.index(slot)
+    planes = {
+        name: state[name].to(local(p).device).contiguous()
+        for name, a, _, _, _ in layout.planes()
+        if a == array and isinstance(state.get(name), torch.Tensor)
+    }
+    row = _abi.Tensor.from_buffer_copy(layout.row)
+    row.size = p.numel()
+    for name, a, plane, per, dtype in layout.planes():
+        if a == array:
+            size = math.prod(layout.shape(p, per, dtype, a, plane))
+            if name not in planes or planes[name].dtype != dtype or planes[name].numel() != size:
+                raise UsageError(
+                    f"the state of a parameter of shape {tuple(p.shape)} lacks a {name!r} of {size} entries "
+                    "of "
+                    f"{dtype}; was it saved for this model?"
+                )
+            setattr(row.arrays[a], plane, planes[name].data_ptr())
+    return decode(engine_for(local(p).device), row, array, p.shape, local(p).device)
+
+
+# ---- Extra bits of a weight, K to an element ----
+
+
+def _extra_bits(layout):
+    return next(form.aux_bits for a, _, form in layout.arrays if a == _abi.WEIGHT)
+
+
+def _unpacked(plane, size, bits):
+    """A string of `bits` bits per element as one entry per element."""
+    places = torch.arange(bits, device=plane.device)
+    made = torch.empty(size, dtype=torch.uint8 if bits <= 8 else torch.int16, device=plane.device)
+    plane = plane.reshape(-1).view(torch.uint8)
+    for first in range(0, size, _BITS_CHUNK):
+        count = min(_BITS_CHUNK, size - first)
+        part = plane[first * bits // 8 : -(-(first + count) * bits // 8)]
+        flags = (part[:, None] >> torch.arange(8, dtype=torch.uint8, device=plane.device)) & 1
+        flags = flags.reshape(-1)[: count * bits].view(count, bits)
+        made[first : first + count] = (flags.to(torch.int32) << places).sum(1).to(made.dtype)
+    return made
+
+
+def _packed(entries, bits, dtype):
+    """The reverse."""
+    entries = entries.reshape(-1)
+    made = torch.zeros(-(-entries.numel() * bits // 8), dtype=torch.uint8, device=entries.device)
+    places = torch.arange(8, device=entries.device)
+    for first in range(0, entries.numel(), _BITS_CHUNK):
+        part = entries[first : first + _BITS_CHUNK].to(torch.int32)
+        flags = ((part[:, None] >> torch.arange(bits, device=entries.device)) & 1).reshape(-1)
+        flags = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(-1, 8)
+        begin = first * bits // 8
+        made[begin : begin + len(flags)] = (flags << places).sum(1).to(torch.uint8)
+    return made.view(dtype)
 
 
 def _read_others(opt, p, number, state, source):
     """torch.optim's moments, and FlashOptim's codes."""
     layout, weight = opt._layout(p), local(p)
     slots = [name for a, name, _ in layout.arrays if a != _abi.WEIGHT]
+    kinds = {slot for _, known, _ in _abi.rules().values() for slot in known}
+    others = [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and str(name).partition("::")[0] in kinds.difference(slots)
+    ]
+    if others:
+        raise UsageError(
+            f"parameter {number}: the state has {', '.join(others)}, of which {type(opt).__name__} with "
+            "these options "
+            "has none; it must come from an optimizer of the same kind"
+        )
+    _check_flash(p, number, state, slots)
     for slot in slots:
         found = state.get(slot, state.get(slot + "::quantized"))
         if not isinstance(found, torch.Tensor):
-            raise UsageError(f"parameter {number}: the state lacks {slot!r} and has {', '.join(map(str, state))}; it must come "
-                             f"from an optimizer of the same kind as {type(opt).__name__}")
+            raise UsageError(
+                f"parameter {number}: the state lacks {slot!r} and has {', '.join(map(str, state))}; it must "
+                "come "
+                f"from an optimizer of the same kind as {type(opt).__name__}"
+            )
         if tuple(found.shape) != tuple(p.shape):
-            raise UsageError(f"parameter {number}, {slot}: the state has shape {tuple(found.shape)}, the parameter "
-                             f"{tuple(p.shape)}")
+            raise UsageError(
+                f"parameter {number}, {slot}: the state has shape {tuple(found.shape)}, the parameter "
+                f"{tuple(p.shape)}"
+            )
     steps = int(state.get("step", 1))  # torch's SGD counts none; what matters is that the first is over
 
     def write():
@@ -227,12 +383,37 @@ def _read_others(opt, p, number, state, source):
         for slot in slots:
             array = layout.index(slot)
             if slot + "::quantized" in state:
-                _load_flash(engine, entry.row, array, state[slot + "::quantized"], state[slot + "::scales"], weight.device)
+                _load_flash(
+                    engine,
+                    entry.row,
+                    array,
+                    state[slot + "::quantized"],
+                    state[slot + "::scales"],
+                    weight.device,
+                )
             else:
                 encode(engine, entry.row, array, part_of(p, state[slot]), weight.device)
         if isinstance(state.get("error_bits"), torch.Tensor) and weight.dtype != torch.float32:
             _load_error_bits(engine, entry.row, weight, state["error_bits"], source)
+
     return write
+
+
+def _check_flash(p, number, state, slots):
+    """What goes with FlashOptim's codes."""
+    expected = {
+        slot + "::scales": math.ceil(p.numel() / 32) for slot in slots if slot + "::quantized" in state
+    }
+    if isinstance(state.get("error_bits"), torch.Tensor):
+        expected["error_bits"] = p.numel()
+    for name, size in expected.items():
+        found = state[name].numel() if isinstance(state.get(name), torch.Tensor) else "none"
+        if found != size:
+            raise UsageError(
+                f"parameter {number}, {name}: the state has {found}, and {size} belong there; was it saved "
+                "for this "
+                "model?"
+            )
 
 
 def _ready(opt, p, steps):
@@ -258,8 +439,8 @@ def _load_flash(engine, row, array, codes, scales, device):
     codes = codes.to(torch.int16) if codes.is_floating_point() else codes
     flash = _abi.format_named("flash8")
     for first, size, part in _chunks(row):
-        code = codes[first:first + size].to(device).to(torch.uint8).contiguous()
-        scale = scales[first // flash.group:math.ceil((first + size) / flash.group)].to(device).contiguous()
+        code = codes[first : first + size].to(device).to(torch.uint8).contiguous()
+        scale = scales[first // flash.group : math.ceil((first + size) / flash.group)].to(device).contiguous()
         source = _abi.Tensor.from_buffer_copy(part)
         source.arrays[array] = _abi.Array(flash.handle, code.data_ptr(), scale.data_ptr())
         values = torch.empty(size, device=device)
@@ -276,9 +457,9 @@ def _load_error_bits(engine, row, weight, errors, source):
     top = 32767 if wide else 127
     visible, errors = weight.detach().reshape(-1), errors.reshape(-1)
     for first, size, part in _chunks(row):
-        high = visible[first:first + size].float()
+        high = visible[first : first + size].float()
         _, exponent = torch.frexp(high)
         log_ulp = torch.where(high == 0, least, (exponent - 1).clamp(min=least)) - bits
-        code = errors[first:first + size].to(weight.device).float()
+        code = errors[first : first + size].to(weight.device).float()
         values = high + torch.ldexp(code / top, log_ulp - 1)
         library.encode(engine, byref(part), _abi.WEIGHT, values.contiguous().data_ptr())

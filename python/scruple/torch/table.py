@@ -2,6 +2,8 @@
 
 A table lives as long as the same parameters come; then a step only writes addresses and step numbers into it.
 """
+
+import array
 import ctypes
 
 import torch
@@ -14,89 +16,97 @@ from .shards import is_sharded, local
 
 _WORDS = ctypes.sizeof(_abi.Tensor) // 8
 _STEP = _abi.Tensor.step.offset // 8
-_FORMAT = (_abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array)) // 8
-_CODES = _FORMAT + 1
-_WEIGHT = (_abi.Tensor.arrays.offset + _abi.Array.codes.offset) // 8
+_CODES = (
+    _abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array) + _abi.Array.codes.offset
+) // 8
 
 
-def gradient_problem(param, gradient):
-    """Why a gradient cannot be stepped with, or None."""
+def check_gradient(param, gradient):
+    """Refuses a gradient that cannot be stepped with."""
     if gradient.layout is not torch.strided:
-        return (f"a gradient of shape {tuple(gradient.shape)} is sparse ({gradient.layout}); sparse gradients are not "
-                "supported: use sparse=False in the embedding, or gradient.to_dense()")
+        raise UsageError(
+            f"a gradient of shape {tuple(gradient.shape)} is sparse ({gradient.layout}); sparse gradients "
+            "are "
+            "not supported: use sparse=False in the embedding, or gradient.to_dense()"
+        )
     if gradient.dtype not in NAMES:
-        return f"a gradient has dtype {gradient.dtype}; it can be fp32, bf16 or fp16"
+        raise UsageError(f"a gradient has dtype {gradient.dtype}; it can be fp32, bf16 or fp16")
     if gradient.shape != param.shape:
-        return f"a gradient of shape {tuple(gradient.shape)} came for a parameter of shape {tuple(param.shape)}"
-    return None
+        raise UsageError(
+            f"a gradient of shape {tuple(gradient.shape)} came for a parameter of shape {tuple(param.shape)}"
+        )
+
+
+def mark_changed(params):
+    """Tells autograd that these have new values, as torch's own operations in place do: a graph that saved
+    the old ones must not be run backward with the new."""
+    torch.autograd.graph.increment_version(params)
 
 
 class Table:
-    """`entries` are in the order of `params`; `base` holds the steps that each has taken so far."""
+    """`entries` are in the order of `params`; `steps` holds how many each has taken so far."""
 
-    def __init__(self, key, device, params, entries, base):
-        self.key, self.device, self.params, self.entries, self.base = key, device, params, entries, base
-        self.rows = (_abi.Tensor * len(params)).from_buffer(bytearray(b"".join(bytes(e.row) for e in entries)))
-        self.words = memoryview(self.rows).cast("B").cast("q")
-        self.at = range(0, _WORDS * len(params), _WORDS)
+    def __init__(self, key, device, params, entries, steps):
+        self.key, self.device, self.params, self.entries = key, device, params, entries
+        memory = bytearray(b"".join(bytes(entry.row) for entry in entries))
+        self.rows = (_abi.Tensor * len(params)).from_buffer(memory)
+        # The same memory by 8-byte fields: one operation writes a field of all rows.
+        fields = torch.frombuffer(memory, dtype=torch.int64).view(len(params), _WORDS)
+        self.next_steps, self.codes = fields[:, _STEP], fields[:, _CODES]
+        self.next_steps.copy_(torch.tensor(steps, device="cpu") + 1)
+        self.counter = None  # of the steps since then that only the device knows to have been taken
         self.any_sharded = any(is_sharded(p) for p in params)
-        self.dtypes = [None] * len(params)  # of the last gradients
-        self.copies = [i for i, e in enumerate(entries) if e.strided]
-        self.taken = 0        # steps since `base`, counted here
-        self.counter = None   # and those counted on the device, where a step may be skipped
-        self.kept = []        # contiguous copies, until the call has been queued
+        self.addresses = [entry.address for entry in entries]
+        self.dtypes, self.came_from = [None] * len(params), None  # of the last gradients
+        self.strided = [i for i, entry in enumerate(entries) if entry.strided]
+        self.kept = None  # the gradients, until the call has been queued
 
     def fill(self, gradients):
         """Writes the addresses of this step's gradients. False: a weight has moved, make a new table."""
-        words, dtypes, kept = self.words, self.dtypes, []
         weights = self.params
         if self.any_sharded:
             gradients, weights = [local(g) for g in gradients], [local(p) for p in weights]
-        for i, at, g, p in zip(range(len(dtypes)), self.at, gradients, weights):
-            if p.data_ptr() != self.entries[i].address:
-                return False
-            if g.dtype is not dtypes[i] or not g.is_contiguous():
-                g = self._adopt(i, at, g, p)
-                kept.append(g)
-            words[at + _CODES] = g.data_ptr()
-        self.kept = kept
+        # Four passes that run in C: with hundreds of small parameters the host is what a step waits for.
+        if list(map(torch.Tensor.data_ptr, weights)) != self.addresses:
+            return False
+        if [g.dtype for g in gradients] != self.dtypes or not all(map(torch.Tensor.is_contiguous, gradients)):
+            gradients = [self._adopt(i, g, p) for i, (g, p) in enumerate(zip(gradients, weights))]
+        self.kept = gradients
+        addresses = list(map(torch.Tensor.data_ptr, gradients))
+        if addresses != self.came_from:
+            self.codes.copy_(torch.frombuffer(array.array("q", addresses), dtype=torch.int64))
+            self.came_from = addresses
         return True
 
-    def _adopt(self, i, at, gradient, param):
-        problem = gradient_problem(param, gradient)
-        if problem:
-            raise UsageError(problem)
-        if gradient.dtype is not self.dtypes[i]:
-            self.words[at + _FORMAT] = _abi.format_named(NAMES[gradient.dtype]).handle
-            self.dtypes[i] = gradient.dtype
+    def _adopt(self, i, gradient, param):
+        check_gradient(param, gradient)
+        self.rows[i].arrays[_abi.GRADIENT].format = _abi.format_named(NAMES[gradient.dtype]).handle
+        self.dtypes[i] = gradient.dtype
         return gradient.contiguous()
 
     def step(self, options, counted):
         """`counted`: whether the step takes place is known to the device alone."""
-        words, base, taken = self.words, self.base, self.taken + 1
-        for at, steps in zip(self.at, base):
-            words[at + _STEP] = steps + taken
-        for i in self.copies:  # weights that are not one run of memory: stepped in a copy
-            copy = local(self.params[i]).detach().contiguous()
-            words[self.at[i] + _WEIGHT] = copy.data_ptr()
-            self.kept.append((i, copy))
+        # Weights that are not one run of memory are stepped in a copy.
+        copies = [(local(self.params[i]), local(self.params[i]).contiguous()) for i in self.strided]
+        for i, (_, copy) in zip(self.strided, copies):
+            self.rows[i].arrays[_abi.WEIGHT].codes = copy.data_ptr()
         engine = engine_for(self.device)
         if counted and self.counter is None:
             self.counter = torch.zeros((), dtype=torch.int64, device=self.device)
         if self.counter is not None:
             options.steps = self.counter.data_ptr()
-        library.step(engine, self.rows, len(base), ctypes.byref(options))
+        library.step(engine, self.rows, len(self.rows), ctypes.byref(options))
         if counted:
             library.advance(engine, options.found_inf, None, self.counter.data_ptr())
         else:
-            self.taken = taken
-        for item in self.kept:
-            if isinstance(item, tuple):
-                local(self.params[item[0]]).copy_(item[1])
-        self.kept = []
+            self.next_steps += 1
+        for weight, copy in copies:
+            weight.copy_(copy)
+        mark_changed(self.params)
+        self.kept = None
 
     def measure(self, options):
-        library.measure(engine_for(self.device), self.rows, len(self.base), ctypes.byref(options))
+        library.measure(engine_for(self.device), self.rows, len(self.rows), ctypes.byref(options))
 
     def by_groups(self, groups_of):
         """The rows by the process groups that share their parameters."""
@@ -107,5 +117,5 @@ class Table:
 
     def steps(self):
         """What each parameter has taken by now; waits for the device where it counts."""
-        taken = self.taken + (int(self.counter) if self.counter is not None else 0)
-        return [steps + taken for steps in self.base]
+        counted = 0 if self.counter is None else int(self.counter)
+        return (self.next_steps - 1 + counted).tolist()
