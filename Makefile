@@ -14,7 +14,7 @@ CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES="$(ARCHITECTURES)
 has_header = $(wildcard /usr/include/$(1) /usr/local/include/$(1))
 HAS_CLI = $(if $(and $(call has_header,CLI/CLI.hpp),$(call has_header,nlohmann/json.hpp)),ON,OFF)
 
-.PHONY: help build test test-gpu demo bench install format tidy sanitize sanitize-gpu clean
+.PHONY: help build test test-gpu demo bench install wheel format tidy sanitize sanitize-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -33,12 +33,15 @@ test: ## build everything with warnings as errors and run every test
 	@cmake --build $(BUILD) -j$(JOBS)
 	@ctest --test-dir $(BUILD) --output-on-failure
 
+# The tests of scruple.torch that start processes of their own, on the CPU whatever SCRUPLE_TEST_DEVICE says.
+CPU_ONLY = ^torch_(distributed|examples)$$
 test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's and the CPU's; installs nothing
 	@nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 	@cmake -S . -B $(BUILD)/gpu --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
 	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=$(HAS_CLI) -DSCRUPLE_TRAIN=OFF
 	@cmake --build $(BUILD)/gpu -j$(JOBS)
-	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_COMPILERS=g++ ctest --test-dir $(BUILD)/gpu --output-on-failure -j$(JOBS)
+	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_TEST_DEVICE=cuda SCRUPLE_COMPILERS=g++ \
+	  ctest --test-dir $(BUILD)/gpu --output-on-failure -j$(JOBS) -E '$(CPU_ONLY)'
 
 demo: CUDA = OFF
 demo: build ## train every recipe on the same text, compare them, and draw demo/report.html
@@ -49,6 +52,14 @@ bench: build ## measure every recipe on this machine
 
 install: build ## install into PREFIX (default /usr/local)
 	@cmake --install $(BUILD) --prefix $(PREFIX)
+
+wheel: ## build a wheel of the Python package, with the library inside, into dist/
+	@scripts/packages.sh build
+	@scripts/python.sh wheel
+	@CMAKE_ARGS='$(CUDA_FLAGS)' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip --quiet --disable-pip-version-check \
+	  wheel . --wheel-dir dist --no-deps --no-build-isolation --config-settings=build-dir=$(BUILD)/wheel \
+	  --config-settings=ninja.make-fallback=true
+	@ls -t dist/*.whl | head -1
 
 format: ## format every source file
 	@scripts/packages.sh format

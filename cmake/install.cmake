@@ -1,3 +1,18 @@
+# A wheel holds the library alone, beside the Python files that open it by its path: one file under its plain
+# name, since a wheel cannot hold symbolic links. pyproject.toml sees to the rest.
+if(SKBUILD)
+  set_property(TARGET scruple PROPERTY VERSION)
+  set_property(TARGET scruple PROPERTY SOVERSION)
+  # With libstdc++ inside it loads in a conda environment too, whose own copy may be older than the compiler.
+  include(CheckLinkerFlag)
+  check_linker_flag(CXX -static-libstdc++ SCRUPLE_HAS_STATIC_LIBSTDCXX)
+  if(SCRUPLE_HAS_STATIC_LIBSTDCXX)
+    target_link_options(scruple PRIVATE -static-libstdc++ -static-libgcc)
+  endif()
+  install(TARGETS scruple LIBRARY DESTINATION scruple)
+  return()
+endif()
+
 # What `cmake --install` leaves: library, headers, command line, and what find_package and pkg-config look
 # for. The whole tree may be moved afterwards.
 include(GNUInstallDirs)

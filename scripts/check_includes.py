@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Checks who includes whom: arrows between the rooms of the house never point back.
+"""Checks who includes whom, and which Python imports what: arrows between the rooms of the house never point back.
 
 usage: check_includes.py [REPOSITORY]
 """
+import ast
 import pathlib
 import re
 import sys
@@ -27,6 +28,11 @@ ALLOWED = {
 EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in ("train.", "training.", "compare.", "sample.")}
 SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".def", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
+# What a Python file may import besides the standard library; the longest prefix of its path counts.
+IMPORTS = {
+    "python/scruple/": {"scruple"},  # works without torch
+    "python/scruple/torch/": {"scruple", "torch"},
+}
 
 
 def resolve(root, source, name):
@@ -64,14 +70,42 @@ def check_file(root, path):
             yield f"{where}: may not include {target}; it may include {', '.join(allowed)}"
 
 
+def imports_of(path, package):
+    """(line, dotted name) of every import in a file, wherever in it; `package` is what relative ones start from."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), path, feature_version=(3, 10))  # the oldest that pyproject.toml names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[:len(package) + 1 - node.level] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:  # a name may be a module: `from . import torch`
+                yield node.lineno, ".".join(base + [alias.name])
+
+
+def check_python(root, path):
+    source = path.relative_to(root).as_posix()
+    room = max((prefix for prefix in IMPORTS if source.startswith(prefix)), key=len)
+    for number, name in imports_of(path, source.split("/")[1:-1]):
+        top = name.split(".")[0]
+        if top not in IMPORTS[room] and top not in sys.stdlib_module_names:
+            allowed = ", ".join(["the standard library", *sorted(IMPORTS[room])])
+            yield f"{source}:{number}: may not import {name}; it may import {allowed}"
+        elif "torch" not in IMPORTS[room] and (name + ".").startswith("scruple.torch."):
+            yield f"{source}:{number}: may not import {name}, which imports torch"
+
+
 def main():
     default = pathlib.Path(__file__).resolve().parent.parent
     root = pathlib.Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else default
     files = [p for room in ALLOWED for p in sorted((root / room).rglob("*")) if p.suffix in SUFFIXES]
     problems = [problem for path in files for problem in check_file(root, path)]
+    modules = sorted((root / "python" / "scruple").rglob("*.py"))
+    problems += [problem for path in modules for problem in check_python(root, path)]
     if not files:
         problems = [f"{root}: no sources found"]
-    print("\n".join(problems) if problems else f"{len(files)} files keep the include rule")
+    print("\n".join(problems) if problems else f"{len(files) + len(modules)} files keep the include rule")
     return 1 if problems else 0
 
 

@@ -1,10 +1,23 @@
 #!/usr/bin/env bash
-# Sets up .venv with what the Python tests need; does nothing, and needs no network, when it is there already.
+# Sets up .venv with what the Python tests need, or with what builds a wheel alone; does nothing, and needs no network,
+# when it is there already. Usage: python.sh [wheel]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wanted=tests/requirements.txt
-if cmp -s $wanted .venv/requirements.txt; then exit 0; fi
-echo "Setting up .venv: $(grep -v '^#' $wanted | tr '\n' ' ')(once; torch is large)"
-python3 -m venv .venv
-.venv/bin/pip install --quiet --disable-pip-version-check -r $wanted
-cp $wanted .venv/
+
+fill() { # what pip installs
+  python3 -m venv .venv || { echo "python3 cannot make .venv: install python3 and python3-venv" >&2; exit 1; }
+  .venv/bin/pip install --quiet --disable-pip-version-check "$@"
+}
+
+case "${1:-}" in
+  wheel)
+    if .venv/bin/python -c "import scikit_build_core" 2>/dev/null; then exit 0; fi
+    fill "$(grep '^scikit-build-core' $wanted)" ;;
+  "")
+    if cmp -s $wanted .venv/requirements.txt; then exit 0; fi
+    echo "Setting up .venv: $(grep -v '^#' $wanted | tr '\n' ' ')(once; torch is large)"
+    fill -r $wanted
+    cp $wanted .venv/ ;;
+  *) echo "usage: $0 [wheel]" >&2; exit 2 ;;
+esac

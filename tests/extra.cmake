@@ -1,6 +1,14 @@
 # Tests that are not GoogleTest binaries: the ABI from C, its symbols, the rules of the house, compilers.
 find_package(Python3 REQUIRED COMPONENTS Interpreter)
 
+# torch and transformers live in an environment of their own, which `make test` sets up. `make test-gpu` installs
+# nothing: there it is the system's Python, found anew each time, and tests skip what it does not have.
+find_program(SCRUPLE_PYTHON python HINTS ${PROJECT_SOURCE_DIR}/.venv/bin NO_DEFAULT_PATH)
+if(NOT SCRUPLE_PYTHON)
+  find_program(system_python python3 NO_CACHE REQUIRED)
+  set(SCRUPLE_PYTHON ${system_python})
+endif()
+
 add_executable(header_c ${CMAKE_CURRENT_SOURCE_DIR}/header.c)
 set_target_properties(header_c PROPERTIES C_STANDARD 99 C_STANDARD_REQUIRED ON C_EXTENSIONS OFF)
 target_compile_options(header_c PRIVATE -pedantic -Wall -Wextra -Werror)
@@ -13,13 +21,19 @@ set_tests_properties(formatted PROPERTIES SKIP_RETURN_CODE 77)
 add_test(NAME headers_alone COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_headers.sh ${CMAKE_CXX_COMPILER}
                                     ${CMAKE_C_COMPILER})
 
-# A sanitizer adds symbols of its own, and the four builds below are none of its business.
+# A sanitizer adds symbols of its own, the builds below are none of its business, and a Python without it cannot
+# load its library.
 if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   add_test(NAME exported_symbols COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/check_symbols.sh $<TARGET_FILE:scruple>)
   # Four builds of the library: minutes, and both cores.
   add_test(NAME compilers
            COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/compilers/compare.sh ${CMAKE_CURRENT_BINARY_DIR}/compilers)
   set_tests_properties(compilers PROPERTIES TIMEOUT 900 RUN_SERIAL ON)
+  add_test(NAME wheel COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/wheel_test.sh ${SCRUPLE_PYTHON}
+                              ${CMAKE_CURRENT_BINARY_DIR}/wheel)
+  set_tests_properties(wheel PROPERTIES TIMEOUT 900 SKIP_RETURN_CODE 77
+                                        ENVIRONMENT "CC=${CMAKE_C_COMPILER};CXX=${CMAKE_CXX_COMPILER}")
+  add_subdirectory(torch)
 endif()
 
 # The trainer from outside: its commands, its reports in a browser, its weights in transformers.
@@ -39,16 +53,12 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                                    $<TARGET_FILE:scruple_cli>)
   set_tests_properties(train_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 900)
 
-  # torch and transformers live in an environment of their own, which `make test` sets up.
-  find_program(SCRUPLE_PYTHON python HINTS ${PROJECT_SOURCE_DIR}/.venv/bin NO_DEFAULT_PATH)
-  if(SCRUPLE_PYTHON)
-    add_executable(logits ${CMAKE_CURRENT_SOURCE_DIR}/logits.cpp)
-    target_link_libraries(logits PRIVATE train Threads::Threads)
-    add_test(NAME logits_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/logits_test.py
-                                      $<TARGET_FILE:scruple_cli> $<TARGET_FILE:logits>)
-    add_test(NAME safetensors_interop
-             COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/safetensors_interop_test.py
-                     $<TARGET_FILE:safetensors_test>)
-    set_tests_properties(logits_test safetensors_interop PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
-  endif()
+  add_executable(logits ${CMAKE_CURRENT_SOURCE_DIR}/logits.cpp)
+  target_link_libraries(logits PRIVATE train Threads::Threads)
+  add_test(NAME logits_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/logits_test.py
+                                    $<TARGET_FILE:scruple_cli> $<TARGET_FILE:logits>)
+  add_test(NAME safetensors_interop
+           COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/safetensors_interop_test.py
+                   $<TARGET_FILE:safetensors_test>)
+  set_tests_properties(logits_test safetensors_interop PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
 endif()

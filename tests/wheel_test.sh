@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Builds a wheel (of the CPU engines: the CUDA ones take minutes), looks at what is in it, and uses it: in a fresh
+# environment without torch, and with torch. Needs no network.
+# Usage: wheel_test.sh PYTHON FOLDER   (PYTHON: with torch and scikit-build-core; FOLDER: kept, so that the next is quick)
+set -euo pipefail
+python=$1
+folder=$2
+source=$(cd "$(dirname "$0")/.." && pwd)
+unset SCRUPLE_LIBRARY PYTHONPATH PYTHONHOME CMAKE_ARGS
+for module in scikit_build_core torch; do
+  "$python" -c "import $module" 2>/dev/null || { echo "skipped: $python has no $module; run scripts/python.sh"; exit 77; }
+done
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
+rm -rf "$folder/dist" "$folder/venv"
+
+# make does where there is no ninja, which only pip's own environments are sure to have.
+"$python" -m pip --disable-pip-version-check --quiet wheel "$source" --wheel-dir "$folder/dist" --no-deps \
+  --no-build-isolation --config-settings=build-dir="$folder/build" --config-settings=ninja.make-fallback=true \
+  --config-settings=cmake.define.SCRUPLE_CUDA=OFF
+wheel=$(echo "$folder"/dist/*)
+
+# Its name and its files: the package as it stands in the source tree, the library, and what describes them.
+"$python" - "$wheel" "$source" <<'END'
+import pathlib, platform, re, sys, zipfile
+wheel, source = map(pathlib.Path, sys.argv[1:])
+header = (source / "include/scruple/scruple.h").read_text()
+version = re.search(r'define SCRUPLE_VERSION "(.*)"', header)[1]
+expected = f"scruple-{version}-py3-none-linux_{platform.machine()}.whl"
+assert wheel.name == expected, f"the wheel is {wheel.name} instead of {expected}"
+info = f"scruple-{version}.dist-info"
+with zipfile.ZipFile(wheel) as file:
+    found = set(file.namelist())
+    metadata = file.read(f"{info}/METADATA").decode().partition("\n\n")[0].splitlines()
+package = {p.relative_to(source / "python").as_posix() for p in (source / "python/scruple").rglob("*.py")}
+described = {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
+expected = package | described | {"scruple/libscruple.so"}
+assert found == expected, f"missing: {sorted(expected - found)}, not expected: {sorted(found - expected)}"
+for line in ("Name: scruple", f"Version: {version}", "License-Expression: Apache-2.0", "Requires-Python: >=3.10",
+             "Provides-Extra: torch"):
+    assert line in metadata, f"METADATA lacks {line!r}: {metadata}"
+needed = [line for line in metadata if line.startswith("Requires-Dist:")]
+assert len(needed) == 1 and "extra ==" in needed[0], f"only the extra should need something: {needed}"
+END
+
+"$python" -m venv --without-pip "$folder/venv"
+fresh=$folder/venv/bin/python
+"$python" -m pip --disable-pip-version-check --quiet --python "$fresh" install --no-deps --no-index "$wheel"
+cd "$folder"  # away from the source tree
+
+"$fresh" -c "
+import scruple, sys
+assert 'torch' not in sys.modules
+print(scruple.version(), scruple.engines())
+assert scruple._abi.library.path.startswith(sys.prefix), scruple._abi.library.path
+try:
+    import scruple.torch
+except ModuleNotFoundError as error:
+    assert error.name == 'torch', error
+else:
+    sys.exit('scruple.torch was imported, and there is no torch here')"
+
+PYTHONPATH=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))") "$python" -W ignore -c "
+import torch, scruple.torch
+model = torch.nn.Linear(8, 1).to(torch.bfloat16)
+before = model.weight.detach().clone()
+optimizer = scruple.torch.AdamW(model.parameters(), lr=0.1)
+model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+optimizer.step()
+assert not torch.equal(before, model.weight), 'the weights stand still'
+path = scruple._abi.library.path
+assert path.startswith('$folder/venv'), path
+print('one step with', path.removeprefix('$folder/'))"
