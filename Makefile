@@ -54,7 +54,7 @@ install: build ## install into PREFIX (default /usr/local)
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 
 wheel: ## build a wheel of the Python package, with the library inside, into dist/
-	@scripts/packages.sh build
+	@scripts/packages.sh wheel
 	@scripts/python.sh wheel
 	@CMAKE_ARGS='$(CUDA_FLAGS)' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip --quiet --disable-pip-version-check \
 	  wheel . --wheel-dir dist --no-deps --no-build-isolation --config-settings=build-dir=$(BUILD)/wheel \

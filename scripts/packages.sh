@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that a target of the Makefile needs and that are missing; does nothing, and
-# needs no network, when all are there. Usage: packages.sh build|test|format|tidy
+# needs no network, when all are there. Usage: packages.sh build|test|format|tidy|wheel
 set -euo pipefail
 
 build="g++ cmake make pkg-config libcli11-dev nlohmann-json3-dev libopenblas-pthread-dev"
@@ -9,7 +9,8 @@ case "${1:-}" in
   test) wanted="$build libgtest-dev clang clang-format python3 python3-venv chromium" ;;
   format) wanted="clang-format" ;;
   tidy) wanted="$build libgtest-dev clang-tidy" ;;
-  *) echo "usage: $0 build|test|format|tidy" >&2; exit 2 ;;
+  wheel) wanted="g++ cmake make python3 python3-venv" ;;
+  *) echo "usage: $0 build|test|format|tidy|wheel" >&2; exit 2 ;;
 esac
 
 has_header() { [ -e "/usr/include/$1" ] || [ -e "/usr/local/include/$1" ]; }
