@@ -8,6 +8,8 @@
 #include <optional>
 #include <utility>
 
+#include "io/json.h"
+
 namespace scruple::io {
 namespace {
 
@@ -38,16 +40,6 @@ std::string all_dtypes() {
   return names;
 }
 
-// For messages: names come from files that may be hostile, so neither their length nor their bytes are
-// trusted.
-std::string shown(std::string_view name) {
-  constexpr std::size_t kShown = 80;
-  std::string text = "\"" + std::string(name.substr(0, kShown));
-  for (char& c : text)
-    if (static_cast<unsigned char>(c) < ' ' || c == '\x7f') c = '?';
-  return text + (name.size() > kShown ? "...\"" : "\"");
-}
-
 std::string written(const std::vector<std::int64_t>& shape) {
   std::string text;
   for (const std::int64_t n : shape) text += (text.empty() ? "" : ",") + std::to_string(n);
@@ -70,6 +62,12 @@ std::optional<std::int64_t> size_in_bytes(const TensorInfo& tensor) {
 
 }  // namespace
 
+std::optional<Dtype> dtype_named(std::string_view name) {
+  const auto* const row = std::find_if(std::begin(kDtypes), std::end(kDtypes),
+                                       [&](const DtypeRow& known) { return name == known.name; });
+  if (row == std::end(kDtypes)) return std::nullopt;
+  return static_cast<Dtype>(row - std::begin(kDtypes));
+}
 const char* name_of(Dtype dtype) { return row_of(dtype).name; }
 std::int64_t bytes_of(Dtype dtype) { return row_of(dtype).bytes; }
 
@@ -183,12 +181,11 @@ bool HeaderReader::string(string_t& value) {
     return true;
   }
   if (place_ != Place::entry || field_ != dtype) wrong("the string " + shown(value));
-  const auto* const row = std::find_if(std::begin(kDtypes), std::end(kDtypes),
-                                       [&](const DtypeRow& known) { return value == known.name; });
-  if (row == std::end(kDtypes))
+  const std::optional<Dtype> known = dtype_named(value);
+  if (!known)
     refuse("tensor ", shown(name_), ": dtype ", shown(value), " is not known; known are ", all_dtypes(),
            " (types of less than a byte, such as F4, are not)");
-  info_.dtype = static_cast<Dtype>(row - std::begin(kDtypes));
+  info_.dtype = *known;
   return true;
 }
 
@@ -334,6 +331,7 @@ Safetensors::Safetensors(const std::string& path) : path_(path), file_(path) {
   check_names(reader.entries, path);
   for (const Entry& entry : reader.entries) check_size(entry, data.size(), path);
   check_cover(reader.entries, data.size(), path);
+  header_ = file.first(kLengthBytes + header.size());
   metadata_ = std::move(reader.metadata);
   tensors_.reserve(reader.entries.size());
   for (Entry& entry : reader.entries)
@@ -360,14 +358,6 @@ const StoredTensor& Safetensors::at(std::string_view name) const {
 // ---- Writing ----
 
 namespace {
-
-std::string as_json(std::string_view text) {
-  try {
-    return nlohmann::json(text).dump();
-  } catch (const nlohmann::json::exception&) {
-    fail("the name or metadata ", shown(text), " is not valid UTF-8; a safetensors file cannot hold it");
-  }
-}
 
 std::vector<TensorInfo> checked(std::vector<TensorInfo> tensors) {
   std::vector<std::string_view> names;
@@ -397,8 +387,8 @@ std::vector<std::size_t> aligned_order(const std::vector<TensorInfo>& tensors) {
 std::string metadata_json(const Metadata& metadata) {
   std::string text;
   for (const auto& [key, value] : metadata)
-    text += (text.empty() ? "" : ",") + as_json(key) + ":" + as_json(value);
-  return as_json(kMetadataKey) + ":{" + text + "}";
+    text += (text.empty() ? "" : ",") + json_text(key) + ":" + json_text(value);
+  return json_text(kMetadataKey) + ":{" + text + "}";
 }
 
 }  // namespace
@@ -415,7 +405,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Tensor
         offset > INT64_MAX / 2)
       fail("the tensors of ", path, " together are larger than any file can be");
     end_[i] = offset;
-    header += (header.size() == 1 ? "" : ",") + as_json(tensor.name) + ":{\"dtype\":\"" +
+    header += (header.size() == 1 ? "" : ",") + json_text(tensor.name) + ":{\"dtype\":\"" +
               name_of(tensor.dtype) + "\",\"shape\":" + written(tensor.shape) + ",\"data_offsets\":[" +
               std::to_string(next_[i]) + "," + std::to_string(end_[i]) + "]}";
   }
@@ -424,15 +414,15 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Tensor
   if (header.size() > kMaxHeader)
     fail("the header of ", path, " would take ", header.size(), " bytes, and the format's limit is ",
          kMaxHeader, "; write several files");
-  std::array<std::byte, kLengthBytes> length{};
   for (std::size_t i = 0; i < kLengthBytes; ++i)
-    length[i] = static_cast<std::byte>(header.size() >> (8 * i) & 0xff);
-  file_.write(0, length);
-  file_.write(kLengthBytes, std::as_bytes(std::span(header)));
+    header_.push_back(static_cast<char>(header.size() >> (8 * i) & 0xff));
+  header_ += header;
+  file_.write(0, std::as_bytes(std::span(header_)));
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    next_[i] += kLengthBytes + header.size();
-    end_[i] += kLengthBytes + header.size();
+    next_[i] += header_.size();
+    end_[i] += header_.size();
   }
+  bytes_ = header_.size() + offset;
 }
 
 void SafetensorsWriter::write(std::size_t tensor, std::span<const std::byte> piece) {
