@@ -24,7 +24,7 @@ ALLOWED = {
     "python": ["include/"],
 }
 # Files with a door of their own.
-EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in ("train.", "training.", "compare.", "sample.")}
+EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in ("train.", "training.", "compare.", "sample.", "checkpoint.")}
 SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".def", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 
