@@ -55,10 +55,8 @@ class Checker {
 
   void check() {
     if (manifest_.files.empty()) refuse("it names no file; there must be at least one");
+    check_names();
     for (const TensorState& tensor : manifest_.tensors) check_tensor(tensor);
-    std::sort(names_.begin(), names_.end());
-    if (const auto twice = std::adjacent_find(names_.begin(), names_.end()); twice != names_.end())
-      refuse("two planes are called ", shown(*twice), "; each needs a name of its own");
   }
 
  private:
@@ -67,33 +65,60 @@ class Checker {
     fail(path_, ": ", parts...);
   }
 
-  void check_tensor(const TensorState& tensor) {
+  // Names of planes follow from those of tensors, so it is enough that none is also a tensor's. No name is
+  // copied: a hostile file could ask for its longest one many times.
+  void check_names() {
+    for (const TensorState& tensor : manifest_.tensors) {
+      if (tensor.name.empty()) refuse("a tensor has no name");
+      names_.push_back(tensor.name);
+    }
+    std::sort(names_.begin(), names_.end());
+    if (const auto twice = std::adjacent_find(names_.begin(), names_.end()); twice != names_.end())
+      refuse("two tensors are called ", shown(*twice), "; each needs a name of its own");
+  }
+
+  // A number of bytes or elements that fits 63 bits.
+  template <class Count>
+  std::int64_t counted(const std::string& what, const Count& count) const {
+    try {
+      return count();
+    } catch (const std::runtime_error& error) {
+      refuse(what, error.what());
+    }
+  }
+
+  void check_tensor(const TensorState& tensor) const {
     const std::string what = "tensor " + shown(tensor.name) + ": ";
-    if (tensor.name.empty()) refuse("a tensor has no name");
     if (tensor.shape.size() > kMaxDimensions) refuse(what, "its shape has more than 64 dimensions");
-    const std::int64_t elements = tensor.elements();
+    const std::int64_t elements = counted(what, [&] { return tensor.elements(); });
     if (tensor.group >= manifest_.groups.size())
       refuse(what, "it is of group ", tensor.group, ", and there are ", manifest_.groups.size());
     if (tensor.step < 1) refuse(what, "its next step is 0; the first is 1");
     if (tensor.arrays.empty() || tensor.arrays.front().name != "weight")
       refuse(what, "its first array must be its weight");
+    std::set<std::string_view> arrays(std::begin(kKinds), std::end(kKinds));  // would be taken for planes
     for (const Array& array : tensor.arrays) {
-      if (array.name.empty() || array.name.find('/') != std::string::npos)
-        refuse(what, "it has an array called ", shown(array.name), "; a name may not be empty or have a '/'");
+      if (array.name.empty() || array.name.find('/') != std::string::npos ||
+          !arrays.insert(array.name).second)
+        refuse(what, "it has an array called ", shown(array.name),
+               "; a name stands once, is not that of a kind of plane, not empty and has no '/'");
       if (array.planes.empty() || array.planes.front().kind != "codes")
         refuse(what, "the first plane of ", shown(array.name), " must be its codes");
-      for (const Plane& plane : array.planes) {
-        names_.push_back(plane_name(tensor, array, plane));
-        check_plane(plane, elements);
-      }
+      if (array.planes.size() > 2 || array.planes.back().kind == (array.planes.size() == 2 ? "codes" : ""))
+        refuse(what, shown(array.name), " has more planes than codes and a scale or extra bits");
+      for (const Plane& plane : array.planes)
+        check_plane(plane_name(tensor, array, plane), tensor, plane, elements);
     }
   }
 
-  void check_plane(const Plane& plane, std::int64_t elements) const {
-    const std::string what = "plane " + shown(names_.back()) + ": ";
+  void check_plane(const std::string& name, const TensorState& tensor, const Plane& plane,
+                   std::int64_t elements) const {
+    const std::string what = "plane " + shown(name) + ": ";
+    if (name != tensor.name && std::binary_search(names_.begin(), names_.end(), name))
+      refuse(what, "a tensor has that name too");
     if (std::find(std::begin(kKinds), std::end(kKinds), plane.kind) == std::end(kKinds))
       refuse(what, "its kind is ", shown(plane.kind), "; known are codes, scale and extra");
-    const std::int64_t full = elements / kBlock, bytes = plane.bytes();
+    const std::int64_t full = elements / kBlock, bytes = counted(what, [&] { return plane.bytes(); });
     if (plane.block_bytes < 1 || plane.block_bytes % bytes_of(plane.dtype) != 0)
       refuse(what, "128 elements take ", plane.block_bytes, " bytes, which is no whole number of ",
              name_of(plane.dtype));
@@ -128,7 +153,7 @@ class Checker {
 
   const Manifest& manifest_;
   const std::string& path_;
-  std::vector<std::string> names_;
+  std::vector<std::string_view> names_;  // of the tensors, in order
 };
 
 // ---- Writing a manifest ----

@@ -5,45 +5,11 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <atomic>
 #include <csignal>
-#include <cstdlib>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
-#include <functional>
-#include <new>
 
-namespace {
-
-std::atomic<std::size_t> allocated{0}, most_allocated{0};
-
-}  // namespace
-
-// Counts what the reader asks for: hostile files may not buy memory with numbers.
-void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  void* const memory = std::malloc(bytes + 16);
-  if (memory == nullptr) return nullptr;
-  std::memcpy(memory, &bytes, sizeof bytes);
-  const std::size_t now = allocated += bytes;
-  if (now > most_allocated) most_allocated = now;
-  return static_cast<char*>(memory) + 16;
-}
-void* operator new(std::size_t bytes) {
-  void* const memory = operator new(bytes, std::nothrow);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-void operator delete(void* memory) noexcept {
-  if (memory == nullptr) return;
-  std::size_t bytes = 0;
-  std::memcpy(&bytes, static_cast<char*>(memory) - 16, sizeof bytes);
-  allocated -= bytes;
-  std::free(static_cast<char*>(memory) - 16);
-}
-void operator delete(void* memory, std::size_t) noexcept { operator delete(memory); }
+#include "tests/allocations.h"
+#include "tests/files.h"
 
 namespace scruple_tests {
 namespace {
@@ -55,18 +21,7 @@ using scruple::io::SafetensorsWriter;
 using scruple::io::StoredTensor;
 using scruple::io::TensorInfo;
 
-// The most that was allocated at once since this was made.
-struct Allocations {
-  std::size_t before = most_allocated = allocated.load();
-  std::size_t most() const { return most_allocated - before; }
-};
-
 constexpr int kDtypes = static_cast<int>(Dtype::u64) + 1;
-
-std::span<const std::byte> bytes_of(std::string_view text) { return std::as_bytes(std::span(text)); }
-std::string text_of(std::span<const std::byte> bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
 
 std::string length_of(std::uint64_t length) {
   std::string text(8, '\0');
@@ -89,44 +44,6 @@ std::string repeated(std::string_view text, int times) {
   std::string all;
   for (int i = 0; i < times; ++i) all += text;
   return all;
-}
-
-class Files : public testing::Test {
- protected:
-  Files() {
-    std::string pattern = testing::TempDir() + "safetensors-XXXXXX";
-    folder_ = mkdtemp(pattern.data());
-  }
-  ~Files() override { std::filesystem::remove_all(folder_); }
-
-  std::string path(const std::string& name = "model.safetensors") const { return folder_ + "/" + name; }
-  std::string put(const std::string& content) const {
-    std::ofstream(path(), std::ios::binary) << content;
-    return path();
-  }
-  std::string content() const {
-    std::ifstream file(path(), std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
-  }
-  std::size_t files() const {
-    const std::filesystem::directory_iterator all(folder_);
-    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
-  }
-
-  std::string folder_;
-};
-
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-void expect_words(const std::string& message, const std::string& words, const std::string& what) {
-  EXPECT_NE(message.find(words), message.npos) << what << "\n  said: " << message << "\n  not:  " << words;
 }
 
 // ---- What is written is read back ----
