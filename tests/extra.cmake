@@ -37,7 +37,9 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
 
   add_test(NAME train_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/train_test.py
                                    $<TARGET_FILE:scruple_cli>)
-  set_tests_properties(train_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 900)
+  add_test(NAME resume_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/resume_test.py
+                                    $<TARGET_FILE:scruple_cli>)
+  set_tests_properties(train_test resume_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 900)
 
   # torch and transformers live in an environment of their own, which `make test` sets up.
   find_program(SCRUPLE_PYTHON python HINTS ${PROJECT_SOURCE_DIR}/.venv/bin NO_DEFAULT_PATH)
