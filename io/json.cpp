@@ -127,7 +127,7 @@ void JsonReader::fields(const char* what, std::initializer_list<Field> wanted) {
   members(what, [&](const std::string& key) {
     std::size_t i = 0;
     while (i < wanted.size() && key != wanted.begin()[i].name) ++i;
-    if (i == wanted.size()) refuse(what, " has a field ", shown(key), ", which this version does not know");
+    if (i == wanted.size()) refuse(what, " has a field ", shown(key), ", which has no place there");
     if (seen[i]) refuse(what, ": ", shown(key), " stands twice");
     seen[i] = true;
     wanted.begin()[i].read();

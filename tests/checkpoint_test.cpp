@@ -377,7 +377,7 @@ std::vector<Hostile> hostile_manifests() {
       {"a comment", with("\"step\":1,\"groups\"", "/**/\"step\":1,\"groups\""), "key"},
       {"a comma too many", with("\"adagc_norm\":null,", "\"adagc_norm\":null,,"), "key"},
       {"an unknown field", with("\"step\":1,\"groups\"", "\"stop\":1,\"step\":1,\"groups\""),
-       "\"stop\", which this version"},
+       "\"stop\", which has no place"},
       {"a field twice", with("\"step\":1,\"groups\"", "\"step\":1,\"step\":1,\"groups\""),
        "\"step\" stands twice"},
       {"a field twice, spelled differently",
