@@ -22,6 +22,12 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   set_tests_properties(compilers PROPERTIES TIMEOUT 900 RUN_SERIAL ON)
 endif()
 
+# Half a minute of compiling and a short run; a long one is `fuzz/run.sh FOLDER 600`.
+if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
+  add_test(NAME fuzz_checkpoint COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 5)
+  set_tests_properties(fuzz_checkpoint PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+endif()
+
 # The trainer from outside: its commands, its reports in a browser, its weights in transformers.
 if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   set(reports ${CMAKE_CURRENT_BINARY_DIR}/reports)
