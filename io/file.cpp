@@ -63,6 +63,18 @@ bool store_names(const std::string& folder) {
   return opened.value < 0 || ::fsync(opened.value) == 0 || errno == EINVAL;
 }
 
+// A large file goes to the disk while it is still being written, not all at once when it is finished. Only a
+// hint: finish() flushes, and hears of what failed.
+void start_storing(int file, std::uint64_t offset, std::uint64_t bytes) {
+#if defined(SYNC_FILE_RANGE_WRITE)
+  constexpr std::uint64_t kWorthIt = std::uint64_t{1} << 20;
+  if (bytes >= kWorthIt)
+    ::sync_file_range(file, static_cast<off_t>(offset), static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
+#else
+  (void)file, (void)offset, (void)bytes;
+#endif
+}
+
 // The names of two folders, exchanged in one step.
 bool swap_names(const std::string& a, const std::string& b) {
 #if defined(RENAME_EXCHANGE)
@@ -134,6 +146,7 @@ void NewFile::write(std::uint64_t offset, std::span<const std::byte> bytes) {
     if (done < 0 && errno == EINTR) continue;
     if (done < 0) give_up("write", errno);
     if (done == 0) give_up("write", ENOSPC);
+    start_storing(descriptor_, offset, static_cast<std::uint64_t>(done));
     bytes = bytes.subspan(static_cast<std::size_t>(done));
     offset += static_cast<std::uint64_t>(done);
   }
