@@ -18,7 +18,7 @@
 namespace {
 
 // What the calls below do while a test looks on: the `target`th one fails.
-enum class Failure { none, error, short_write, kill_before, kill_after };
+enum class Failure { none, error, short_write, short_then_full, kill_before, kill_after };
 struct Plan {
   bool armed = false;
   Failure failure = Failure::none;
@@ -33,7 +33,7 @@ constexpr int kKilled = 77;
 bool fails() {
   if (!plan.armed || plan.calls++ != plan.target) return false;
   if (plan.failure == Failure::kill_before) _exit(kKilled);
-  return plan.failure == Failure::error || plan.failure == Failure::short_write;
+  return plan.failure == Failure::error || plan.failure == Failure::short_then_full;
 }
 
 // The call itself, with what the plan has for it.
@@ -71,9 +71,11 @@ int open(const char* path, int flags, ...) {
   return made;
 }
 ssize_t pwrite(int file, const void* bytes, size_t count, off_t offset) {
-  if (plan.armed && plan.failure == Failure::short_write && plan.calls == plan.target && count > 1) {
-    plan.target += 1;  // half of it arrives, and the rest finds the disk full
+  const bool is_short = plan.failure == Failure::short_write || plan.failure == Failure::short_then_full;
+  if (plan.armed && is_short && plan.calls == plan.target && count > 1) {
+    if (plan.failure == Failure::short_then_full) ++plan.target;  // the rest finds the disk full
     ++plan.calls;
+    plan.trace.push_back("write " + paths[file]);
     return syscall(SYS_pwrite64, file, bytes, count / 2, offset);
   }
   return planned("write " + paths[file], [&] { return syscall(SYS_pwrite64, file, bytes, count, offset); });
@@ -162,7 +164,8 @@ struct Trial {
 constexpr Trial kTrials[] = {{Failure::error, ENOSPC, "disk full"},
                              {Failure::error, EIO, "disk error"},
                              {Failure::error, EACCES, "no permission"},
-                             {Failure::short_write, ENOSPC, "short write"}};
+                             {Failure::short_write, 0, "short write"},
+                             {Failure::short_then_full, ENOSPC, "short write, then disk full"}};
 
 class Saving : public Files {
  protected:
@@ -197,6 +200,12 @@ TEST_F(Saving, OldOrNewWhateverFails) {
         } else {
           ASSERT_TRUE(found == 1 || found == 2) << what;
         }
+        // A removal that fails leaves what it could not remove; nothing else leaves anything.
+        const bool excused = !reached ||
+                             plan.trace[static_cast<std::size_t>(plan.target)].starts_with("unlink") ||
+                             message.find("the one before is in") != message.npos;
+        ASSERT_TRUE(excused || files() == (beside && found == 2 ? 2u : 1u)) << what;
+        remove_partial(folder_);
         if (message == "no error") {
           ASSERT_EQ(found, 2) << what;
         } else {
