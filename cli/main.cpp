@@ -16,7 +16,7 @@ constexpr const char* kHelp =
     "Scruple trains networks in 5 to 7 bytes per parameter.\n"
     "This program tells what the library has, what a choice of formats costs and how fast it runs here, "
     "compares\n"
-    "recipes, and trains small language models.";
+    "recipes, trains small language models, and looks after their checkpoints.";
 
 constexpr const char* kFooter =
     "Examples:\n"
@@ -27,6 +27,7 @@ constexpr const char* kFooter =
     "  scruple compare --recipes fp32,scruple\n"
     "  scruple train --data book.txt --out run1\n"
     "  scruple sample run1 --prompt \"Once upon a time\"\n"
+    "  scruple checkpoint inspect run1\n"
     "\n"
     "Each command has its own --help. Exit code: 0 done, 1 failed, 2 the command line is wrong.";
 
@@ -48,6 +49,7 @@ int run(int argc, char** argv) {
   cli::add_compare(program);
   cli::add_train(program);
   cli::add_sample(program);
+  cli::add_checkpoint(program);
 #endif
   try {
     program.parse(argc, argv);

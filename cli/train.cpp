@@ -7,10 +7,14 @@
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "commands.h"
+#include "io/checkpoint.h"
+#include "io/crc32.h"
 #include "io/file.h"
 #include "text.h"
+#include "train/checkpoint.h"
 #include "train/export.h"
 #include "train/report.h"
 #include "training.h"
@@ -32,14 +36,19 @@ constexpr const char* kFooter =
     "sample'\n"
     "continues a text with it. The last twentieth of the file is kept for validation. Ctrl-C ends after the "
     "current\n"
-    "step and saves what there is.\n"
+    "step and saves what there is. With --save-every there are also checkpoints/, from which --resume goes "
+    "on "
+    "to the\n"
+    "same bits after any interruption; 'scruple checkpoint' looks into them.\n"
     "\n"
     "Examples:\n"
     "  scruple train --data book.txt --out run1\n"
     "  scruple train --data book.txt --out run2 --layers 6 --width 384 --heads 6 --context 256 --steps 2000\n"
     "  scruple train --data book.txt --out run3 --gradients compressed --accumulate 4 --clip 1\n"
     "  scruple train --data book.txt --out run4 --recipe lpmm --optimizer sgd --lr 0.3 --accumulate 4\n"
-    "  scruple train --data book.txt --out run5 --weights fp16+8 --loss-scale dynamic";
+    "  scruple train --data book.txt --out run5 --weights fp16+8 --loss-scale dynamic\n"
+    "  scruple train --data book.txt --out run6 --save-every 100 --keep 3\n"
+    "  scruple train --resume run6";
 
 struct Options {
   Choice choice;
@@ -47,8 +56,11 @@ struct Options {
   GradientOptions gradients;
   std::string data, out, activations, schedule = "cosine", kind = "gpt";
   double lr = 1e-3, weight_decay = -1;
-  std::int64_t warmup = -1, validate_every = 0;
+  std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
+  std::string resume;
 };
+
+void add_options(CLI::App& command, Options& options);
 
 train::Schedule schedule_of(const Options& options) {
   const std::vector<std::string> names = {"cosine", "linear", "constant"};
@@ -61,10 +73,16 @@ train::Schedule schedule_of(const Options& options) {
   return {static_cast<train::Annealing>(at), options.lr, warmup, steps};
 }
 
+constexpr const char* kMetrics = "/metrics.jsonl";
+
+// A step of an earlier session that left no trace but its checkpoint.
+Outcome unknown() { return {std::nan(""), std::nan(""), std::nan(""), 1, false}; }
+bool is_unknown(const Outcome& step) { return std::isnan(step.lr); }
+
 // Fails before anything is trained if the results could not be written after.
 void claim(const std::string& folder) {
   make_folder(folder);
-  for (const char* name : {"metrics.jsonl", "report.html", "model.safetensors", "config.json"})
+  for (const char* name : {"metrics.jsonl", "report.html", "model.safetensors", "config.json", "checkpoints"})
     if (std::filesystem::exists(folder + "/" + name))
       throw std::runtime_error(folder + " has " + name +
                                " of an earlier run; choose another --out, or move it away");
@@ -73,7 +91,11 @@ void claim(const std::string& folder) {
 // metrics.jsonl: a line per step and per validation, written after each step.
 class Metrics {
  public:
-  explicit Metrics(const std::string& folder) : path_(folder + "/metrics.jsonl"), file_(path_) {
+  // `before`: what earlier sessions saw. The file is made anew with it: they may have gone further, or been
+  // killed in the middle of a line.
+  Metrics(const std::string& folder, const Record& before) : path_(folder + kMetrics) {
+    if (!before.steps.empty()) io::write_text(path_, next_lines(before));
+    file_.open(path_, before.steps.empty() ? std::ios::trunc : std::ios::app);
     check_written();
   }
 
@@ -84,25 +106,35 @@ class Metrics {
   Metrics& operator=(const Metrics&) = delete;
 
   void write(const Record& record) {
-    for (; validations_ < record.validations.size(); ++validations_) {
-      const auto& [step, loss] = record.validations[validations_];
-      file_ << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
-    }
-    for (; steps_ < record.steps.size(); ++steps_) {
-      const Outcome& step = record.steps[steps_];
-      file_ << ordered_json{{"step", steps_ + 1},
-                            {"loss", step.loss},
-                            {"lr", step.lr},
-                            {"norm", step.norm},
-                            {"loss_scale", step.loss_scale},
-                            {"skipped", step.skipped}}
-            << '\n';
-    }
+    file_ << next_lines(record);
     file_.flush();
     check_written();
   }
 
  private:
+  // Steps and validations in the order in which they came; unknown() steps have no line.
+  std::string next_lines(const Record& record) {
+    std::ostringstream lines;
+    for (;;) {
+      if (validations_ < record.validations.size() &&
+          record.validations[validations_].first <= static_cast<std::int64_t>(steps_)) {
+        const auto& [step, loss] = record.validations[validations_++];
+        lines << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
+      } else if (steps_ < record.steps.size()) {
+        const Outcome& step = record.steps[steps_++];
+        if (is_unknown(step)) continue;
+        lines << ordered_json{{"step", steps_},
+                              {"loss", step.loss},
+                              {"lr", step.lr},
+                              {"norm", step.norm},
+                              {"loss_scale", step.loss_scale},
+                              {"skipped", step.skipped}}
+              << '\n';
+      } else {
+        return lines.str();
+      }
+    }
+  }
   void check_written() const {
     if (!file_) throw std::runtime_error("cannot write " + path_ + "; choose another --out, or make room");
   }
@@ -261,16 +293,141 @@ Options completed(Options options) {
   return options;
 }
 
-Record watch(const Options& options, const train::Job& job, Trainer& trainer, const Data& data,
-             const Ledger& ledger, Metrics& metrics) {
+// ---- Checkpoints ----
+
+// What --resume leaves to the user; everything else is the run's own.
+constexpr const char* kFree[] = {"--data", "--out",    "--threads", "--save-every",
+                                 "--keep", "--resume", "--help"};
+
+bool is_free(const std::string& name) {
+  return std::find(std::begin(kFree), std::end(kFree), name) != std::end(kFree);
+}
+
+std::string long_name(const CLI::Option& option) {
+  return option.get_lnames().empty() ? option.get_name() : "--" + option.get_lnames().front();
+}
+
+io::Metadata data_notes(const std::string& path, const io::MappedFile& data) {
+  return {{"--data", std::filesystem::absolute(path).string()},
+          {"data_bytes", std::to_string(data.bytes().size())},
+          {"data_crc32", io::hex(io::crc32(data.bytes()))}};
+}
+
+// The settings of a run as they were given, and what it reads: enough to start it again.
+io::Metadata notes_of(const CLI::App& command, const Options& options, const io::MappedFile& data) {
+  io::Metadata notes = data_notes(options.data, data);
+  notes["program"] = "scruple train";
+  notes["--save-every"] = std::to_string(options.save_every);
+  notes["--keep"] = std::to_string(options.keep);
+  for (const CLI::Option* option : command.get_options())
+    if (option->count() > 0 && !is_free(long_name(*option))) {
+      std::string& values = notes[long_name(*option)];
+      for (const std::string& value : option->results()) values += (values.empty() ? "" : "\n") + value;
+    }
+  return notes;
+}
+
+// A session of a run: a new one, or one that goes on from a checkpoint.
+struct Session {
+  Options options;
+  io::Metadata notes;  // for the checkpoints; without those of the data
+  std::unique_ptr<io::Checkpoint> from;
+};
+
+// The run's own settings, with what the user may change about it.
+Session resumed(const CLI::App& command, const Options& given) {
+  for (const CLI::Option* option : command.get_options())
+    if (option->count() > 0 && !is_free(long_name(*option)))
+      throw UsageError("--resume takes " + long_name(*option) +
+                       " from the run, so that it ends with the same bits; leave it out");
+  Session session;
+  session.from = std::make_unique<io::Checkpoint>(train::find_checkpoint(given.resume));
+  const io::Metadata& notes = session.from->manifest().trainer;
+  const bool whole_run = session.from->folder() != given.resume;
+  if (whole_run && command.count("--out") > 0)
+    throw UsageError(
+        "--resume writes into the run's own folder; leave --out out, or resume a checkpoint of it");
+  if (!whole_run && command.count("--out") == 0)
+    throw UsageError("--resume " + given.resume +
+                     " is a single checkpoint; name a new folder with --out, or resume its run");
+  if (!notes.contains("program") || notes.at("program") != "scruple train")
+    throw std::runtime_error(session.from->folder() +
+                             " was not saved by 'scruple train', which cannot go on with it");
+  std::vector<std::string> words;
+  for (const auto& [name, values] : notes) {
+    if (!name.starts_with("--") || (is_free(name) && command.count(name) > 0)) continue;
+    for (std::size_t begin = 0; begin <= values.size();) {
+      const std::size_t end = std::min(values.find('\n', begin), values.size());
+      words.insert(words.end(), {values.substr(begin, end - begin), name});
+      begin = end + 1;
+    }
+  }
+  CLI::App parser;
+  add_options(parser, session.options);
+  parser.parse(words);  // CLI11 takes them last to first
+  if (command.count("--data") > 0) session.options.data = given.data;
+  if (command.count("--save-every") > 0) session.options.save_every = given.save_every;
+  if (command.count("--keep") > 0) session.options.keep = given.keep;
+  session.options.model.threads = given.model.threads;
+  session.options.out = whole_run ? given.resume : given.out;
+  session.options.resume = given.resume;
+  session.notes = notes;
+  return session;
+}
+
+void check_data(const io::Metadata& saved, const io::Metadata& now) {
+  for (const char* key : {"data_bytes", "data_crc32"})
+    if (const auto found = saved.find(key); found == saved.end() || found->second != now.at(key))
+      throw std::runtime_error(
+          now.at("--data") +
+          " is not the file that the run was started with: its length or checksum differs; "
+          "name the right one with --data");
+}
+
+double number_or_nan(const nlohmann::json& row, const char* key) {
+  const auto found = row.find(key);
+  return found != row.end() && found->is_number() ? found->get<double>() : std::nan("");
+}
+
+// What the sessions before saw, up to the checkpoint; what they did after it will be done again.
+Record read_metrics(const std::string& path, std::int64_t steps) {
+  Record record;
+  record.steps.resize(static_cast<std::size_t>(steps), unknown());
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    const nlohmann::json row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const double number = row.is_object() ? number_or_nan(row, "step") : std::nan("");
+    if (!(number >= 0 && number <= static_cast<double>(steps))) continue;
+    const auto step = static_cast<std::int64_t>(number);
+    if (row.contains("val_loss"))
+      record.validations.emplace_back(step, number_or_nan(row, "val_loss"));
+    else if (step > 0)
+      record.steps[static_cast<std::size_t>(step - 1)] = {
+          number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
+          static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
+  }
+  return record;
+}
+
+Record watch(const Session& session, const train::Job& job, Trainer& trainer, const Data& data,
+             const Ledger& ledger, Metrics& metrics, Record before) {
+  const Options& options = session.options;
   const Interrupts interrupts;
   Progress progress(options.choice.recipe, options.model.steps,
                     job.batch * job.gradients.micro_batches * job.shape.context, ledger);
-  const train::Span span = span_of(options.model.steps, options.validate_every);
-  return train::run(trainer, data.training, data.validation, span, [&](const Record& record) {
-    metrics.write(record);
-    progress.show(record);
-  });
+  train::Span span = span_of(options.model.steps, options.validate_every);
+  span.save_every = options.save_every;
+  return train::run(
+      trainer, data.training, data.validation, span,
+      [&](const Record& record) {
+        metrics.write(record);
+        progress.show(record);
+      },
+      [&](const Record& record) {
+        metrics.write(record);
+        train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
+      },
+      std::move(before));
 }
 
 void print_end(const Options& options, const Record& record, const Memory& plan, const Ledger& ledger,
@@ -286,7 +443,7 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
       skipped > 0)
     std::cout << skipped << " of " << record.steps.size()
               << " steps were skipped: a gradient was not finite.\n";
-  if (!std::isfinite(record.steps.back().loss))
+  if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
     std::cout
         << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
   std::cout << "validation loss " << fixed(record.first_loss(), 4) << " -> " << fixed(record.final_loss(), 4)
@@ -294,27 +451,57 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
             << mebibytes(ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
             << each(measured_total(ledger)) << " measured\n"
-            << "wrote " << options.out << "/: model.safetensors, config.json, metrics.jsonl, report.html\n";
+            << "wrote " << options.out << "/: model.safetensors, config.json, metrics.jsonl, report.html"
+            << (options.save_every > 0 ? ", checkpoints/" : "") << '\n';
 }
 
-void run(const Options& given) {
-  const Options options = completed(given);
+// A run with a checkpoint of its own goes on in its folder; any other begins a folder.
+Record open_folder(const Session& session) {
+  const Options& options = session.options;
+  if (!session.from) {
+    claim(options.out);
+    return {};
+  }
+  if (options.out != options.resume)
+    claim(options.out);
+  else
+    io::remove_partial(train::checkpoints_of(options.out));
+  return read_metrics(options.out + kMetrics, session.from->manifest().step);
+}
+
+void run(const CLI::App& command, const Options& given) {
+  Session session;
+  if (given.resume.empty())
+    session.options = given;
+  else
+    session = resumed(command, given);
+  session.options = completed(session.options);
+  const Options& options = session.options;
+  if (options.data.empty() || options.out.empty())
+    throw UsageError("--data and --out are required, unless a run goes on with --resume; try --help");
   if (const std::string problem = problem_with(options.model.shape); !problem.empty())
     throw UsageError(problem);
   const Data data(options.data, options.model.shape.context);
+  if (session.from)
+    check_data(session.notes, data_notes(options.data, data.file));
+  else if (options.save_every > 0)
+    session.notes = notes_of(command, options, data.file);
   train::Job job =
       make_job(options.choice, options.choice.recipe, options.model, options.gradients, options.activations);
   job.schedule = schedule_of(options);
   const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
   Ledger ledger(free_memory());
-  Trainer trainer(job, ledger);
+  Trainer trainer(job, ledger, session.from.get());
   const std::int64_t params = trainer.state().size();
-  claim(options.out);
-  Metrics metrics(options.out);
+  Record before = open_folder(session);
+  Metrics metrics(options.out, before);
 
   print_start(options, job, params, static_cast<std::int64_t>(data.bytes.size()));
+  if (session.from)
+    std::cout << "going on after step " << trainer.steps_taken() << ", from " << session.from->folder()
+              << "\n\n";
   print_memory(plan, ledger, params);
-  const Record record = watch(options, job, trainer, data, ledger, metrics);
+  const Record record = watch(session, job, trainer, data, ledger, metrics, std::move(before));
   if (record.steps.empty()) throw std::runtime_error("stopped before the first step; nothing was saved");
   metrics.write(record);
   write_weights(options, trainer.state(), ledger);
@@ -323,46 +510,61 @@ void run(const Options& given) {
   print_end(options, record, plan, ledger, params);
 }
 
+void add_options(CLI::App& command, Options& options) {
+  options.model.shape = {4, 128, 4, 128, 256};
+  command.add_option("--data", options.data, "the file to learn")->type_name("FILE");
+  command.add_option("--out", options.out, "the folder to write")->type_name("DIR");
+  command.add_option("--model", options.kind, "architecture")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"gpt"}));
+  options.model.add_options(command);
+  options.choice.add_options(command);
+  command.get_option("--recipe")->description("formats of weights, moments and gradients (default: scruple)");
+  command.add_option("--lr", options.lr, "peak learning rate")->capture_default_str()->check(above_zero());
+  command.add_option("--schedule", options.schedule, "cosine, linear (both down to 0) or constant")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"cosine", "linear", "constant"}));
+  command.add_option("--warmup", options.warmup, "steps of linear rise (default: a twentieth)")
+      ->check(not_negative());
+  command.add_option("--weight-decay", options.weight_decay, "of matrices; norms and biases never decay")
+      ->check(not_negative());
+  options.gradients.add_options(command);
+  command
+      .add_option("--gradient-format", options.choice.gradient, "format of stored or compressed gradients")
+      ->type_name("FORMAT");
+  command
+      .add_option("--rounding", options.choice.rounding, "nearest or stochastic, in place of the recipe's")
+      ->check(CLI::IsMember({"nearest", "stochastic"}));
+  command
+      .add_option("--activations", options.activations,
+                  "fp32, bf16 or fp16 (default: as the weights are computed)")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+  command
+      .add_option("--validate-every", options.validate_every,
+                  "steps between validations (default: a twentieth)")
+      ->check(above_zero());
+  command
+      .add_option("--save-every", options.save_every, "steps between checkpoints (default: none are saved)")
+      ->type_name("N")
+      ->check(above_zero());
+  command.add_option("--keep", options.keep, "how many checkpoints stay; 0: all")
+      ->type_name("K")
+      ->capture_default_str()
+      ->check(not_negative());
+  command
+      .add_option("--resume", options.resume,
+                  "go on with this run, from its last checkpoint, to the same bits")
+      ->type_name("DIR");
+}
+
 }  // namespace
 
 void add_train(CLI::App& program) {
   CLI::App* command = program.add_subcommand("train", "Train a byte-level GPT on a file");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  options->model.shape = {4, 128, 4, 128, 256};
-  command->add_option("--data", options->data, "the file to learn")->type_name("FILE")->required();
-  command->add_option("--out", options->out, "the folder to write")->type_name("DIR")->required();
-  command->add_option("--model", options->kind, "architecture")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"gpt"}));
-  options->model.add_options(*command);
-  options->choice.add_options(*command);
-  command->get_option("--recipe")
-      ->description("formats of weights, moments and gradients (default: scruple)");
-  command->add_option("--lr", options->lr, "peak learning rate")->capture_default_str()->check(above_zero());
-  command->add_option("--schedule", options->schedule, "cosine, linear (both down to 0) or constant")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"cosine", "linear", "constant"}));
-  command->add_option("--warmup", options->warmup, "steps of linear rise (default: a twentieth)")
-      ->check(not_negative());
-  command->add_option("--weight-decay", options->weight_decay, "of matrices; norms and biases never decay")
-      ->check(not_negative());
-  options->gradients.add_options(*command);
-  command
-      ->add_option("--gradient-format", options->choice.gradient, "format of stored or compressed gradients")
-      ->type_name("FORMAT");
-  command
-      ->add_option("--rounding", options->choice.rounding, "nearest or stochastic, in place of the recipe's")
-      ->check(CLI::IsMember({"nearest", "stochastic"}));
-  command
-      ->add_option("--activations", options->activations,
-                   "fp32, bf16 or fp16 (default: as the weights are computed)")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
-  command
-      ->add_option("--validate-every", options->validate_every,
-                   "steps between validations (default: a twentieth)")
-      ->check(above_zero());
-  command->callback([options] { run(*options); });
+  add_options(*command, *options);
+  command->callback([command, options] { run(*command, *options); });
 }
 
 }  // namespace scruple::cli

@@ -7,6 +7,8 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstdio>
+#include <filesystem>
 #include <system_error>
 #include <utility>
 
@@ -41,6 +43,48 @@ std::string folder_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
+constexpr std::string_view kPartial = ".partial-";
+
+// Calls `make` with names beside `path` until one is free; 0, or the error that was not "there is one".
+template <class Make>
+int under_partial_name(const std::string& path, std::string& partial, const Make& make) {
+  static std::atomic<unsigned> count{0};
+  for (;;) {
+    partial = path + std::string(kPartial) + std::to_string(::getpid()) + "-" + std::to_string(count++);
+    if (make(partial)) return 0;
+    if (errno != EEXIST && errno != ENOTEMPTY) return errno;
+  }
+}
+
+// Makes the names in a folder last. Some file systems cannot do this, and a folder may be writable without
+// being readable: what it names is safe all the same.
+bool store_names(const std::string& folder) {
+  const Descriptor opened{::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)};
+  return opened.value < 0 || ::fsync(opened.value) == 0 || errno == EINVAL;
+}
+
+// A large file goes to the disk while it is still being written, not all at once when it is finished. Only a
+// hint: finish() flushes, and hears of what failed.
+void start_storing(int file, std::uint64_t offset, std::uint64_t bytes) {
+#if defined(SYNC_FILE_RANGE_WRITE)
+  constexpr std::uint64_t kWorthIt = std::uint64_t{1} << 20;
+  if (bytes >= kWorthIt)
+    ::sync_file_range(file, static_cast<off_t>(offset), static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
+#else
+  (void)file, (void)offset, (void)bytes;
+#endif
+}
+
+// The names of two folders, exchanged in one step.
+bool swap_names(const std::string& a, const std::string& b) {
+#if defined(RENAME_EXCHANGE)
+  return ::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0;
+#else
+  errno = EINVAL;
+  return false;
+#endif
+}
+
 }  // namespace
 
 // ---- Reading ----
@@ -73,16 +117,12 @@ MappedFile::MappedFile(MappedFile&& other) noexcept
 // ---- Writing ----
 
 NewFile::NewFile(const std::string& path) : path_(path) {
-  static std::atomic<unsigned> count{0};
   constexpr mode_t kMode = 0666;  // less what the user's umask takes away
-  do {
-    partial_ = path + ".partial-" + std::to_string(::getpid()) + "-" + std::to_string(count++);
-    descriptor_ = ::open(partial_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kMode);
-  } while (descriptor_ < 0 && errno == EEXIST);
-  if (descriptor_ < 0) {
-    const int error = errno;
-    fail("cannot create ", path, ": ", words_of(error), hint_for(error));
-  }
+  const int error = under_partial_name(path, partial_, [&](const std::string& name) {
+    descriptor_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kMode);
+    return descriptor_ >= 0;
+  });
+  if (error != 0) fail("cannot create ", path, ": ", words_of(error), hint_for(error));
 }
 
 NewFile::~NewFile() {
@@ -106,6 +146,7 @@ void NewFile::write(std::uint64_t offset, std::span<const std::byte> bytes) {
     if (done < 0 && errno == EINTR) continue;
     if (done < 0) give_up("write", errno);
     if (done == 0) give_up("write", ENOSPC);
+    start_storing(descriptor_, offset, static_cast<std::uint64_t>(done));
     bytes = bytes.subspan(static_cast<std::size_t>(done));
     offset += static_cast<std::uint64_t>(done);
   }
@@ -118,11 +159,61 @@ void NewFile::finish() {
   if (::fsync(descriptor_) != 0) give_up("store", errno);
   if (::close(std::exchange(descriptor_, -1)) != 0) give_up("close", errno);
   if (::rename(partial_.c_str(), path_.c_str()) != 0) give_up("name", errno);
-  const Descriptor folder{::open(folder_of(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)};
-  // Some file systems cannot do this, and a folder may be writable without being readable: the file itself
-  // is safe.
-  if (folder.value >= 0 && ::fsync(folder.value) != 0 && errno != EINVAL)
+  if (!store_names(folder_of(path_)))
     fail("wrote ", path_, ", but its folder could not be stored: ", words_of(errno));
+}
+
+NewFolder::NewFolder(const std::string& path) : path_(path) {
+  while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
+  constexpr mode_t kMode = 0777;  // less what the user's umask takes away
+  const int error = under_partial_name(
+      path_, partial_, [&](const std::string& name) { return ::mkdir(name.c_str(), kMode) == 0; });
+  if (error != 0) fail("cannot make the folder ", path_, ": ", words_of(error), hint_for(error));
+}
+
+NewFolder::~NewFolder() {
+  std::error_code ignored;
+  if (!done_) std::filesystem::remove_all(partial_, ignored);
+}
+
+void NewFolder::finish() {
+  if (done_) fail(path_, " is finished; make a new one to write again");
+  if (!store_names(partial_)) fail("cannot store ", path_, ": ", words_of(errno), hint_for(errno));
+  bool replaces = false;
+  if (::rename(partial_.c_str(), path_.c_str()) != 0) {
+    if (errno != EEXIST && errno != ENOTEMPTY)
+      fail("cannot name ", path_, ": ", words_of(errno), hint_for(errno));
+    if (!swap_names(partial_, path_))
+      fail("cannot replace ", path_, " in one step: ", words_of(errno),
+           "; choose another name, or remove it first");
+    replaces = true;
+  }
+  done_ = true;
+  // What was replaced goes only when the new name is known to last.
+  if (!store_names(folder_of(path_)))
+    fail("wrote ", path_, ", but its folder could not be stored: ", words_of(errno),
+         replaces ? "; the one before is in " + partial_ : "");
+  std::error_code ignored;
+  if (replaces) std::filesystem::remove_all(partial_, ignored);
+}
+
+void remove_folder(const std::string& path) {
+  std::string doomed;
+  int error = under_partial_name(
+      path, doomed, [&](const std::string& name) { return ::rename(path.c_str(), name.c_str()) == 0; });
+  if (error == 0) {
+    std::error_code problem;
+    std::filesystem::remove_all(doomed, problem);
+    error = problem.value();
+  }
+  if (error != 0) fail("cannot remove ", path, ": ", words_of(error), hint_for(error));
+}
+
+void remove_partial(const std::string& folder) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
+    if (entry.path().filename().string().find(kPartial) != std::string::npos)
+      std::filesystem::remove_all(entry.path(), ignored);
 }
 
 void write_text(const std::string& path, std::string_view text) {

@@ -56,6 +56,29 @@ class NewFile {
   int descriptor_ = -1;
 };
 
+// A folder that appears under its name complete and on the disk, or not at all: files are written into
+// partial(), and finish() gives it its name. A folder that has the name already is there until then and is
+// replaced in one step: at no moment is there neither. (A process that is killed leaves NAME.partial-PID-N.)
+class NewFolder {
+ public:
+  explicit NewFolder(const std::string& path);
+  ~NewFolder();
+  NewFolder(const NewFolder&) = delete;
+  NewFolder& operator=(const NewFolder&) = delete;
+
+  const std::string& partial() const { return partial_; }
+  void finish();
+
+ private:
+  std::string path_, partial_;
+  bool done_ = false;
+};
+
+// A folder with all that is in it. It loses its name first, so that nobody takes a half for the whole.
+void remove_folder(const std::string& path);
+// What processes that were killed have left in `folder` of the above.
+void remove_partial(const std::string& folder);
+
 // A short text, in the same way.
 void write_text(const std::string& path, std::string_view text);
 // At most `limit` bytes; a longer file is refused.

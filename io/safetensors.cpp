@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
 #include <utility>
+
+#include "io/json.h"
 
 namespace scruple::io {
 namespace {
@@ -38,16 +39,6 @@ std::string all_dtypes() {
   return names;
 }
 
-// For messages: names come from files that may be hostile, so neither their length nor their bytes are
-// trusted.
-std::string shown(std::string_view name) {
-  constexpr std::size_t kShown = 80;
-  std::string text = "\"" + std::string(name.substr(0, kShown));
-  for (char& c : text)
-    if (static_cast<unsigned char>(c) < ' ' || c == '\x7f') c = '?';
-  return text + (name.size() > kShown ? "...\"" : "\"");
-}
-
 std::string written(const std::vector<std::int64_t>& shape) {
   std::string text;
   for (const std::int64_t n : shape) text += (text.empty() ? "" : ",") + std::to_string(n);
@@ -70,6 +61,12 @@ std::optional<std::int64_t> size_in_bytes(const TensorInfo& tensor) {
 
 }  // namespace
 
+std::optional<Dtype> dtype_named(std::string_view name) {
+  const auto* const row = std::find_if(std::begin(kDtypes), std::end(kDtypes),
+                                       [&](const DtypeRow& known) { return name == known.name; });
+  if (row == std::end(kDtypes)) return std::nullopt;
+  return static_cast<Dtype>(row - std::begin(kDtypes));
+}
 const char* name_of(Dtype dtype) { return row_of(dtype).name; }
 std::int64_t bytes_of(Dtype dtype) { return row_of(dtype).bytes; }
 
@@ -90,170 +87,76 @@ struct Entry {
   std::uint64_t begin, end;  // in the data
 };
 
-// Takes the header's JSON event by event, so that keys that stand twice are seen, nothing is kept that does
-// not belong and nesting is refused at the third level.
-class HeaderReader : public nlohmann::json_sax<nlohmann::json> {
+// Keys that stand twice are seen, and nothing is kept that does not belong.
+class HeaderReader {
  public:
-  explicit HeaderReader(const std::string& path) : path_(path) {}
+  HeaderReader(std::string_view header, const std::string& path) : json_(header, path) {}
 
   std::vector<Entry> entries;
   Metadata metadata;
 
-  bool null() override { wrong("null"); }
-  bool boolean(bool) override { wrong("a boolean"); }
-  bool number_integer(number_integer_t value) override {
-    wrong("the negative number " + std::to_string(value));
-  }
-  bool number_float(number_float_t, const string_t& text) override {
-    wrong("the number " + text.substr(0, 40));
-  }
-  bool binary(binary_t&) override { wrong("binary data"); }
-  bool number_unsigned(number_unsigned_t value) override;
-  bool string(string_t& value) override;
-  bool start_object(std::size_t) override;
-  bool key(string_t& value) override;
-  bool end_object() override;
-  bool start_array(std::size_t) override;
-  bool end_array() override;
-  bool parse_error(std::size_t position, const std::string&,
-                   const nlohmann::detail::exception& error) override {
-    refuse("the header is not valid JSON at its byte ", position, " (",
-           std::string(error.what()).substr(0, 200), ")");
+  void read() {
+    bool has_metadata = false;
+    json_.members("the header", [&](std::string name) {
+      if (name != kMetadataKey) {
+        entries.push_back(entry(std::move(name)));
+        return;
+      }
+      if (std::exchange(has_metadata, true)) json_.refuse("__metadata__ stands twice in the header");
+      json_.members("__metadata__", [&](std::string key) { read_metadata(std::move(key)); });
+    });
+    json_.end();
   }
 
  private:
-  enum class Place { outside, top, metadata, entry, shape, offsets };
-  enum Field { dtype, shape, data_offsets, kFields };
-  static constexpr const char* kFieldNames[kFields] = {"dtype", "shape", "data_offsets"};
-
-  template <class... Parts>
-  [[noreturn]] void refuse(const Parts&... parts) const {
-    fail(path_, ": ", parts...);
+  void read_metadata(std::string key) {
+    if (metadata.contains(key)) json_.refuse("__metadata__: ", shown(key), " stands twice");
+    std::string value = json_.string(("__metadata__: " + shown(key)).c_str());
+    metadata.emplace(std::move(key), std::move(value));
   }
-  [[noreturn]] void wrong(const std::string& found) const;
 
-  const std::string& path_;
-  Place place_ = Place::outside;
-  std::string name_, key_;  // of the entry; within the metadata
-  bool has_metadata_ = false;
-  Field field_ = kFields;
-  std::array<bool, kFields> seen_{};
-  TensorInfo info_{};
-  std::vector<std::uint64_t> offsets_;
+  Entry entry(std::string name) {
+    const std::string what = "tensor " + shown(name);
+    Entry made{};
+    json_.fields(what.c_str(), {{"dtype", [&] { made.info.dtype = dtype(what); }},
+                                {"shape", [&] { made.info.shape = shape(what); }},
+                                {"data_offsets", [&] { read_offsets(what, made); }}});
+    made.info.name = std::move(name);
+    return made;
+  }
+
+  Dtype dtype(const std::string& what) {
+    const std::string name = json_.string((what + ": dtype").c_str());
+    const std::optional<Dtype> known = dtype_named(name);
+    if (!known)
+      json_.refuse(what, ": dtype ", shown(name), " is not known; known are ", all_dtypes(),
+                   " (types of less than a byte, such as F4, are not)");
+    return *known;
+  }
+
+  std::vector<std::int64_t> shape(const std::string& what) {
+    std::vector<std::int64_t> sizes;
+    json_.elements((what + ": shape").c_str(), [&] {
+      if (sizes.size() == kMaxDimensions)
+        json_.refuse(what, ": shape has more than ", kMaxDimensions, " dimensions");
+      sizes.push_back(
+          static_cast<std::int64_t>(json_.unsigned_integer((what + ": a dimension").c_str(), INT64_MAX)));
+    });
+    return sizes;
+  }
+
+  void read_offsets(const std::string& what, Entry& entry) {
+    int count = 0;
+    json_.elements((what + ": data_offsets").c_str(), [&] {
+      if (count == 2) json_.refuse(what, ": data_offsets has more than two numbers");
+      (count++ == 0 ? entry.begin : entry.end) =
+          json_.unsigned_integer((what + ": an offset").c_str(), INT64_MAX);
+    });
+    if (count < 2) json_.refuse(what, ": data_offsets has ", count, " numbers; it must be [begin, end]");
+  }
+
+  JsonReader json_;
 };
-
-// A value of a kind that has no business where it stands.
-void HeaderReader::wrong(const std::string& found) const {
-  switch (place_) {
-    case Place::outside: refuse("the header is ", found, ", not an object");
-    case Place::top:
-      if (name_ == kMetadataKey) refuse("__metadata__ is ", found, "; it must be an object of strings");
-      refuse("tensor ", shown(name_), " is ", found,
-             "; it must be an object with dtype, shape and data_offsets");
-    case Place::metadata:
-      refuse("__metadata__: ", shown(key_), " is ", found, "; only strings are allowed there");
-    case Place::entry:
-      refuse("tensor ", shown(name_), ": ", kFieldNames[field_], " is ", found, "; it must be ",
-             field_ == dtype ? "a string" : "an array of integers");
-    case Place::shape:
-    case Place::offsets:
-      refuse("tensor ", shown(name_), ": ", kFieldNames[field_], " holds ", found,
-             "; only integers from 0 to 2^63 - 1 are allowed there");
-  }
-  refuse("the header is broken");
-}
-
-bool HeaderReader::number_unsigned(number_unsigned_t value) {
-  if (place_ != Place::shape && place_ != Place::offsets) wrong("the number " + std::to_string(value));
-  if (value > INT64_MAX) wrong("the number " + std::to_string(value));
-  if (place_ == Place::shape) {
-    if (info_.shape.size() == kMaxDimensions)
-      refuse("tensor ", shown(name_), ": shape has more than ", kMaxDimensions, " dimensions");
-    info_.shape.push_back(static_cast<std::int64_t>(value));
-  } else {
-    if (offsets_.size() == 2) refuse("tensor ", shown(name_), ": data_offsets has more than two numbers");
-    offsets_.push_back(value);
-  }
-  return true;
-}
-
-bool HeaderReader::string(string_t& value) {
-  if (place_ == Place::metadata) {
-    metadata.emplace(std::move(key_), std::move(value));
-    return true;
-  }
-  if (place_ != Place::entry || field_ != dtype) wrong("the string " + shown(value));
-  const auto* const row = std::find_if(std::begin(kDtypes), std::end(kDtypes),
-                                       [&](const DtypeRow& known) { return value == known.name; });
-  if (row == std::end(kDtypes))
-    refuse("tensor ", shown(name_), ": dtype ", shown(value), " is not known; known are ", all_dtypes(),
-           " (types of less than a byte, such as F4, are not)");
-  info_.dtype = static_cast<Dtype>(row - std::begin(kDtypes));
-  return true;
-}
-
-bool HeaderReader::start_object(std::size_t) {
-  if (place_ == Place::outside) {
-    place_ = Place::top;
-  } else if (place_ != Place::top) {
-    wrong("an object");
-  } else if (name_ == kMetadataKey) {
-    if (std::exchange(has_metadata_, true)) refuse("__metadata__ stands twice in the header");
-    place_ = Place::metadata;
-  } else {
-    place_ = Place::entry;
-    seen_ = {};
-    info_ = {};
-    offsets_.clear();
-  }
-  return true;
-}
-
-bool HeaderReader::key(string_t& value) {
-  if (place_ == Place::top) {
-    name_ = std::move(value);
-  } else if (place_ == Place::metadata) {
-    key_ = std::move(value);
-    if (metadata.contains(key_)) refuse("__metadata__: ", shown(key_), " stands twice");
-  } else {
-    const auto* const known = std::find(std::begin(kFieldNames), std::end(kFieldNames), value);
-    if (known == std::end(kFieldNames))
-      refuse("tensor ", shown(name_), " has a field ", shown(value),
-             "; only dtype, shape and data_offsets are allowed");
-    field_ = static_cast<Field>(known - std::begin(kFieldNames));
-    if (std::exchange(seen_[field_], true)) refuse("tensor ", shown(name_), ": ", value, " stands twice");
-  }
-  return true;
-}
-
-bool HeaderReader::end_object() {
-  if (place_ != Place::entry) {
-    place_ = place_ == Place::metadata ? Place::top : Place::outside;
-    return true;
-  }
-  for (int field = 0; field < kFields; ++field)
-    if (!seen_[static_cast<std::size_t>(field)])
-      refuse("tensor ", shown(name_), " has no ", kFieldNames[field],
-             "; each needs dtype, shape and data_offsets");
-  info_.name = std::move(name_);
-  entries.push_back({std::move(info_), offsets_[0], offsets_[1]});
-  place_ = Place::top;
-  return true;
-}
-
-bool HeaderReader::start_array(std::size_t) {
-  if (place_ != Place::entry || field_ == dtype) wrong("an array");
-  place_ = field_ == shape ? Place::shape : Place::offsets;
-  return true;
-}
-
-bool HeaderReader::end_array() {
-  if (place_ == Place::offsets && offsets_.size() != 2)
-    refuse("tensor ", shown(name_), ": data_offsets has ", offsets_.size(),
-           " numbers; it must be [begin, end]");
-  place_ = Place::entry;
-  return true;
-}
 
 // The JSON text of a file's header.
 std::string_view header_of(std::span<const std::byte> file, const std::string& path) {
@@ -271,9 +174,6 @@ std::string_view header_of(std::span<const std::byte> file, const std::string& p
   const std::string_view header(reinterpret_cast<const char*>(file.data()) + kLengthBytes, length);
   if (header.empty() || header.front() != '{')
     fail(path, ": its header does not begin with '{'; this is not a safetensors file");
-  // The JSON parser takes a zero byte for the end of its input and would not look at what follows.
-  if (const std::size_t zero = header.find('\0'); zero != header.npos)
-    fail(path, ": the header has a zero byte at its byte ", zero, "; the file is damaged");
   return header;
 }
 
@@ -328,12 +228,13 @@ void check_cover(const std::vector<Entry>& entries, std::uint64_t data_bytes, co
 Safetensors::Safetensors(const std::string& path) : path_(path), file_(path) {
   const std::span<const std::byte> file = file_.bytes();
   const std::string_view header = header_of(file, path);
-  HeaderReader reader(path);
-  nlohmann::json::sax_parse(header, &reader);
+  HeaderReader reader(header, path);
+  reader.read();
   const std::span<const std::byte> data = file.subspan(kLengthBytes + header.size());
   check_names(reader.entries, path);
   for (const Entry& entry : reader.entries) check_size(entry, data.size(), path);
   check_cover(reader.entries, data.size(), path);
+  header_ = file.first(kLengthBytes + header.size());
   metadata_ = std::move(reader.metadata);
   tensors_.reserve(reader.entries.size());
   for (Entry& entry : reader.entries)
@@ -360,14 +261,6 @@ const StoredTensor& Safetensors::at(std::string_view name) const {
 // ---- Writing ----
 
 namespace {
-
-std::string as_json(std::string_view text) {
-  try {
-    return nlohmann::json(text).dump();
-  } catch (const nlohmann::json::exception&) {
-    fail("the name or metadata ", shown(text), " is not valid UTF-8; a safetensors file cannot hold it");
-  }
-}
 
 std::vector<TensorInfo> checked(std::vector<TensorInfo> tensors) {
   std::vector<std::string_view> names;
@@ -397,8 +290,8 @@ std::vector<std::size_t> aligned_order(const std::vector<TensorInfo>& tensors) {
 std::string metadata_json(const Metadata& metadata) {
   std::string text;
   for (const auto& [key, value] : metadata)
-    text += (text.empty() ? "" : ",") + as_json(key) + ":" + as_json(value);
-  return as_json(kMetadataKey) + ":{" + text + "}";
+    text += (text.empty() ? "" : ",") + json_text(key) + ":" + json_text(value);
+  return json_text(kMetadataKey) + ":{" + text + "}";
 }
 
 }  // namespace
@@ -415,7 +308,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Tensor
         offset > INT64_MAX / 2)
       fail("the tensors of ", path, " together are larger than any file can be");
     end_[i] = offset;
-    header += (header.size() == 1 ? "" : ",") + as_json(tensor.name) + ":{\"dtype\":\"" +
+    header += (header.size() == 1 ? "" : ",") + json_text(tensor.name) + ":{\"dtype\":\"" +
               name_of(tensor.dtype) + "\",\"shape\":" + written(tensor.shape) + ",\"data_offsets\":[" +
               std::to_string(next_[i]) + "," + std::to_string(end_[i]) + "]}";
   }
@@ -424,15 +317,15 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Tensor
   if (header.size() > kMaxHeader)
     fail("the header of ", path, " would take ", header.size(), " bytes, and the format's limit is ",
          kMaxHeader, "; write several files");
-  std::array<std::byte, kLengthBytes> length{};
   for (std::size_t i = 0; i < kLengthBytes; ++i)
-    length[i] = static_cast<std::byte>(header.size() >> (8 * i) & 0xff);
-  file_.write(0, length);
-  file_.write(kLengthBytes, std::as_bytes(std::span(header)));
+    header_.push_back(static_cast<char>(header.size() >> (8 * i) & 0xff));
+  header_ += header;
+  file_.write(0, std::as_bytes(std::span(header_)));
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    next_[i] += kLengthBytes + header.size();
-    end_[i] += kLengthBytes + header.size();
+    next_[i] += header_.size();
+    end_[i] += header_.size();
   }
+  bytes_ = header_.size() + offset;
 }
 
 void SafetensorsWriter::write(std::size_t tensor, std::span<const std::byte> piece) {

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -44,6 +45,7 @@ enum class Dtype : std::uint8_t {
   u64
 };
 
+std::optional<Dtype> dtype_named(std::string_view name);
 const char* name_of(Dtype dtype);  // as the format spells it: "F8_E4M3"
 std::int64_t bytes_of(Dtype dtype);
 
@@ -69,6 +71,8 @@ class Safetensors {
   explicit Safetensors(const std::string& path);
 
   const std::string& path() const { return path_; }
+  std::size_t bytes() const { return file_.bytes().size(); }
+  std::span<const std::byte> header() const { return header_; }  // its length included
   const Metadata& metadata() const { return metadata_; }
   const std::vector<StoredTensor>& tensors() const { return tensors_; }  // by name
   const StoredTensor* find(std::string_view name) const;                 // null where there is none
@@ -77,6 +81,7 @@ class Safetensors {
  private:
   std::string path_;
   MappedFile file_;
+  std::span<const std::byte> header_;
   Metadata metadata_;
   std::vector<StoredTensor> tensors_;
 };
@@ -94,10 +99,15 @@ class SafetensorsWriter {
   // Refuses while a tensor lacks bytes. The file appears under its name here; without this call, never.
   void finish();
 
+  const std::string& header() const { return header_; }  // its length included
+  std::uint64_t bytes() const { return bytes_; }         // of the whole file
+
  private:
   std::vector<TensorInfo> tensors_;
   std::vector<std::uint64_t> next_,
       end_;  // where in the file each tensor's next byte goes, and where it ends
+  std::string header_;
+  std::uint64_t bytes_ = 0;
   NewFile file_;
 };
 

@@ -8,5 +8,5 @@ if ! command -v clang-format > /dev/null || ! clang-format --version | grep -q "
   echo "clang-format $version is not here: $(clang-format --version 2> /dev/null || echo none)"
   exit 77
 fi
-find include formats optim engine grad io train capi cli bench tests \( -name '*.h' -o -name '*.hpp' -o -name '*.c' -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh" \) \
+find include formats optim engine grad io train capi cli bench fuzz tests \( -name '*.h' -o -name '*.hpp' -o -name '*.c' -o -name "*.cpp" -o -name "*.cu" -o -name "*.cuh" \) \
   -exec clang-format --dry-run -Werror {} +

@@ -36,6 +36,12 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   add_subdirectory(torch)
 endif()
 
+# Half a minute of compiling and a short run; a long one is `fuzz/run.sh FOLDER 600`.
+if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
+  add_test(NAME fuzz_checkpoint COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 5)
+  set_tests_properties(fuzz_checkpoint PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+endif()
+
 # The trainer from outside: its commands, its reports in a browser, its weights in transformers.
 if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   set(reports ${CMAKE_CURRENT_BINARY_DIR}/reports)
@@ -51,7 +57,9 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
 
   add_test(NAME train_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/train_test.py
                                    $<TARGET_FILE:scruple_cli>)
-  set_tests_properties(train_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 900)
+  add_test(NAME resume_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/resume_test.py
+                                    $<TARGET_FILE:scruple_cli>)
+  set_tests_properties(train_test resume_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 900)
 
   add_executable(logits ${CMAKE_CURRENT_SOURCE_DIR}/logits.cpp)
   target_link_libraries(logits PRIVATE train Threads::Threads)

@@ -6,7 +6,7 @@
 namespace scruple::train {
 
 double Record::ms_per_step() const {
-  return steps.empty() ? 0 : 1e3 * step_seconds / static_cast<double>(steps.size());
+  return steps.size() == resumed ? 0 : 1e3 * step_seconds / static_cast<double>(steps.size() - resumed);
 }
 
 double Record::first_loss() const { return validations.empty() ? std::nan("") : validations.front().second; }
@@ -14,22 +14,34 @@ double Record::first_loss() const { return validations.empty() ? std::nan("") : 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
 
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
-           const std::function<void(const Record&)>& watch) {
-  Record record;
-  const auto validate = [&] {
+           const Watch& watch, const Watch& save, Record record) {
+  record.resumed = record.steps.size();
+  const auto validate_if_due = [&](std::int64_t step) {
+    const bool due =
+        step == 0 || step == span.steps || (span.validate_every > 0 && step % span.validate_every == 0);
+    if (!due || (!record.validations.empty() && record.validations.back().first == step)) return;
     const double loss = trainer.validate(validation, span.validation_windows, span.go_on);
-    if (span.go_on()) record.validations.emplace_back(record.steps.size(), loss);
+    if (span.go_on()) record.validations.emplace_back(step, loss);
   };
-  validate();
-  for (std::int64_t step = 1; step <= span.steps && span.go_on(); ++step) {
+  auto saved = static_cast<std::int64_t>(record.resumed);
+  const auto save_now = [&](std::int64_t step) {
+    if (span.save_every == 0 || step == saved) return;
+    save(record);
+    saved = step;
+  };
+  auto step = static_cast<std::int64_t>(record.resumed);
+  validate_if_due(step);  // which an earlier session may not have finished
+  while (step < span.steps && span.go_on()) {
     const auto before = std::chrono::steady_clock::now();
     record.steps.push_back(trainer.step(data));
     record.step_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
+    ++step;
     watch(record);
-    const bool due = span.validate_every > 0 && step % span.validate_every == 0;
-    if (due || step == span.steps) validate();
+    validate_if_due(step);
+    if (span.save_every > 0 && step % span.save_every == 0) save_now(step);
   }
-  record.stopped = static_cast<std::int64_t>(record.steps.size()) < span.steps;
+  save_now(step);
+  record.stopped = step < span.steps;
   return record;
 }
 

@@ -14,12 +14,14 @@ struct Span {
   std::int64_t validate_every = 0;  // 0: only before the first and after the last
   std::int64_t validation_windows = 64;
   std::function<bool()> go_on = [] { return true; };  // asked before every step and batch of a validation
+  std::int64_t save_every = 0;  // 0: never; otherwise also after the last step, or where go_on ended the run
 };
 
 struct Record {
   std::vector<Outcome> steps;
   std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
   double step_seconds = 0;                                   // without the validations
+  std::size_t resumed = 0;                                   // steps of earlier sessions among `steps`
   bool stopped = false;                                      // before its last step
 
   double ms_per_step() const;
@@ -28,8 +30,12 @@ struct Record {
   double final_loss() const;
 };
 
-// `watch` sees the record after every step.
-Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
-           const std::function<void(const Record&)>& watch);
+using Watch = std::function<void(const Record&)>;
+
+// `watch` sees the record after every step; `save` after the steps that span.save_every names. `record` is what
+// earlier sessions saw: one entry for each step that the trainer has taken.
+Record run(
+    Trainer& trainer, const Windows& data, const Windows& validation, const Span& span, const Watch& watch,
+    const Watch& save = [](const Record&) {}, Record record = {});
 
 }  // namespace scruple::train

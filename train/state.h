@@ -38,6 +38,7 @@ class State final : public Weights {
 
   const std::vector<Parameter>& parameters() const { return parameters_; }
   const std::vector<scruple_tensor>& table() const { return table_; }
+  void set_step(int parameter, std::int64_t step) { table_[static_cast<std::size_t>(parameter)].step = step; }
   std::int64_t size() const;
 
  private:

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "train/blas.h"
+#include "train/checkpoint.h"
 
 namespace scruple::train {
 namespace {
@@ -100,6 +101,11 @@ class Trainer::Tiles final : public Gradients {
 
   void end() { sink_->end(); }
   scruple_sink_report report() const { return sink_->read(); }
+  void read_tensors(Position& position) const {
+    position.steps.resize(parameters_.size());
+    position.adagc_norms.resize(parameters_.size());
+    check(scruple_sink_read_tensors(sink_->raw(), position.steps.data(), position.adagc_norms.data()));
+  }
 
  private:
   using Hand = void (Sink::*)(std::span<const scruple_piece>);
@@ -141,7 +147,7 @@ class Trainer::Tiles final : public Gradients {
   std::unique_ptr<Sink> sink_;  // gives its memory back to blocks_
 };
 
-Trainer::Trainer(const Job& job, Ledger& ledger)
+Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
     : job_(job),
       engine_("cpu", job.threads),
       threads_(engine_.threads()),
@@ -154,10 +160,17 @@ Trainer::Trainer(const Job& job, Ledger& ledger)
   plain_.set_seed(job.seed);
   state_ =
       std::make_unique<State>(engine_, parameters_of(job.shape), decaying_, plain_, job.describe, ledger);
-  state_->start(job.seed, ledger);
+  Position position;
+  if (from != nullptr)
+    position = take_up(*from);
+  else
+    state_->start(job.seed, ledger);
   model_ = std::make_unique<Gpt>(job.shape, job.batch, job.activations, threads_, ledger);
+  if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler;
+  if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
   tiles_ = std::make_unique<Tiles>(engine_, *state_, job_.gradients, ledger);
+  job_.gradients.adagc_norms = nullptr;  // copied
   const std::int64_t token_bytes = job.batch * job.shape.context * std::int64_t{sizeof(std::int32_t)};
   tokens_ = Block(ledger, "activations", token_bytes);
   targets_ = Block(ledger, "activations", token_bytes);
@@ -167,6 +180,61 @@ Trainer::Trainer(const Job& job, Ledger& ledger)
 }
 
 Trainer::~Trainer() = default;
+
+namespace {
+
+// What the job asks for is what the checkpoint was made with; the learning rate is the schedule's.
+void check_group(io::Group saved, io::Group wanted) {
+  saved.hyperparameters.erase("lr"), wanted.hyperparameters.erase("lr");
+  if (saved.optimizer != wanted.optimizer || saved.seed != wanted.seed ||
+      saved.hyperparameters != wanted.hyperparameters)
+    io::fail("the checkpoint is of ", saved.optimizer, " with seed ", saved.seed,
+             ", or with other hyperparameters than this run's ", wanted.optimizer, " with seed ",
+             wanted.seed);
+}
+
+scruple_scaler scaler_of(const std::optional<io::LossScale>& saved) {
+  if (!saved) return {};
+  scruple_scaler scaler = {static_cast<float>(saved->scale), static_cast<float>(saved->growth),
+                           static_cast<float>(saved->backoff), static_cast<std::int32_t>(saved->interval),
+                           static_cast<std::int32_t>(saved->clean)};
+  scruple_scaler probe = scaler;
+  check(scruple_scaler_update(&probe, 0));  // refuses what no scaler can be
+  return scaler;
+}
+
+}  // namespace
+
+Position Trainer::take_up(const io::Checkpoint& from) {
+  const io::Manifest& manifest = from.manifest();
+  const std::vector<Parameter>& parameters = state_->parameters();
+  if (manifest.groups.size() != 2 || manifest.tensors.size() != parameters.size())
+    io::fail(from.folder(), " has ", manifest.tensors.size(), " tensors in ", manifest.groups.size(),
+             " groups, and a model of this shape has ", parameters.size(), " in 2");
+  check_group(manifest.groups[0], group_of(decaying_));
+  check_group(manifest.groups[1], group_of(plain_));
+  Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    const io::TensorState& tensor = manifest.tensors[p];
+    if (tensor.name != parameters[p].name || tensor.shape != parameters[p].shape ||
+        tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
+      io::fail(from.folder(), ": tensor ", p, " is \"", tensor.name, "\", and this model has \"",
+               parameters[p].name, "\" there, or of another shape");
+    load(from, tensor, state_->table()[p]);
+    state_->set_step(static_cast<int>(p), tensor.step);
+    position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
+  }
+  taken_ = position.taken;
+  return position;
+}
+
+Position Trainer::position() const {
+  Position position;
+  position.taken = taken_;
+  if (job_.scaler.scale > 0) position.scaler = tiles_->report().scaler;
+  tiles_->read_tensors(position);
+  return position;
+}
 
 Outcome Trainer::step(const Windows& data) {
   const std::int64_t parts = job_.gradients.micro_batches;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "include/scruple/scruple.hpp"
+#include "io/checkpoint.h"
 #include "train/data.h"
 #include "train/gpt.h"
 #include "train/ledger.h"
@@ -43,6 +44,14 @@ struct Job {
 // Bytes of the largest gradient that exists at once under `released`: a tile of rows, at most 1 MiB.
 std::int64_t tile_bytes(const std::vector<Parameter>& parameters);
 
+// Where a run stands, beside its planes: what a checkpoint keeps of it.
+struct Position {
+  std::int64_t taken = 0;
+  std::vector<std::int64_t> steps;  // of each parameter: the step about to be taken
+  std::vector<double> adagc_norms;  // of each parameter; 0: none
+  scruple_scaler scaler = {};       // scale 0: none
+};
+
 struct Outcome {
   double loss, lr;
   double norm;  // of the gradient; NaN where the policy does not know it
@@ -52,7 +61,8 @@ struct Outcome {
 
 class Trainer {
  public:
-  Trainer(const Job& job, Ledger& ledger);
+  // `from`: goes on where the trainer that saved it stood, to the bit. Throws where the job is another one.
+  Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from = nullptr);
   ~Trainer();
   Outcome step(const Windows& data);
   // The mean loss over `windows` windows of the data, evenly spread; a multiple of the batch is taken. NaN
@@ -60,12 +70,17 @@ class Trainer {
   double validate(
       const Windows& data, std::int64_t windows, const std::function<bool()>& go_on = [] { return true; });
   std::int64_t steps_taken() const { return taken_; }
+  Position position() const;  // between steps
   State& state() { return *state_; }
+  // The optimizers of what decays and of what does not.
+  const Optimizer& decaying() const { return decaying_; }
+  const Optimizer& plain() const { return plain_; }
 
  private:
   class Tiles;
   void read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);  // of each window
   double forward();
+  Position take_up(const io::Checkpoint& from);
   Job job_;
   Engine engine_;
   Threads threads_;

@@ -1,0 +1,138 @@
+// Checkpoints: a folder with manifest.json and one or more safetensors files, in which every plane is a plain
+// named tensor. docs/checkpoint.md is the specification. This room knows bytes, names and shapes; what a
+// format means is the library's affair. Problems are thrown as std::runtime_error that name the tensor.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "io/safetensors.h"
+
+namespace scruple::io {
+
+inline constexpr std::uint64_t kCheckpointVersion = 1;  // the newest that is read, and the one written
+inline constexpr std::int64_t kBlock = 128;             // elements: where a plane may be cut into shards
+
+// Elements [first, end) of a plane, in one of the files.
+struct Piece {
+  std::size_t file = 0;
+  std::int64_t first = 0, end = 0;
+  std::uint32_t crc = 0;
+};
+
+struct Plane {
+  std::string kind;  // "codes", "scale" or "extra"
+  Dtype dtype{};
+  std::vector<std::int64_t> shape;
+  std::int64_t block_bytes = 0;  // of 128 elements of the tensor; the last block may have fewer
+  std::vector<Piece> pieces;     // in order, without holes
+
+  std::int64_t bytes() const { return TensorInfo{kind, dtype, shape}.bytes(); }
+};
+
+struct Array {
+  std::string name;  // "weight", or the slot's: "exp_avg"
+  std::string format, rounding;
+  std::vector<Plane> planes;  // codes, then what completes them
+};
+
+struct TensorState {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  std::size_t group = 0;
+  std::uint32_t id = 0;
+  std::int64_t step = 1;             // about to be taken
+  std::optional<double> adagc_norm;  // what AdaGC remembers of it
+  std::vector<Array> arrays;         // the weight first
+
+  std::int64_t elements() const { return TensorInfo{name, Dtype::u8, shape}.bytes(); }
+};
+
+// Tensors that share an optimizer and its hyperparameters.
+struct Group {
+  std::string optimizer;
+  std::uint64_t seed = 0;
+  std::map<std::string, double> hyperparameters;
+};
+
+struct LossScale {
+  double scale = 0, growth = 1, backoff = 1;
+  std::int64_t interval = 0, clean = 0;
+};
+
+struct FileEntry {
+  std::uint64_t bytes = 0;
+  std::uint32_t header_crc = 0;
+};
+
+struct Manifest {
+  std::string library;    // the version that wrote it
+  std::string recipe;     // the name it was made with; the arrays' own formats rule
+  std::int64_t step = 0;  // taken
+  std::vector<Group> groups;
+  std::optional<LossScale> loss_scale;
+  Metadata trainer;  // what the writer needs to go on; nobody else reads it
+  std::vector<FileEntry> files;
+  std::vector<TensorState> tensors;
+};
+
+// What the plane is called in the files: "layer.weight", "layer.weight/exp_avg/scale".
+std::string plane_name(const TensorState& tensor, const Array& array, const Plane& plane);
+// "model.safetensors", or "model-00002-of-00003.safetensors" for file 1 of 3.
+std::string file_name(std::size_t file, std::size_t files);
+
+// manifest.json, as text; both check whatever can be checked without the files.
+std::string to_text(const Manifest& manifest);
+Manifest parse_manifest(std::string_view text, const std::string& path);
+// Of a manifest's text, whatever eight digits stand in its place.
+std::uint32_t manifest_crc(std::string_view text);
+
+class Checkpoint {
+ public:
+  // Reads the manifest, maps the files and checks that they are what it says; the planes are not touched.
+  explicit Checkpoint(const std::string& folder);
+
+  const std::string& folder() const { return folder_; }
+  const Manifest& manifest() const { return manifest_; }
+  std::uint64_t bytes() const;  // of all files
+  // The whole plane, whatever files it is in. Throws where a checksum does not fit.
+  void read(const TensorState& tensor, const Array& array, const Plane& plane, std::span<std::byte> to) const;
+  // The same without keeping it.
+  void verify(const TensorState& tensor, const Array& array, const Plane& plane) const;
+
+ private:
+  void each_chunk(const TensorState& tensor, const Array& array, const Plane& plane,
+                  const std::function<void(std::span<const std::byte>)>& take) const;
+  void check_files() const;
+
+  std::string folder_;
+  Manifest manifest_;
+  std::vector<Safetensors> files_;
+};
+
+// Gives the bytes of a plane of manifest.tensors[tensor]; they are used before the next is asked for.
+using PlaneBytes =
+    std::function<std::span<const std::byte>(std::size_t tensor, std::size_t array, std::size_t plane)>;
+
+inline constexpr std::size_t kMaxShards = 256;  // all are open at once
+
+// Writes a checkpoint that is there completely or not at all; one of that name is replaced in one step.
+// `files` and `pieces` of the manifest are filled in here: `shards` files with about as many elements each.
+void write_checkpoint(const std::string& folder, Manifest manifest, std::size_t shards,
+                      const PlaneBytes& bytes);
+
+// ---- A run's folder of checkpoints ----
+
+std::string step_name(std::int64_t step);  // "step-00000100"
+// The steps that have a checkpoint, in order; unfinished ones are not seen.
+std::vector<std::int64_t> saved_steps(const std::string& folder);
+
+}  // namespace scruple::io

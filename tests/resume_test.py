@@ -1,0 +1,394 @@
+"""Checkpoints from outside: runs that are killed and go on, the tools, and a reader that knows the specification alone.
+
+Usage: resume_test.py PATH_TO_SCRUPLE
+"""
+import json
+import os
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import zlib
+
+SCRUPLE = ""
+TINY = {"--layers": "1", "--width": "32", "--heads": "2", "--context": "16", "--batch": "2"}
+KILLS = 50
+# Every kind of state that a run has: each policy, AdaGC's norms, a loss scale that moves, random numbers, small codes.
+RUNS = (
+    ("--gradients", "compressed", "--accumulate", "2", "--rounding", "stochastic"),
+    ("--gradients", "released", "--adagc", "1.05"),
+    ("--weights", "fp16+8", "--activations", "fp16", "--lr", "0.01"),
+    ("--recipe", "lpmm", "--optimizer", "sgd", "--lr", "0.1", "--set", "momentum=0.8", "--set", "weight_decay=0.01"),
+    ("--recipe", "scant", "--schedule", "linear"),
+)
+
+
+def run(*arguments, engine=None, **options):
+    environment = {**os.environ, **({"SCRUPLE_ENGINE": engine} if engine else {})}
+    return subprocess.run([SCRUPLE, *arguments], capture_output=True, text=True, timeout=300, errors="replace",
+                          env=environment, **options)
+
+
+def content(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.data = self.path("text")
+        with open(self.data, "w", encoding="utf-8") as out:
+            out.write("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 60)
+
+    def path(self, *names):
+        return os.path.join(self.folder, *names)
+
+    def arguments(self, out, *more, steps=6):
+        tiny = [word for pair in TINY.items() if pair[0] not in more for word in pair]
+        return ["train", "--data", self.data, "--out", self.path(out), "--steps", str(steps), *tiny, *more]
+
+    def done(self, *arguments, **options):
+        result = run(*arguments, **options)
+        self.assertEqual(result.returncode, 0, f"{arguments}: {result.stdout}{result.stderr}")
+        return result.stdout
+
+    def trained(self, out, *more, **options):
+        return self.done(*self.arguments(out, *more, **options))
+
+    def fails(self, code, message, *arguments, **options):
+        result = run(*arguments, **options)
+        self.assertEqual(result.returncode, code, f"{arguments}: {result.stdout}{result.stderr}")
+        self.assertIn(message, result.stderr, arguments)
+        return result
+
+    def checkpoint(self, *arguments):
+        return json.loads(self.done("checkpoint", *arguments, "--json"))
+
+    def checkpoints(self, out):
+        return sorted(os.listdir(self.path(out, "checkpoints")))
+
+    def same_run(self, a, b):
+        for name in ("model.safetensors", "config.json", "metrics.jsonl"):
+            self.assertEqual(content(self.path(a, name)), content(self.path(b, name)), name)
+
+    def flip(self, path, at=-1):
+        data = bytearray(content(path))
+        data[at] ^= 1
+        with open(path, "wb") as file:
+            file.write(data)
+
+
+class Killed(Case):
+    def kill_once(self, arguments, seconds, engine):
+        """Starts a session, kills it after so long, and says whether it was still running."""
+        process = subprocess.Popen([SCRUPLE, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                   env={**os.environ, "SCRUPLE_ENGINE": engine})
+        try:
+            process.wait(seconds)
+            self.assertEqual(process.returncode, 0, arguments)
+            return False
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return True
+
+    def test_at_any_moment(self):
+        dice = random.Random(1)
+        kills = in_a_save = runs = 0
+        while kills < KILLS:
+            runs += 1
+            number = kills // (KILLS // len(RUNS)) % len(RUNS)
+            settings, steps = RUNS[number], 40
+            whole, out = f"whole{number}", f"run{runs}"
+            if not os.path.exists(self.path(whole)):
+                self.trained(whole, *settings, steps=steps)
+            arguments = self.arguments(out, *settings, "--save-every", "1", "--keep", "2", steps=steps)
+            running = True
+            while running:
+                running = self.kill_once(arguments, dice.uniform(0.02, 0.4), dice.choice(("cpu", "cpu-baseline")))
+                folder = self.path(out, "checkpoints")
+                found = os.listdir(folder) if os.path.exists(folder) else []
+                if running and not any(name.startswith("step-") and "partial" not in name for name in found):
+                    subprocess.run(["rm", "-rf", self.path(out)], check=True)  # killed before there was anything to save
+                    continue
+                if running:
+                    kills += 1
+                    in_a_save += any("partial" in name for name in found)
+                    self.done("checkpoint", "verify", self.path(out))
+                arguments = ["train", "--resume", self.path(out), "--threads", str(dice.randint(1, 3))]
+            self.same_run(out, whole)
+            self.assertEqual(self.checkpoints(out), ["step-00000039", "step-00000040"])
+        print(f"{kills} kills of {runs} runs, {in_a_save} of them inside a save")  # save_failures_test aims
+
+    def test_by_hand_after_any_step(self):
+        """Every step of every kind of run, without the dice."""
+        for number, settings in enumerate(RUNS):
+            whole = f"whole{number}"
+            self.trained(whole, *settings, "--save-every", "1", "--keep", "0")
+            for step in range(1, 7):
+                out = f"run{number}-{step}"
+                self.done("train", "--resume", self.path(whole, "checkpoints", f"step-{step:08}"), "--out", self.path(out),
+                          "--threads", "1", engine="cpu-baseline")
+                self.assertEqual(content(self.path(out, "model.safetensors")), content(self.path(whole, "model.safetensors")))
+                if step < 6:
+                    self.done("checkpoint", "diff", self.path(out), self.path(whole))
+
+
+class Train(Case):
+    def test_saves_and_keeps(self):
+        self.trained("a", "--save-every", "2", "--keep", "0", steps=7)
+        self.assertEqual(self.checkpoints("a"), ["step-00000002", "step-00000004", "step-00000006", "step-00000007"])
+        self.trained("b", "--save-every", "2", steps=7)
+        self.assertEqual(self.checkpoints("b"), ["step-00000006", "step-00000007"])
+        self.trained("c", "--save-every", "1", "--keep", "1")
+        self.assertEqual(self.checkpoints("c"), ["step-00000006"])
+        self.trained("d")
+        self.assertFalse(os.path.exists(self.path("d/checkpoints")))
+
+    def test_a_scale_that_moves_and_norms_are_kept(self):
+        self.trained("a", *RUNS[2], "--save-every", "3")
+        scale = self.checkpoint("inspect", self.path("a"))["loss_scale"]
+        self.assertEqual(scale["interval"], 2000)
+        self.assertGreater(scale["clean"], 0)
+        self.trained("b", *RUNS[1], "--save-every", "3")
+        self.assertTrue(all(t["adagc_norm"] > 0 for t in self.checkpoint("inspect", self.path("b"))["tensors"]))
+
+    def test_interrupted_and_resumed(self):
+        arguments = self.arguments("a", "--save-every", "1000", steps=3000)
+        process = subprocess.Popen([SCRUPLE, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.time() + 60
+        while time.time() < deadline and not (os.path.exists(self.path("a/metrics.jsonl"))
+                                              and os.path.getsize(self.path("a/metrics.jsonl")) > 1000):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(process.wait(60), 0)
+        self.assertEqual(len(self.checkpoints("a")), 1)
+        self.assertIn("going on after step", self.done("train", "--resume", self.path("a")))
+        self.trained("b", steps=3000)
+        self.same_run("a", "b")
+
+    def test_a_finished_run_stays_what_it_is(self):
+        self.trained("a", "--save-every", "2")
+        before = content(self.path("a/model.safetensors"))
+        self.done("train", "--resume", self.path("a"))
+        self.assertEqual(before, content(self.path("a/model.safetensors")))
+
+    def test_refusals(self):
+        self.trained("a", "--save-every", "2")
+        a = self.path("a")
+        self.fails(2, "--lr", "train", "--resume", a, "--lr", "0.1")
+        self.fails(2, "leave it out", "train", "--resume", a, "--steps", "100")
+        self.fails(2, "--out", "train", "--resume", a, "--out", self.path("b"))
+        self.fails(2, "--out", "train", "--resume", os.path.join(a, "checkpoints/step-00000006"))
+        self.fails(1, "no checkpoint", "train", "--resume", self.path("nowhere"))
+        self.fails(2, "--data and --out", "train", "--steps", "1")
+        self.fails(1, "earlier run", *self.arguments("a", "--save-every", "2"))
+        with open(self.data, "a", encoding="utf-8") as file:
+            file.write("x")
+        self.fails(1, "not the file that the run was started with", "train", "--resume", a)
+        os.rename(self.data, self.path("moved"))
+        self.fails(1, "No such file", "train", "--resume", a)
+        with open(self.path("moved"), "r+", encoding="utf-8") as file:
+            file.truncate(os.path.getsize(self.path("moved")) - 1)
+        self.done("train", "--resume", a, "--data", self.path("moved"))
+
+    def test_a_damaged_checkpoint_is_named_and_not_used(self):
+        self.trained("a", "--save-every", "2")
+        self.flip(self.path("a/checkpoints/step-00000006/model.safetensors"))
+        said = self.fails(1, "its checksum is", "train", "--resume", self.path("a"))
+        self.assertIn("transformer.", said.stderr)
+        self.assertIn("step-00000006", said.stderr)
+        os.rename(self.path("a/checkpoints/step-00000006"), self.path("away"))
+        self.done("train", "--resume", self.path("a"))
+        self.trained("b")
+        self.same_run("a", "b")
+
+    def test_a_full_disk_and_a_missing_permission(self):
+        self.trained("a", "--save-every", "3", "--keep", "0")
+        before = {name: content(self.path("a/checkpoints/step-00000003", name)) for name in ("manifest.json", "model.safetensors")}
+        os.rename(self.path("a/checkpoints/step-00000006"), self.path("away"))
+
+        def little_room():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000))
+        said = self.fails(1, "was not saved", "train", "--resume", self.path("a"), preexec_fn=little_room)
+        self.assertIn("those before it are as they were", said.stderr)
+        self.assertEqual(self.checkpoints("a"), ["step-00000003"])
+        if os.getuid() != 0:  # whom no permission stops
+            os.chmod(self.path("a/checkpoints"), 0o500)
+            self.fails(1, "permissions", "train", "--resume", self.path("a"))
+            os.chmod(self.path("a/checkpoints"), 0o700)
+        self.assertEqual(before, {name: content(self.path("a/checkpoints/step-00000003", name)) for name in before})
+        self.done("train", "--resume", self.path("a"))
+        self.trained("b")
+        self.same_run("a", "b")
+
+
+class Tools(Case):
+    def test_inspect(self):
+        self.trained("a", "--save-every", "6")
+        found = self.checkpoint("inspect", self.path("a"), "--histogram", "transformer.wte.weight")
+        self.assertEqual((found["version"], found["step"], found["recipe"], found["files"]), (1, 6, "scruple", 1))
+        self.assertEqual(found["groups"][0]["optimizer"], "adamw")
+        size = sum(os.path.getsize(self.path("a/checkpoints/step-00000006", name)) for name in ("manifest.json", "model.safetensors"))
+        self.assertEqual(found["bytes"]["total"], size)
+        self.assertEqual(sum(n for kind, n in found["bytes"].items() if kind != "total"), size)
+        histogram = found["tensors"][0]["arrays"][0]["histogram"]
+        self.assertEqual(histogram["zeros"] + histogram["not_finite"] + sum(histogram["by_exponent"].values()), 256 * 32)
+        said = self.done("checkpoint", "inspect", self.path("a"), "--histogram", "all")
+        self.assertIn("bf16+8, companded8, companded8", said)
+        self.assertIn("2^-", said)
+        self.fails(2, "no tensor of that name", "checkpoint", "inspect", self.path("a"), "--histogram", "nosuch")
+
+    def test_verify(self):
+        self.trained("a", "--save-every", "3", "--keep", "0")
+        self.assertTrue(self.checkpoint("verify", self.path("a"))["ok"])
+        broken = self.path("a/checkpoints/step-00000003")
+        self.flip(os.path.join(broken, "model.safetensors"))
+        said = self.fails(1, "1 problem", "checkpoint", "verify", broken, "--json")
+        found = json.loads(said.stdout)
+        self.assertFalse(found["ok"])
+        self.assertRegex(found["problems"][0], r'tensor "transformer\.[^"]+": its checksum is')
+        self.flip(os.path.join(broken, "manifest.json"))
+        self.assertIn("manifest is damaged", self.fails(1, "1 problem", "checkpoint", "verify", broken).stdout)
+        self.fails(1, "1 problem", "checkpoint", "verify", self.path("nowhere"))
+        # A step that no gradient check guards makes its weights NaN, visibly.
+        self.trained("b", "--recipe", "fp32", "--gradients", "released", "--lr", "1e30", "--save-every", "6")
+        self.assertIn("not finite", self.fails(1, "problem", "checkpoint", "verify", self.path("b")).stdout)
+
+    def test_convert_there_and_back(self):
+        self.trained("a", "--recipe", "fp32", "--save-every", "6")
+        self.trained("b", "--recipe", "scruple", "--save-every", "3")
+        for recipe in ("fp32", "mixed", "split", "flash", "scruple", "scant"):
+            found = self.checkpoint("convert", self.path("a"), "--recipe", recipe, "--out", self.path(recipe))
+            self.assertEqual(found["error"]["weight"]["relative_rms"] > 0, recipe not in ("fp32", "mixed", "split"), recipe)
+            self.assertLess(found["error"]["weight"]["relative_rms"], 1e-4)
+            self.done("checkpoint", "verify", self.path(recipe))
+        self.done("checkpoint", "diff", self.path("a"), self.path("fp32"))
+        # What an fp32 checkpoint can hold exactly comes back exactly.
+        self.checkpoint("convert", self.path("b"), "--recipe", "fp32", "--out", self.path("wide"))
+        self.checkpoint("convert", self.path("wide"), "--recipe", "scruple", "--out", self.path("back"))
+        found = json.loads(run("checkpoint", "diff", self.path("b"), self.path("back"), "--json").stdout)
+        self.assertEqual([row for row in found["tensors"] if row["array"] == "weight"], [])
+        self.done("train", "--resume", self.path("scant"), "--out", self.path("on"))
+        self.fails(1, "is there already", "checkpoint", "convert", self.path("a"), "--recipe", "scant", "--out", self.path("scant"))
+        self.fails(2, "nosuch", "checkpoint", "convert", self.path("a"), "--recipe", "nosuch", "--out", self.path("no"))
+        self.fails(2, "lpmm", "checkpoint", "convert", self.path("a"), "--recipe", "lpmm", "--out", self.path("no"))
+        self.assertFalse(os.path.exists(self.path("no")))
+
+    def test_export(self):
+        self.trained("a", "--save-every", "6")
+        self.checkpoint("export", self.path("a"), "--fp32", "--out", self.path("w"))
+        header, data = tensors_of(self.path("w"))
+        self.assertEqual(header["transformer.wte.weight"]["dtype"], "F32")
+        # bf16+8 is the visible half and what it is off by at most half a step of.
+        visible, bits = tensors_of(self.path("a/checkpoints/step-00000006/model.safetensors"))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                wide = struct.unpack(f"<{len(data(entry)) // 4}f", data(entry))
+                half = struct.unpack(f"<{len(wide)}H", bits(visible[name]))
+                half = struct.unpack(f"<{len(wide)}f", struct.pack(f"<{len(wide)}I", *(h << 16 for h in half)))
+                self.assertTrue(all(abs(w - h) <= abs(h) / 256 for w, h in zip(wide, half)), name)
+        self.fails(2, "--fp32", "checkpoint", "export", self.path("a"), "--out", self.path("x"))
+
+    def test_diff(self):
+        self.trained("a", "--save-every", "6")
+        self.trained("b", "--save-every", "6", "--threads", "3")
+        self.trained("c", "--save-every", "6", "--seed", "2")
+        self.assertTrue(self.checkpoint("diff", self.path("a"), self.path("b"))["same"])
+        found = json.loads(self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c"), "--json").stdout)
+        self.assertIn("groups", [row["name"] for row in found["settings"]])
+        self.assertGreater(found["tensors"][0]["differing"], 0)
+
+    def test_shards(self):
+        self.trained("a", *RUNS[3], "--save-every", "3", "--keep", "0")
+        whole = self.path("a/checkpoints/step-00000003")
+        self.checkpoint("reshard", whole, "--shards", "5", "--out", self.path("five"))
+        self.assertEqual(sorted(os.listdir(self.path("five"))),
+                         ["manifest.json"] + [f"model-{i:05}-of-00005.safetensors" for i in range(1, 6)])
+        self.checkpoint("reshard", self.path("five"), "--shards", "3", "--out", self.path("three"))
+        self.checkpoint("merge", self.path("three"), "--out", self.path("one"))
+        for name in ("manifest.json", "model.safetensors"):
+            self.assertEqual(content(self.path("one", name)), content(os.path.join(whole, name)), name)
+        self.assertTrue(self.checkpoint("diff", self.path("five"), whole)["same"])
+        self.done("train", "--resume", self.path("three"), "--out", self.path("b"))
+        self.assertEqual(content(self.path("a/model.safetensors")), content(self.path("b/model.safetensors")))
+        self.fails(1, "choose fewer", "checkpoint", "reshard", self.path("one"), "--shards", "256", "--out", self.path("no"))
+
+    def test_size(self):
+        """Of the models of demo and train: at most 0.45 of the same with fp32 weights and moments."""
+        for name, layers, width in (("demo", "2", "64"), ("train", "4", "128")):
+            shape = ("--layers", layers, "--width", width, "--heads", "4", "--context", "128", "--batch", "1")
+            size = {}
+            for recipe in ("fp32", "scruple"):
+                self.trained(name + recipe, "--recipe", recipe, *shape, "--save-every", "1", "--validate-every", "1000", steps=1)
+                size[recipe] = self.checkpoint("inspect", self.path(name + recipe))["bytes"]["total"]
+            print(name, size, size["scruple"] / size["fp32"])
+            self.assertLess(size["scruple"], 0.45 * size["fp32"])
+
+
+def tensors_of(path):
+    """A safetensors file's header, and a function from its entries to their bytes."""
+    raw = content(path)
+    start = 8 + struct.unpack("<Q", raw[:8])[0]
+    return json.loads(raw[8:start]), lambda entry: raw[start + entry["data_offsets"][0]:start + entry["data_offsets"][1]]
+
+
+class Specification(Case):
+    """What docs/checkpoint.md says, and nothing else, is enough to read a checkpoint."""
+
+    def check(self, folder):
+        text = content(os.path.join(folder, "manifest.json"))
+        manifest = json.loads(text)
+        self.assertEqual(manifest["scruple_checkpoint"], 1)
+        zeroed = text.replace(b'"crc32":"' + manifest["crc32"].encode() + b'"', b'"crc32":"00000000"', 1)
+        self.assertEqual(f"{zlib.crc32(zeroed):08x}", manifest["crc32"])
+        files = []
+        for entry in manifest["files"]:
+            path = os.path.join(folder, entry["name"])
+            raw = content(path)
+            self.assertEqual(len(raw), entry["bytes"])
+            self.assertEqual(f"{zlib.crc32(raw[:8 + struct.unpack('<Q', raw[:8])[0]]):08x}", entry["header_crc32"])
+            files.append(tensors_of(path))
+        read = {}
+        for tensor in manifest["tensors"]:
+            for array in tensor["arrays"]:
+                for plane in array["planes"]:
+                    name = tensor["name"] + ("" if array["name"] == "weight" else "/" + array["name"])
+                    name += "" if plane["kind"] == "codes" else "/" + plane["kind"]
+                    read[name] = b""
+                    for file, first, end, crc in plane["pieces"]:
+                        header, data = files[file]
+                        piece = data(header[name])
+                        self.assertEqual(f"{zlib.crc32(piece):08x}", crc, name)
+                        self.assertEqual(len(read[name]), first // 128 * plane["block_bytes"])
+                        read[name] += piece
+        return manifest, read
+
+    def test_is_enough(self):
+        self.trained("a", "--save-every", "6")
+        manifest, whole = self.check(self.path("a/checkpoints/step-00000006"))
+        self.assertEqual(manifest["step"], 6)
+        self.assertEqual(set(name for name in whole if name.startswith("transformer.wte.weight")),
+                         {"transformer.wte.weight" + suffix for suffix in
+                          ("", "/extra", "/exp_avg", "/exp_avg/scale", "/exp_avg_sq", "/exp_avg_sq/scale")})
+        self.done("checkpoint", "reshard", self.path("a"), "--shards", "7", "--out", self.path("seven"))
+        self.assertEqual(self.check(self.path("seven"))[1], whole)
+        # The visible weights are the tensors that the exported model has.
+        header, data = tensors_of(self.path("a/model.safetensors"))
+        for name in header:
+            if name != "__metadata__":
+                self.assertEqual(data(header[name]), whole[name], name)
+
+
+if __name__ == "__main__":
+    SCRUPLE = sys.argv.pop(1)
+    unittest.main()

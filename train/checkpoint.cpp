@@ -1,0 +1,228 @@
+#include "train/checkpoint.h"
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <iterator>
+#include <utility>
+
+namespace scruple::train {
+namespace {
+
+using io::Dtype;
+using io::fail;
+
+constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither"};
+
+std::string array_name(const scruple_tensor& row, int array) {
+  const char* name = nullptr;
+  check(scruple_tensor_array(&row, array, &name, nullptr, nullptr));
+  return name;
+}
+
+std::vector<int> stored_arrays(const scruple_tensor& row) {
+  std::vector<int> arrays = used_arrays(row);
+  std::erase(arrays, int{SCRUPLE_GRADIENT});
+  return arrays;
+}
+
+struct Bytes {
+  std::int64_t codes = 0, aux = 0;
+};
+Bytes bytes_of_planes(const scruple_format* format, std::int64_t size) {
+  Bytes bytes;
+  check(scruple_format_bytes(format, size, &bytes.codes, &bytes.aux));
+  return bytes;
+}
+
+// Codes that are plain numbers are stored as such, all others as bytes.
+Dtype dtype_of_codes(const std::string& format) {
+  const std::string visible = format.substr(0, format.find('+'));
+  return visible == "fp32"   ? Dtype::f32
+         : visible == "bf16" ? Dtype::bf16
+         : visible == "fp16" ? Dtype::f16
+                             : Dtype::u8;
+}
+
+Dtype dtype_of_aux(const scruple_format_info& info) {
+  constexpr int kFloat = 32, kHalf = 16;
+  const bool scale = info.aux_is_scale != 0;
+  if (info.aux_bits == kFloat) return Dtype::f32;  // a scale, or a master copy
+  return scale && info.aux_bits == kHalf ? Dtype::f16 : Dtype::u8;
+}
+
+std::vector<io::Plane> planes_of(const scruple_format* format, const std::vector<std::int64_t>& shape,
+                                 std::int64_t size) {
+  const scruple_format_info info = info_of(format);
+  const Bytes whole = bytes_of_planes(format, size), block = bytes_of_planes(format, io::kBlock);
+  const auto plane = [&](const char* kind, Dtype dtype, std::int64_t bytes, std::int64_t block_bytes) {
+    // One element for each of the tensor's: its shape. Otherwise flat.
+    const std::int64_t count = bytes / io::bytes_of(dtype);
+    const bool shaped = dtype != Dtype::u8 && count == size;
+    return io::Plane{kind, dtype, shaped ? shape : std::vector{count}, block_bytes, {}};
+  };
+  std::vector<io::Plane> planes = {plane("codes", dtype_of_codes(info.name), whole.codes, block.codes)};
+  if (block.aux > 0)
+    planes.push_back(
+        plane(info.aux_is_scale != 0 ? "scale" : "extra", dtype_of_aux(info), whole.aux, block.aux));
+  return planes;
+}
+
+// Which array of the row the checkpoint's is; throws where the optimizer has none of that name.
+int index_of(const scruple_tensor& row, const io::TensorState& tensor, const io::Array& array) {
+  for (const int a : stored_arrays(row))
+    if (array_name(row, a) == array.name) return a;
+  fail("tensor \"", tensor.name, "\" has an array \"", array.name, "\", which its optimizer does not use");
+}
+
+bool same(const io::Plane& a, const io::Plane& b) {
+  return a.kind == b.kind && a.dtype == b.dtype && a.shape == b.shape && a.block_bytes == b.block_bytes;
+}
+
+// The stored tensor is what a row in its formats takes, plane by plane.
+void check_planes(const io::TensorState& tensor, const scruple_tensor& row) {
+  const io::TensorState wanted = stored_form(tensor.name, tensor.shape, row);
+  for (std::size_t a = 0; a < std::max(wanted.arrays.size(), tensor.arrays.size()); ++a) {
+    const bool has = a < tensor.arrays.size();
+    if (a >= wanted.arrays.size() || !has || tensor.arrays[a].name != wanted.arrays[a].name)
+      fail("tensor \"", tensor.name, "\" has ", has ? "\"" + tensor.arrays[a].name + "\"" : "nothing",
+           " where its optimizer keeps ",
+           a < wanted.arrays.size() ? "\"" + wanted.arrays[a].name + "\"" : "nothing");
+    const io::Array &found = tensor.arrays[a], &asked = wanted.arrays[a];
+    if (found.format != asked.format || found.rounding != asked.rounding)
+      fail("tensor \"", tensor.name, "\": ", found.name, " is stored as ", found.format, " (", found.rounding,
+           "), and ", asked.format, " (", asked.rounding,
+           ") was asked for; 'scruple checkpoint convert' changes it");
+    if (!std::equal(found.planes.begin(), found.planes.end(), asked.planes.begin(), asked.planes.end(), same))
+      fail("tensor \"", tensor.name, "\": the planes of ", found.name, " are not those of ", found.format);
+  }
+}
+
+io::LossScale stored_form(const scruple_scaler& scaler) {
+  return {scaler.scale, scaler.growth, scaler.backoff, scaler.interval, scaler.clean};
+}
+
+void keep_last(const std::string& folder, std::int64_t keep) {
+  const std::vector<std::int64_t> steps = io::saved_steps(folder);
+  for (std::size_t i = 0; keep > 0 && i + static_cast<std::size_t>(keep) < steps.size(); ++i)
+    io::remove_folder(folder + "/" + io::step_name(steps[i]));
+}
+
+}  // namespace
+
+io::TensorState stored_form(std::string name, std::vector<std::int64_t> shape, const scruple_tensor& row) {
+  io::TensorState tensor;
+  tensor.name = std::move(name);
+  tensor.shape = std::move(shape);
+  tensor.id = row.id;
+  tensor.step = row.step;
+  for (const int a : stored_arrays(row)) {
+    const scruple_array& array = row.arrays[a];
+    tensor.arrays.push_back({array_name(row, a), info_of(array.format).name, kRoundings[array.rounding],
+                             planes_of(array.format, tensor.shape, row.size)});
+  }
+  return tensor;
+}
+
+scruple_tensor row_of(const io::TensorState& tensor, const Optimizer& optimizer) {
+  scruple_tensor row = {};
+  row.optimizer = optimizer.raw();
+  row.size = tensor.elements();
+  row.step = tensor.step;
+  row.id = tensor.id;
+  const std::vector<int> arrays = stored_arrays(row);
+  if (tensor.arrays.size() != arrays.size())
+    fail("tensor \"", tensor.name, "\" has ", tensor.arrays.size(), " arrays, and its optimizer keeps ",
+         arrays.size());
+  for (const io::Array& stored : tensor.arrays) {
+    const auto* const rounding = std::find(std::begin(kRoundings), std::end(kRoundings), stored.rounding);
+    if (rounding == std::end(kRoundings))
+      fail("tensor \"", tensor.name, "\": rounding \"", stored.rounding, "\" is not known");
+    row.arrays[index_of(row, tensor, stored)] = {format_named(stored.format.c_str()), nullptr, nullptr,
+                                                 static_cast<std::int32_t>(rounding - std::begin(kRoundings)),
+                                                 0};
+  }
+  for (const int a : arrays)
+    if (row.arrays[a].format == nullptr) fail("tensor \"", tensor.name, "\" has no ", array_name(row, a));
+  check_planes(tensor, row);
+  return row;
+}
+
+std::span<std::byte> plane_of(const scruple_tensor& row, const io::TensorState& tensor, std::size_t array,
+                              std::size_t plane) {
+  const scruple_array& found = row.arrays[index_of(row, tensor, tensor.arrays[array])];
+  const auto bytes = static_cast<std::size_t>(tensor.arrays[array].planes[plane].bytes());
+  return {static_cast<std::byte*>(plane == 0 ? found.codes : found.aux), bytes};
+}
+
+void load(const io::Checkpoint& checkpoint, const io::TensorState& tensor, const scruple_tensor& row) {
+  check_planes(tensor, row);
+  for (std::size_t a = 0; a < tensor.arrays.size(); ++a)
+    for (std::size_t p = 0; p < tensor.arrays[a].planes.size(); ++p)
+      checkpoint.read(tensor, tensor.arrays[a], tensor.arrays[a].planes[p], plane_of(row, tensor, a, p));
+}
+
+io::Group group_of(const Optimizer& optimizer) {
+  const int rule = scruple_optimizer_rule(optimizer.raw());
+  scruple_rule_info info;
+  check(scruple_rule_at(rule, &info));
+  io::Group group = {info.name, optimizer.seed(), {}};
+  for (int h = 0; h < info.hypers; ++h) {
+    scruple_hyper_info hyper;
+    check(scruple_rule_hyper(rule, h, &hyper));
+    group.hyperparameters[hyper.name] = optimizer.get(hyper.name);
+  }
+  return group;
+}
+
+Optimizer optimizer_of(const io::Group& group) {
+  Optimizer optimizer(group.optimizer.c_str());
+  for (const auto& [name, value] : group.hyperparameters) optimizer.set(name.c_str(), value);
+  optimizer.set_seed(group.seed);
+  return optimizer;
+}
+
+std::string checkpoints_of(const std::string& run) { return run + "/checkpoints"; }
+
+std::string find_checkpoint(const std::string& folder) {
+  if (std::filesystem::exists(folder + "/manifest.json")) return folder;
+  const std::vector<std::int64_t> steps = io::saved_steps(checkpoints_of(folder));
+  if (steps.empty())
+    fail(folder,
+         " is no checkpoint (it has no manifest.json), and no run that has a complete one; 'scruple train "
+         "--save-every N' saves them");
+  return checkpoints_of(folder) + "/" + io::step_name(steps.back());
+}
+
+void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes, const std::string& run,
+          std::int64_t keep) {
+  const Position position = trainer.position();
+  const State& state = trainer.state();
+  io::Manifest manifest;
+  manifest.library = scruple_version();
+  manifest.recipe = recipe;
+  manifest.step = position.taken;
+  manifest.groups = {group_of(trainer.decaying()), group_of(trainer.plain())};
+  if (position.scaler.scale > 0) manifest.loss_scale = stored_form(position.scaler);
+  manifest.trainer = notes;
+  for (std::size_t p = 0; p < state.parameters().size(); ++p) {
+    const Parameter& parameter = state.parameters()[p];
+    io::TensorState& tensor =
+        manifest.tensors.emplace_back(stored_form(parameter.name, parameter.shape, state.table()[p]));
+    tensor.group = parameter.decays ? 0 : 1;
+    tensor.step = position.steps[p];
+    if (position.adagc_norms[p] > 0 && std::isfinite(position.adagc_norms[p]))
+      tensor.adagc_norm = position.adagc_norms[p];
+  }
+  const std::string folder = checkpoints_of(run);
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) fail("cannot make the folder ", folder, ": ", error.message());
+  io::write_checkpoint(folder + "/" + io::step_name(position.taken), manifest, 1,
+                       [&](std::size_t t, std::size_t a, std::size_t p) {
+                         return plane_of(state.table()[t], manifest.tensors[t], a, p);
+                       });
+  keep_last(folder, keep);
+}
+
+}  // namespace scruple::train
