@@ -2,8 +2,8 @@
 #include "train/checkpoint.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <iostream>
 #include <map>
@@ -576,7 +576,7 @@ class Difference {
                              v = values_of(second, state_arrays(second)[i]);
     std::int64_t differing = 0;
     for (std::size_t k = 0; k < u.size(); ++k)
-      differing += std::memcmp(&u[k], &v[k], sizeof(float)) != 0 ? 1 : 0;
+      differing += std::bit_cast<std::uint32_t>(u[k]) != std::bit_cast<std::uint32_t>(v[k]) ? 1 : 0;
     Deviation deviation;
     deviation.add(u, v);
     tensors.push_back({{"tensor", a.name},

@@ -46,7 +46,7 @@ TEST(Json, NumbersAndTextsComeBack) {
     EXPECT_EQ(back, value) << text;
   }
   EXPECT_NE(message_of([] { written(std::nan("")); }), "no error");
-  const std::string odd = std::string("\"\\/\b\f\n\r\t\x01 \xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80", 24);
+  const std::string odd = "\"\\/\b\f\n\r\t\x01 \xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80";
   const std::string text = json_text(odd);
   EXPECT_EQ(JsonReader(text, path).string("it"), odd);
   EXPECT_EQ(JsonReader(R"("\ud83d\ude00\u00e9\u20ac\/")", path).string("it"),
