@@ -313,17 +313,19 @@ io::Metadata data_notes(const std::string& path, const io::MappedFile& data) {
           {"data_crc32", io::hex(io::crc32(data.bytes()))}};
 }
 
-// The settings of a run as they were given, and what it reads: enough to start it again.
+// The settings of a run, given or by default, and what it reads: enough to start it again.
 io::Metadata notes_of(const CLI::App& command, const Options& options, const io::MappedFile& data) {
   io::Metadata notes = data_notes(options.data, data);
   notes["program"] = "scruple train";
   notes["--save-every"] = std::to_string(options.save_every);
   notes["--keep"] = std::to_string(options.keep);
-  for (const CLI::Option* option : command.get_options())
-    if (option->count() > 0 && !is_free(long_name(*option))) {
-      std::string& values = notes[long_name(*option)];
+  for (const CLI::Option* option : command.get_options()) {
+    if (is_free(long_name(*option))) continue;
+    std::string values = option->count() == 0 ? option->get_default_str() : "";  // it may change one day
+    if (option->count() > 0)
       for (const std::string& value : option->results()) values += (values.empty() ? "" : "\n") + value;
-    }
+    if (!values.empty()) notes[long_name(*option)] = values;
+  }
   return notes;
 }
 

@@ -34,6 +34,9 @@ IMPORTS = {
     "python/scruple/": {"scruple"},  # works without torch
     "python/scruple/torch/": {"scruple", "torch"},
 }
+# Imports that would break the rule above, and may stand inside a function: they happen when it is called, so that
+# `import scruple` still needs no torch. scruple.save and scruple.load take torch models.
+LAZY = {("python/scruple/__init__.py", "scruple.torch.checkpoint")}
 
 
 def resolve(root, source, name):
@@ -72,23 +75,30 @@ def check_file(root, path):
 
 
 def imports_of(path, package):
-    """(line, dotted name) of every import in a file, wherever in it; `package` is what relative ones start from."""
+    """(line, dotted name, whether inside a function) of every import in a file, wherever in it; `package` is what
+    relative ones start from."""
     tree = ast.parse(path.read_text(encoding="utf-8"), path, feature_version=(3, 10))  # the oldest that pyproject.toml names
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    # Only bodies: decorators and defaults are evaluated when the file is imported.
+    inside = {id(node) for function in functions for line in function.body for node in ast.walk(line)}
     for node in ast.walk(tree):
+        lazy = id(node) in inside
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                yield node.lineno, alias.name, lazy
         elif isinstance(node, ast.ImportFrom):
             base = package[:len(package) + 1 - node.level] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
             for alias in node.names:  # a name may be a module: `from . import torch`
-                yield node.lineno, ".".join(base + [alias.name])
+                yield node.lineno, ".".join(base + [alias.name]), lazy
 
 
 def check_python(root, path):
     source = path.relative_to(root).as_posix()
     room = max((prefix for prefix in IMPORTS if source.startswith(prefix)), key=len)
-    for number, name in imports_of(path, source.split("/")[1:-1]):
+    for number, name, lazy in imports_of(path, source.split("/")[1:-1]):
+        if lazy and (source, name) in LAZY:
+            continue
         top = name.split(".")[0]
         if top not in IMPORTS[room] and top not in sys.stdlib_module_names:
             allowed = ", ".join(["the standard library", *sorted(IMPORTS[room])])
