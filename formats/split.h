@@ -55,10 +55,15 @@ SCRUPLE_HD Halves split(u32 p, int k, u16 random) {
 
 template <Rounding R>
 SCRUPLE_HD u32 join(u32 visible, u32 extra, int k) {
-  if constexpr (R == kStochastic) return ((visible - (extra & 1u)) << 16) + (extra >> 1 << (17 - k));
   if constexpr (R == kTruncate) return (visible << 16) + (extra << (16 - k));
-  const auto rest = static_cast<std::int16_t>(extra << (16 - k));
-  return (visible << 16) + static_cast<u32>(static_cast<i32>(rest));
+  // No split leaves extra bits that point below zero. A zero that others write over a weight does.
+  const bool is_zero = (visible & 0x7fffu) == 0;
+  if constexpr (R == kStochastic) {
+    const u32 up = is_zero ? 0u : extra & 1u;
+    return ((visible - up) << 16) + (extra >> 1 << (17 - k));
+  }
+  const i32 rest = static_cast<std::int16_t>(extra << (16 - k));
+  return (visible << 16) + static_cast<u32>(is_zero && rest < 0 ? 0 : rest);
 }
 
 template <class HalfType>

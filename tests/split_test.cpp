@@ -286,6 +286,42 @@ constexpr Golden kGolden[] = {
      "under the smallest normal: up to it, rest -2^-38"},
 };
 
+// A weight that somebody sets to zero keeps the extra bits it had, whatever they were: they may not point
+// below zero, where there is no magnitude.
+TEST(Split, a_zero_from_outside_beside_any_extra_bits_stays_near_zero) {
+  for (const std::string& name : cpu_engines()) {
+    const Engine engine(1, name.c_str());
+    for (const HalfType& half : {kBf16, kFp16})
+      for (int k = 1; k <= 16; ++k)
+        for (const int rounding : {SCRUPLE_NEAREST, SCRUPLE_TRUNCATE, SCRUPLE_STOCHASTIC}) {
+          const std::int64_t size = std::int64_t{1} << k;
+          std::vector<std::uint16_t> visible(static_cast<std::size_t>(size));
+          std::vector<std::uint8_t> extra(static_cast<std::size_t>(size * k + 7) / 8);
+          for (std::int64_t i = 0; i < size; ++i) {
+            visible[static_cast<std::size_t>(i)] = static_cast<std::uint16_t>((i & 1) << 15);
+            for (int b = 0; b < k; ++b)
+              extra[static_cast<std::size_t>(i * k + b) / 8] |=
+                  static_cast<std::uint8_t>((i >> b & 1) << ((i * k + b) % 8));
+          }
+          const Optimizer optimizer("sgd");
+          scruple_tensor tensor{};
+          tensor.optimizer = optimizer;
+          tensor.size = size;
+          scruple_array& weight = tensor.arrays[SCRUPLE_WEIGHT];
+          weight.format = scruple_format_find((half.name + ("+" + std::to_string(k))).c_str());
+          weight.codes = visible.data();
+          weight.aux = extra.data();
+          weight.rounding = rounding;
+          std::vector<float> values(static_cast<std::size_t>(size));
+          CHECK_OK(scruple_decode(engine, &tensor, SCRUPLE_WEIGHT, values.data()));
+          const double gap = std::ldexp(1, half.least_exponent);
+          for (const float value : values)
+            ASSERT_LT(magnitude(static_cast<double>(value)), gap)
+                << half.name << "+" << k << ", " << rounding;
+        }
+  }
+}
+
 TEST(Split, golden_values) {
   const Engine engine;
   const Optimizer adamw;
