@@ -64,7 +64,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=40, help="number of the last step (40)")
+    parser.add_argument("--steps", type=int, default=40, help="steps to take in all (40)")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate (2e-3)")
     parser.add_argument(
         "--gradients",

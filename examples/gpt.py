@@ -107,12 +107,12 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200, help="number of the last step (200)")
+    parser.add_argument("--steps", type=int, default=200, help="steps to take in all (200)")
     parser.add_argument("--lr", type=float, default=4e-3, help="largest learning rate (4e-3)")
     parser.add_argument(
         "--recipe",
         default="scruple",
-        help="how weights and moments are stored: scruple (5.1 bytes), flash (5.1), scant (4.6), fp32 (14)",
+        help="how weights and moments are stored: scruple (5.1 bytes), flash (5.1), scant (4.6), split (12), mixed, fp32 (14)",
     )
     parser.add_argument(
         "--gradients",

@@ -27,11 +27,11 @@ from ctypes import (
 ABI_VERSION = 1
 NEAREST, TRUNCATE, STOCHASTIC, DITHER = range(4)
 ROUNDINGS = {"nearest": NEAREST, "truncate": TRUNCATE, "stochastic": STOCHASTIC}
-ROLE_WEIGHT, ROLE_SIGNED, ROLE_NONNEG, ROLE_GRADIENT, ROLE_ACCUMULATOR = 1, 2, 4, 8, 16
-WEIGHT, SLOT, MAX_SLOTS, GRADIENT, ARRAYS = 0, 1, 3, 4, 5
-STORED, RELEASED, COMPRESSED = range(3)
+ROLE_WEIGHT = 1
+WEIGHT, GRADIENT, ARRAYS = 0, 4, 5
+RELEASED, COMPRESSED = 1, 2
 ACCUMULATE = {"gradients": 0, "momentum": 1, "adama": 2}
-INVALID, UNSUPPORTED, OUT_OF_MEMORY, UNAVAILABLE, INTERNAL, DEVICE = range(1, 7)
+INVALID, UNSUPPORTED, OUT_OF_MEMORY = 1, 2, 3
 
 
 class Error(RuntimeError):
@@ -159,7 +159,6 @@ _CALLS = {
     "engine_at": [c_int, POINTER(EngineInfo)],
     "engine_create": [c_char_p, c_int, POINTER(c_void_p)],
     "engine_set_stream": [c_void_p, c_void_p],
-    "engine_synchronize": [c_void_p],
     "optimizer_create": [c_char_p, POINTER(c_void_p)],
     "optimizer_set": [c_void_p, c_char_p, c_double],
     "optimizer_read_lr": [c_void_p, c_void_p],

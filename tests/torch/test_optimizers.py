@@ -751,11 +751,6 @@ class Refused(Case):
                 lambda: st.AdamW(real, differentiable=True),
                 ("differentiable", "torch.optim"),
             ),
-            (
-                "unknown key",
-                lambda: st.AdamW([dict(params=real, momentum=0.9)]),
-                ("momentum", "AdamW", "betas"),
-            ),
             ("nesterov", lambda: st.SGD(real, nesterov=True), ("nesterov", "momentum")),
             ("lr", lambda: st.AdamW(real, lr=-1.0), ("lr",)),
             ("betas", lambda: st.AdamW(real, betas=(0.9, 1.5)), ("beta2",)),
@@ -772,7 +767,6 @@ class Refused(Case):
         take_steps(opt, ps, 2)
         double = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
         for label, group, words in (
-            ("key", dict(params=[parameter(3)], what=1), ("what",)),
             ("recipe", dict(params=[parameter(3)], recipe="x"), ("'x'",)),
             ("dtype", dict(params=[double]), ("float64",)),
         ):

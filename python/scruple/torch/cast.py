@@ -27,7 +27,7 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
                 "torch.float16 or torch.float32"
             )
     choose = _Overrides(overrides or {})
-    params, buffers, doors = [], [], []  # nothing is cast before all names are known to be right
+    params, buffers, doors = {}, [], []  # nothing is cast before all names are known to be right
     for path, module in model.named_modules():
         own = choose(path)
         if own is not None and own != dtype and choose(path.rpartition(".")[0]) != own:
@@ -36,14 +36,20 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
         for name, p in module.named_parameters(recurse=False):
             target = choose(_join(path, name)) or (None if statistics else dtype)
             if target and p.is_floating_point():
-                params.append((p, target))
+                full = _join(path, name)
+                first, other = params.setdefault(p, (full, target))
+                if other != target:
+                    raise UsageError(
+                        f"{first} and {full} are one parameter, and would be {other} and {target}; give both "
+                        "names the same dtype, or untie them"
+                    )
         for name, buffer in module.named_buffers(recurse=False):
             kept = statistics or name in module._non_persistent_buffers_set
             target = choose(_join(path, name)) or (None if kept else dtype)
             if target and buffer.is_floating_point():
                 buffers.append((module, name, target))
     choose.check(model)
-    for p, target in params:
+    for p, (_, target) in params.items():
         gradient, p.grad = p.grad, None
         p.data = p.data.to(target)
         p.grad = None if gradient is None else gradient.to(target)
@@ -95,8 +101,24 @@ def _to(value, dtype):
     return value
 
 
+class _In:
+    """Hooks are objects of a module, so that the model can be pickled."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __call__(self, module, args, kwargs):
+        return _to(args, self.dtype), _to(kwargs, self.dtype)
+
+
+class _Out:
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __call__(self, module, args, output):
+        return _to(output, self.dtype)
+
+
 def _cast_at_the_door(module, inside, outside):
-    module.register_forward_pre_hook(
-        lambda _, args, kwargs: (_to(args, inside), _to(kwargs, inside)), with_kwargs=True
-    )
-    module.register_forward_hook(lambda _, args, output: _to(output, outside))
+    module.register_forward_pre_hook(_In(inside), with_kwargs=True)
+    module.register_forward_hook(_Out(outside))

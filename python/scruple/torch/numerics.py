@@ -23,6 +23,11 @@ def check_updates(opt, model=None, threshold=0.1):
     format: those weights stand still. (With stochastic rounding they move on average, and nothing is said.)
     """
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    if opt._handle is not None:
+        raise _abi.UsageError(
+            "release_gradients has taken the gradients that the step would be tried with; call check_updates "
+            "before it"
+        )
     opt._settle()
     opt._update_rules()
     found = []
@@ -36,16 +41,14 @@ def check_updates(opt, model=None, threshold=0.1):
         if share > threshold:
             weight = layout.formats["weight"]
             lr = float(opt.param_groups[index]["lr"])
-            base, extra, _ = weight.partition("+")
-            wider = (
-                "a larger lr"
-                if weight == "fp32"
-                else f"weights='{base}+{16 if extra else 8}' (more extra bits) or rounding='stochastic'"
-            )
+            base, plus, extra = weight.partition("+")
+            wider = f"weights='{base}+{16 if plus else 8}' (more extra bits) or rounding='stochastic'"
+            if weight == "fp32" or extra in ("16", "fp32"):
+                wider = "a larger lr"
             found.append(
                 f"{names.get(p, f'parameter {number}')} ({weight}, lr {lr:g}): {100 * share:.0f} % of the "
-                "weights that "
-                f"have a gradient would not move; the step is below their last bit. Use {wider}"
+                "weights "
+                f"that have a gradient would not move; the step is below their last bit. Use {wider}"
             )
     return found
 

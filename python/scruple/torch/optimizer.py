@@ -2,6 +2,11 @@
 formats and whose step is one library call per device. The formulas are in the library."""
 
 import ctypes
+import difflib
+import math
+import operator
+import threading
+import warnings
 from ctypes import byref
 
 import torch
@@ -18,8 +23,12 @@ from .table import Table, check_gradient
 class Entry:
     """One parameter as the library sees it; made anew when its memory has moved."""
 
-    def __init__(self, layout, row, weight):
+    def __init__(self, layout, row, weight, state):
         self.layout, self.row = layout, row
+        self.state = state
+        self.planes = [
+            state[name] for name, *_ in layout.planes()
+        ]  # alive for as long as the row points there
         self.address = weight.data_ptr()
         self.strided = not weight.is_contiguous()
 
@@ -54,12 +63,11 @@ class Optimizer(torch.optim.Optimizer):
         self._forget_tables()
 
     def _check_group(self, group):
-        unknown = set(group) - set(self.defaults) - {"params", "param_names", "initial_lr"}
-        if unknown:
-            raise UsageError(
-                f"a parameter group has {', '.join(sorted(unknown))}; {type(self).__name__} knows "
-                f"{', '.join(self.defaults)}"
-            )
+        for key in set(group) - set(self.defaults):  # the user's own, as torch allows; or a slip
+            for meant in difflib.get_close_matches(key, self.defaults, 1, 0.85):
+                warnings.warn(
+                    f"a parameter group has {key!r}, which means nothing here; was {meant!r} meant?"
+                )
         rule = self._new_rule(group)
         if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise UsageError("nesterov=True needs a momentum above 0 and no dampening, as in torch.optim.SGD")
@@ -83,11 +91,10 @@ class Optimizer(torch.optim.Optimizer):
             for name in self._rule_hypers()
             if name in group and name not in ("lr", "max_lr")
         }
-        if (
-            "decay_lr" in group
-        ):  # not under the library's name: OneCycleLR keeps a max_lr of its own in the groups
+        # Not under the library's name: OneCycleLR keeps a max_lr of its own in the groups.
+        if "decay_lr" in self.defaults:
             named["max_lr"] = group["decay_lr"]
-        if "betas" in group:
+        if "betas" in self.defaults:
             named["beta1"], named["beta2"] = group["betas"]
         return named
 
@@ -114,15 +121,17 @@ class Optimizer(torch.optim.Optimizer):
             rule.read_lr(None)
             rule.set("lr", float(lr))
         else:  # stays on the device: a scheduler's tensor may be written by a captured graph
-            if rule.__dict__.get("cell") is None:
-                rule.cell = torch.empty((), dtype=torch.float64, device=device)
-            rule.cell.copy_(lr, non_blocking=True)
-            rule.read_lr(rule.cell.data_ptr())
+            cell = self._cells.get(rule)
+            if cell is None:
+                cell = self._cells[rule] = torch.empty((), dtype=torch.float64, device=device)
+            cell.copy_(lr, non_blocking=True)
+            rule.read_lr(cell.data_ptr())
 
     # ---- What is remembered between steps, and can be made anew from state and groups ----
 
     def _forget(self):
-        self._rules, self._handle = {}, None
+        self._rules, self._cells, self._handle = {}, {}, None
+        self._lock = threading.RLock()  # a state dict may be taken by another thread
         self._forget_tables()
 
     def _forget_tables(self):
@@ -135,16 +144,32 @@ class Optimizer(torch.optim.Optimizer):
         return self._rules[key]
 
     def _update_rules(self):
-        if self._buckets is None or any(
-            local(params[0]).device != device for device, params in self._buckets.items()
-        ):
-            self._make_buckets()  # anew where the model has moved
+        if self._has_changed():
+            self._settle()
+            self._forget_tables()
+            self._make_buckets()
         for (index, device), rule in self._rules.items():
             self._update_rule(rule, self.param_groups[index], device)
+
+    def _has_changed(self):
+        """Whether somebody has moved the model, changed a group's parameters, taken state away, or given a
+        hyperparameter a value for which the rule keeps another slot."""
+        if self._buckets is None or len(self.state) < len(self._owner):
+            return True
+        for group, (params, asks) in zip(self.param_groups, self._seen):
+            if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
+                return True
+            if [bool(value) for value in self._hypers(group).values()] != asks:
+                return True
+        return any(local(params[0]).device != device for device, params in self._buckets.items())
 
     def _make_buckets(self):
         """The parameters that can go into one call: those of one device."""
         self._buckets, self._number = {}, {}
+        self._seen = [
+            (list(group["params"]), [bool(value) for value in self._hypers(group).values()])
+            for group in self.param_groups
+        ]
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 self._number[p] = len(self._number), index
@@ -163,11 +188,14 @@ class Optimizer(torch.optim.Optimizer):
         if fresh:
             state["step"] = 0
             state.update(layout.allocate(weight))
+        elif any(name not in state for _, name, _ in layout.arrays[1:]):  # a slot that is asked for only now
+            made = layout.allocate(weight)
+            state.update({name: made[name] for name in made if name != "extra" and name not in state})
         row = layout.place(rule, weight, state, number, offset_of(p))
         row.step = state["step"] + 1
         if fresh:
             start(engine_for(weight.device), row, weight, state)
-        self._entries[p] = entry = Entry(layout, row, weight)
+        self._entries[p] = entry = Entry(layout, row, weight, state)
         return entry
 
     def _layout(self, p):
@@ -201,15 +229,17 @@ class Optimizer(torch.optim.Optimizer):
         if self._tables.pop(table.key, None) is None:
             return
         for p, steps in zip(table.params, table.steps()):
-            self.state[p]["step"] = steps
+            if self.state.get(p):
+                self.state[p]["step"] = steps
             self._entries.pop(p, None)  # its row has the old count
             self._owner.pop(p, None)
 
     def _settle(self):
-        for table in list(self._tables.values()):
-            self._settle_table(table)
-        if self._handle is not None:
-            self._handle._settle()
+        with self._lock:
+            for table in list(self._tables.values()):
+                self._settle_table(table)
+            if self._handle is not None:
+                self._handle._settle()
 
     def _filled(self, key, params, gradients):
         """A table of these parameters, all of one device and named by `key`, with the addresses of their
@@ -245,6 +275,11 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm is {max_norm}; it must be above 0, or None for no clipping")
+        with self._lock:
+            self._step(max_norm)
+        return loss
+
+    def _step(self, max_norm):
         tables = self._present()
         found_inf, scale = self._of_scaler("found_inf"), self._of_scaler("grad_scale")
         if max_norm is None:
@@ -258,7 +293,6 @@ class Optimizer(torch.optim.Optimizer):
                 "clipping in the step: release_gradients has taken the gradients inside backward; give it "
                 "max_norm instead (policy 'compressed')"
             )
-        return loss
 
     def _present(self):
         """Tables of all parameters that have a gradient."""
@@ -303,6 +337,7 @@ class Optimizer(torch.optim.Optimizer):
         """Norm, flag and factor of all gradients, on the first table's device; nothing is read by the
         host."""
         device = tables[0].device
+        max_norm = 0.0 if math.isinf(max_norm) else max_norm  # the library's word for no limit
         norm = torch.empty((), dtype=torch.float64, device=device)
         flag, clip = torch.empty((), device=device), torch.empty((), device=device)
         held = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
@@ -362,7 +397,7 @@ class Optimizer(torch.optim.Optimizer):
         copy = local(p).detach().contiguous()
         row = _abi.Tensor.from_buffer_copy(entry.row)
         row.arrays[_abi.WEIGHT].codes = copy.data_ptr()
-        made = Entry(entry.layout, row, copy)
+        made = Entry(entry.layout, row, copy, entry.state)
         made.copy = copy
         return made
 
@@ -439,10 +474,11 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self, *, as_="scruple"):
         """Planes as they are stored (as_="scruple"), or plain fp32 moments that torch.optim loads
         (as_="torch")."""
-        self._settle()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        made = state_files.save(self, as_)
+        with self._lock:
+            self._settle()
+            made = state_files.save(self, as_)
         for hook in self._optimizer_state_dict_post_hooks.values():
             result = hook(self, made)
             made = made if result is None else result

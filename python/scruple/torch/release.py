@@ -7,12 +7,14 @@ loss scaling, accumulation) is the library's sink, docs/gradients.md.
 """
 
 import ctypes
+import math
 import sys
 import threading
 from ctypes import byref
 
 import torch
 import torch.distributed
+import torch.utils.checkpoint
 from torch.amp.grad_scaler import OptState
 
 from .. import _abi
@@ -86,7 +88,7 @@ def release_gradients(
         options = dict(
             policy=POLICIES[policy],
             micro_batches=accumulate,
-            max_norm=max_norm or 0.0,
+            max_norm=max_norm if max_norm and math.isfinite(max_norm) else 0.0,
             tensor_norm=tensor_norm or 0.0,
             adagc=adagc or 0.0,
             accumulation=_abi.ACCUMULATE[accumulation or "gradients"],
@@ -114,6 +116,13 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
             "the model is a FullyShardedDataParallel (FSDP1), which flattens parameters; use fully_shard "
             "(FSDP2)"
         )
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise UsageError(
+            f"accumulate is {accumulate!r}; it must be a whole number of backward passes, from 1"
+        )
+    for name, value in (("max_norm", max_norm), ("tensor_norm", tensor_norm), ("adagc", adagc)):
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            raise UsageError(f"{name} is {value!r}; it must be a number above 0, or None")
     if policy not in POLICIES:
         raise UsageError(
             f"policy is {policy!r}; it can be 'released' or 'compressed' (for stored gradients, call "
@@ -531,7 +540,7 @@ def _is_nested():
     """Whether this runs in a backward that a reentrant checkpoint started inside another."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith(("utils/checkpoint.py",)):
+        if frame.f_code.co_name == "backward" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True
         frame = frame.f_back
     return False

@@ -54,7 +54,8 @@ def save(opt, as_):
     }
     groups = []
     for group in opt.param_groups:
-        group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in group["params"]}
+        by_size = sorted(group["params"], key=lambda p: p.numel())  # the large have the recipe's formats
+        group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in by_size}
         saved = {key: value for key, value in group.items() if key != "params"}
         if as_ == "torch":
             saved = {key: value for key, value in saved.items() if key not in _OURS}
@@ -187,9 +188,11 @@ def _checked_groups(opt, saved):
 
 
 def _load_group(opt, group, source, ours):
-    """Hyperparameters and, from our own states, formats are the saved ones, as torch.optim does it."""
+    """The saved group's values, as torch.optim does it: from our own states formats too, from others what
+    means something here or is the user's own."""
     for key, value in source.items():
-        if key in (*_SCHEDULERS, "param_names") or key in opt.defaults and (ours or key not in _OURS):
+        known = key in opt.defaults and (ours or key not in _OURS) or key in _SCHEDULERS
+        if key != "params" and (known or key not in opt.defaults and (ours or key in group)):
             group[key] = copy.deepcopy(value)  # a learning rate may be a tensor
     group["version"] = VERSION
 

@@ -57,17 +57,26 @@ class Table:
         self.counter = None  # of the steps since then that only the device knows to have been taken
         self.any_sharded = any(is_sharded(p) for p in params)
         self.addresses = [entry.address for entry in entries]
+        # The first plane of each stands for all: who replaces state replaces that too.
+        self.watched = [
+            (entry.state, next(iter(entry.layout.planes()))[0], entry.planes[0])
+            for entry in entries
+            if entry.planes
+        ]
         self.dtypes, self.came_from = [None] * len(params), None  # of the last gradients
         self.strided = [i for i, entry in enumerate(entries) if entry.strided]
         self.kept = None  # the gradients, until the call has been queued
 
     def fill(self, gradients):
-        """Writes the addresses of this step's gradients. False: a weight has moved, make a new table."""
+        """Writes the addresses of this step's gradients. False: a weight has moved or state was replaced,
+        make a new table."""
         weights = self.params
         if self.any_sharded:
             gradients, weights = [local(g) for g in gradients], [local(p) for p in weights]
         # Four passes that run in C: with hundreds of small parameters the host is what a step waits for.
         if list(map(torch.Tensor.data_ptr, weights)) != self.addresses:
+            return False
+        if not all([state.get(name) is plane for state, name, plane in self.watched]):
             return False
         if [g.dtype for g in gradients] != self.dtypes or not all(map(torch.Tensor.is_contiguous, gradients)):
             gradients = [self._adopt(i, g, p) for i, (g, p) in enumerate(zip(gradients, weights))]
