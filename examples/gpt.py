@@ -112,7 +112,8 @@ def main():
     parser.add_argument(
         "--recipe",
         default="scruple",
-        help="how weights and moments are stored: scruple (5.1 bytes), flash (5.1), scant (4.6), split (12), mixed, fp32 (14)",
+        help="how weights and moments are stored: scruple (5.1 bytes), flash (5.1), scant (4.6), split (12), "
+        "mixed (14), fp32 (14)",
     )
     parser.add_argument(
         "--gradients",

@@ -15,8 +15,8 @@ def version():
 
 
 def save(opt, model, path, *, scaler=None, notes=None):
-    """Saves model and optimizer as a checkpoint, the folder `path`: completely or not at all. One that is there
-    already is replaced in one step. Call it between steps.
+    """Saves model and optimizer as a checkpoint, the folder `path`: completely or not at all. One that is
+    there already is replaced in one step. Call it between steps; with several processes, in one of them.
 
     opt     an optimizer of scruple.torch, made from parameters of `model`
     scaler  a torch.amp.GradScaler (or LossScaler) whose scale goes with it
@@ -28,9 +28,9 @@ def save(opt, model, path, *, scaler=None, notes=None):
 
 
 def load(opt, model, path, *, scaler=None):
-    """Loads a checkpoint of scruple.save, `scruple train` or `scruple checkpoint` into model and optimizer, and
-    returns its notes. Of a run's folder the last checkpoint is taken. Everything is checked before anything is
-    changed. Hyperparameters and seed become the saved ones; formats must be the same.
+    """Loads a checkpoint of scruple.save, `scruple train` or `scruple checkpoint` into model and optimizer,
+    and returns its notes. Of a run's folder the last checkpoint is taken. Everything is checked before
+    anything is changed. Hyperparameters and seed become the saved ones; formats must be the same.
     """
     from .torch import checkpoint  # here: `import scruple` works without torch
 

@@ -1,5 +1,5 @@
-"""What others do to parameters, groups and state between steps: pruning masks, offloading, accelerate's lists,
-keys of the user's own, checkpoints from another thread."""
+"""What others do to parameters, groups and state between steps: pruning masks, offloading, accelerate's
+lists, keys of the user's own, checkpoints from another thread."""
 
 import collections
 import io
@@ -123,7 +123,7 @@ class Groups(Case):
                 step += 2
             take_steps(opt, ps, 1, first=step)
         for p, q in zip(ours, theirs):
-            # torch begins a late buffer with the gradient itself, ours with zero and 1 - dampening of it: the same.
+            # torch begins a late buffer with the gradient itself, ours with zero: without dampening the same.
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
         self.assertIn("momentum_buffer", a.state_dict()["state"][0])
 

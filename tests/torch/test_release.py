@@ -392,7 +392,12 @@ class Failures(Case):
             ),
             ("accumulator", dict(policy="compressed", accumulator="int4"), ("'int4'", "'bf16'"), ADAMW),
             ("scaler", dict(policy="compressed", scaler=3), ("GradScaler",), ADAMW),
-            ("accumulate of nothing", dict(policy="compressed", accumulate=0), ("accumulate", "from 1"), ADAMW),
+            (
+                "accumulate of nothing",
+                dict(policy="compressed", accumulate=0),
+                ("accumulate", "from 1"),
+                ADAMW,
+            ),
             ("negative norm", dict(policy="compressed", max_norm=-1.0), ("max_norm",), ADAMW),
             (
                 "accumulation of one",
