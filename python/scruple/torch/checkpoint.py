@@ -40,6 +40,7 @@ from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import NAMES
 from .shards import is_sharded
+from .state import unchanged_on_error
 
 _MAX_OTHERS = 8_000_000  # of the text that holds what has no format: the manifest repeats it in the header
 _ROUNDINGS = ("nearest", "truncate", "stochastic", "dither")  # by their number in the library
@@ -345,8 +346,7 @@ def load(opt, model, path, *, scaler=None):
         _check_present(held, rest, stored, ours, folder)
         others = {name: ours.other(name, x) for name, x in rest.items() if name not in stored}
         opt._settle()
-        before, old = [dict(group) for group in opt.param_groups], {p: dict(s) for p, s in opt.state.items()}
-        try:
+        with unchanged_on_error(opt):
             _load_groups(opt, held, stored, manifest["groups"], ours, folder)
             opt._forget_tables()
             opt._update_rules()
@@ -358,15 +358,6 @@ def load(opt, model, path, *, scaler=None):
             checkpoint.verify()
             for p in held.values():
                 _make_state(opt, p)
-        except BaseException:
-            for group, was in zip(opt.param_groups, before):
-                group.clear()
-                group.update(was)
-            opt.state.clear()
-            opt.state.update(old)
-            raise
-        finally:
-            opt._forget_tables()
         try:
             for name, p in held.items():
                 _read_held(checkpoint, opt, p, stored[name])

@@ -191,12 +191,18 @@ def decode(engine, row, array, shape, device):
     return values
 
 
-def encode(engine, row, array, values, device):
-    """Writes values of any dtype from any device, a piece at a time."""
-    values = values.reshape(-1)
+def chunks(row):
+    """(first, size, row) of pieces of a row that are converted one at a time."""
     for first in range(0, row.size, CHUNK):
         size = min(CHUNK, row.size - first)
         part = _abi.Tensor()
         library.tensor_view(byref(row), first, size, byref(part))
+        yield first, size, part
+
+
+def encode(engine, row, array, values, device):
+    """Writes values of any dtype from any device, a piece at a time."""
+    values = values.reshape(-1)
+    for first, size, part in chunks(row):
         chunk = values[first : first + size].to(device=device, dtype=torch.float32).contiguous()
         library.encode(engine, byref(part), array, chunk.data_ptr())

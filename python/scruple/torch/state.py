@@ -13,6 +13,7 @@ a parameter that is not sharded, so that one process can read shards, and the ot
 always those of opt.state, which it relies on.
 """
 
+import contextlib
 import copy
 import math
 import sys
@@ -23,7 +24,7 @@ import torch
 from .. import _abi
 from .._abi import UsageError, library
 from .engines import engine_for
-from .planes import CHUNK, NAMES, decode, encode
+from .planes import NAMES, chunks, decode, encode
 from .shards import is_run, is_sharded, like, local, offset_of, part_of
 
 VERSION = 1
@@ -106,11 +107,8 @@ def _is_values(plane, layout, slot):
 
 
 def _decoded(opt, p, array):
-    entry, weight = opt._entries.get(p) or opt._entry(p), local(p).detach()
-    values = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    if weight.numel():
-        library.decode(engine_for(weight.device), byref(entry.row), array, values.data_ptr())
-    return values
+    entry, weight = opt._entries.get(p) or opt._entry(p), local(p)
+    return decode(engine_for(weight.device), entry.row, array, weight.shape, weight.device)
 
 
 def _values(opt, p):
@@ -126,13 +124,31 @@ def _values(opt, p):
 # ---- Loading ----
 
 
+@contextlib.contextmanager
+def unchanged_on_error(opt):
+    """Groups and state as they were, where what is inside fails; the state before it."""
+    groups, state = (
+        [dict(group) for group in opt.param_groups],
+        {p: dict(held) for p, held in opt.state.items()},
+    )
+    try:
+        yield state
+    except BaseException:
+        for group, was in zip(opt.param_groups, groups):
+            group.clear()
+            group.update(was)
+        opt.state.clear()
+        opt.state.update(state)
+        raise
+    finally:
+        opt._forget_tables()
+
+
 def load(opt, saved):
     """All or nothing: what can be wrong is looked at before anything is written."""
     groups, states = _checked_groups(opt, saved), saved["state"]
-    before = [dict(group) for group in opt.param_groups]
-    old = dict(opt.state)
     ours = any(group.get("version") is not None for group in groups)
-    try:
+    with unchanged_on_error(opt) as old:
         for group, source in zip(opt.param_groups, groups):
             _load_group(opt, group, source, ours)
         opt._forget_tables()
@@ -148,15 +164,6 @@ def load(opt, saved):
             if p in old:
                 opt.state[p] = old[p]  # its planes take the new values: no second copy
             write()
-    except Exception:
-        for group, was in zip(opt.param_groups, before):
-            group.clear()
-            group.update(was)
-        opt.state.clear()
-        opt.state.update(old)
-        raise
-    finally:
-        opt._forget_tables()
 
 
 def _checked_groups(opt, saved):
@@ -427,21 +434,13 @@ def _ready(opt, p, steps):
     return entry
 
 
-def _chunks(row):
-    for first in range(0, row.size, CHUNK):
-        size = min(CHUNK, row.size - first)
-        part = _abi.Tensor()
-        library.tensor_view(byref(row), first, size, byref(part))
-        yield first, size, part
-
-
 def _load_flash(engine, row, array, codes, scales, device):
     """FlashOptim's moments are our format flash8, with its fp16 scales at times under the name of bf16."""
     codes = codes.reshape(-1)
     scales = (scales.view(torch.float16) if scales.dtype == torch.bfloat16 else scales).reshape(-1)
     codes = codes.to(torch.int16) if codes.is_floating_point() else codes
     flash = _abi.format_named("flash8")
-    for first, size, part in _chunks(row):
+    for first, size, part in chunks(row):
         code = codes[first : first + size].to(device).to(torch.uint8).contiguous()
         scale = scales[first // flash.group : math.ceil((first + size) / flash.group)].to(device).contiguous()
         source = _abi.Tensor.from_buffer_copy(part)
@@ -459,7 +458,7 @@ def _load_error_bits(engine, row, weight, errors, source):
         errors = errors.view(torch.int16)
     top = 32767 if wide else 127
     visible, errors = weight.detach().reshape(-1), errors.reshape(-1)
-    for first, size, part in _chunks(row):
+    for first, size, part in chunks(row):
         high = visible[first : first + size].float()
         _, exponent = torch.frexp(high)
         log_ulp = torch.where(high == 0, least, (exponent - 1).clamp(min=least)) - bits
