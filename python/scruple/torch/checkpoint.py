@@ -43,7 +43,7 @@ from .shards import is_sharded
 from .state import unchanged_on_error
 
 _MAX_OTHERS = 8_000_000  # of the text that holds what has no format: the manifest repeats it in the header
-_ROUNDINGS = ("nearest", "truncate", "stochastic", "dither")  # by their number in the library
+_ROUNDINGS = (*_abi.ROUNDINGS, "dither")  # by their number in the library
 # Codes that are plain numbers; all others are bytes.
 _VISIBLE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _WRITER = "scruple.torch"
