@@ -196,6 +196,7 @@ scruple_status scruple_recipe_at(int index, scruple_recipe_info* out) {
                             r.gradient,
                             static_cast<scruple_rounding>(r.weight_rounding),
                             static_cast<scruple_rounding>(r.moment_rounding),
+                            static_cast<scruple_rounding>(r.nonneg_rounding),
                             static_cast<scruple_rounding>(r.gradient_rounding),
                             r.small};
   });
@@ -327,7 +328,13 @@ scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe) {
              rule.name, ", ", role_name(SCRUPLE_ROLE_NONNEG), "; it serves: ", suited,
              "; or choose another recipe, or each format yourself");
       }
-      use_format(t.arrays[SCRUPLE_SLOT + s], nonneg ? r.nonneg : r.moment, r.moment_rounding);
+      scruple_array& slot = t.arrays[SCRUPLE_SLOT + s];
+      if (role_in_step(t, static_cast<int>(SCRUPLE_SLOT + s)) == SCRUPLE_ROLE_EXACT)
+        use_format(slot, "fp32", kNearest);
+      else if (nonneg)
+        use_format(slot, r.nonneg, r.nonneg_rounding);
+      else
+        use_format(slot, r.moment, r.moment_rounding);
     }
     *tensor = t;
   });
@@ -339,7 +346,7 @@ scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, con
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
     if (name != nullptr) *name = array_name(t, array);
-    if (role != nullptr) *role = static_cast<int>(role_of(t, array));
+    if (role != nullptr) *role = static_cast<int>(role_in_step(t, array));
     if (used != nullptr) *used = is_used(t, array);
   });
 }

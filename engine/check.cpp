@@ -104,9 +104,29 @@ const char* array_name(const scruple_tensor& tensor, int array) {
   return tensor.optimizer->rule().slots[static_cast<std::size_t>(array - SCRUPLE_SLOT)].name;
 }
 
+namespace {
+
+bool is_slot_of(unsigned mask, int array) {
+  return array >= SCRUPLE_SLOT && array < SCRUPLE_GRADIENT && (mask >> (array - SCRUPLE_SLOT) & 1u) != 0;
+}
+
+}  // namespace
+
 bool is_used(const scruple_tensor& tensor, int array) {
-  if (array == SCRUPLE_WEIGHT || array == SCRUPLE_GRADIENT) return true;
-  return (tensor.optimizer->active() >> (array - SCRUPLE_SLOT) & 1u) != 0;
+  return array == SCRUPLE_WEIGHT || array == SCRUPLE_GRADIENT ||
+         is_slot_of(tensor.optimizer->active(), array);
+}
+
+unsigned role_in_step(const scruple_tensor& tensor, int array) {
+  return is_slot_of(tensor.optimizer->exact(), array) ? unsigned{SCRUPLE_ROLE_EXACT} : role_of(tensor, array);
+}
+
+float spread_of(const scruple_tensor& tensor) {
+  for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a)
+    if (is_used(tensor, a) && role_of(tensor, a) == SCRUPLE_ROLE_NONNEG &&
+        tensor.arrays[a].rounding == kStochastic)
+      return tensor.arrays[a].format->spread;
+  return 1;
 }
 
 void check_tensor(const scruple_tensor& t, i64 index) {
@@ -163,7 +183,7 @@ void check_arrays(const scruple_tensor* tensors, i64 count, int arrays) {
     check_steppable(t, i);
     for (int a = 0; a < arrays; ++a) {
       if (!is_used(t, a)) continue;
-      check_array(t, i, a, true);
+      check_format(t.arrays[a], role_in_step(t, a), t.size, true, Where{i, array_name(t, a)});
       add_planes(intervals, t.arrays[a], t.size, a != SCRUPLE_GRADIENT, i, a);
     }
   }
@@ -196,6 +216,15 @@ void check_parts(const scruple_tensor& t, i64 index) {
     fail(SCRUPLE_UNSUPPORTED, "tensor ", index, ": ", t.optimizer->rule().name,
          " cannot take a step in parts: ", problem,
          "; fold the micro-batches into an accumulator first (policy compressed or stored)");
+  for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a) {
+    if (!is_used(t, a) || t.arrays[a].format == nullptr || t.arrays[a].format->layout.code_bits == 32)
+      continue;
+    fail(SCRUPLE_UNSUPPORTED, Where{index, array_name(t, a)},
+         ": parts of a step would be lost in the rounding of ", t.arrays[a].format->name,
+         ", since each is far smaller than a code; keep the moments in fp32, or fold the micro-batches into "
+         "an "
+         "accumulator first (policy compressed or stored)");
+  }
 }
 
 void check_gradients(const scruple_tensor* tensors, i64 count) {
@@ -233,7 +262,7 @@ void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i6
 void check_scaler(const scruple_scaler& s) {
   if (!(s.scale >= kSmallestScale && s.scale <= kLargestScale) ||
       !(s.growth >= 1 && std::isfinite(s.growth)) || !(s.backoff > 0 && s.backoff <= 1) || s.interval < 1 ||
-      s.clean < 0)
+      s.clean < 0 || s.clean >= s.interval)
     fail(SCRUPLE_INVALID, "loss scaler {scale ", s.scale, ", growth ", s.growth, ", backoff ", s.backoff,
          ", interval ", s.interval, ", clean ", s.clean,
          "}: needs scale in [2^-126, 2^127], growth >= 1, backoff in (0, 1], interval >= 1, 0 <= clean < "

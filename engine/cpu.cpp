@@ -8,6 +8,7 @@
 #include <new>
 
 #include "engine/clip.h"
+#include "engine/coins.h"
 #include "engine/failure.h"
 #include "engine/scaler.h"
 #include "engine/threads.h"
@@ -21,29 +22,25 @@ struct ArrayWork {
   DecodeFn decode = nullptr;
   EncodeFn encode = nullptr;
   int k = 0;
-  bool in_place = false;       // fp32: the update reads and writes the tensor's own memory
-  bool random_decode = false;  // dither
-  bool random_encode = false;
-  RandomKey key{};
+  bool in_place = false;  // fp32: the update reads and writes the tensor's own memory
+  Coins coins;            // of element 0 of this tensor, or shard, on
 };
 
 struct TensorWork {
-  i64 offset;
   ArrayWork weight, gradient, slots[kMaxSlots];
   UpdateFn update;
   StepConstants step;
-  float multiplier;
+  float multiplier, spread;
   bool keep_weight;  // another part of this step follows
 };
 
 struct alignas(64) TileBuffers {
   float weight[kTile], gradient[kTile], slots[kMaxSlots][kTile];
-  u16 random[kTile + 2 * kRandomsPerBlock];
 };
 
-// `part` of the step: each has random numbers of its own.
+// `write`: which of this step it is; each has coins of its own.
 ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_array& array, int which,
-                     int part = 0) {
+                     i64 write) {
   ArrayWork work;
   const bool nonneg = which != SCRUPLE_GRADIENT && role_of(t, which) == SCRUPLE_ROLE_NONNEG;
   const CodecFns& fns = unit.codecs[array.format->index][nonneg ? 1 : 0];
@@ -52,12 +49,14 @@ ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_ar
   work.encode = fns.encode[array.rounding];
   work.k = array.format->k;
   work.in_place = array.format->layout.code_bits == 32;
-  work.random_decode = array.rounding == kDither;
-  work.random_encode = array.rounding == kDither || array.rounding == kStochastic;
-  const bool folded = which == SCRUPLE_GRADIENT;
-  work.key = {t.optimizer->seed, static_cast<u32>(t.step), t.id, static_cast<u32>(which),
-              static_cast<u32>(folded ? t.folds : part)};
+  if (draws_coins(array.rounding))
+    work.coins = draw_coins({t.optimizer->seed, static_cast<u32>(t.step), t.id, static_cast<u32>(which),
+                             static_cast<u32>(write)})
+                     .from(t.offset);
   return work;
+}
+ArrayWork gradient_work(const Unit& unit, const scruple_tensor& t) {
+  return array_work(unit, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT, t.folds);
 }
 
 scruple_tensor at_step(scruple_tensor t, i64 steps) {
@@ -95,14 +94,13 @@ class CpuEngine final : public scruple_engine {
     std::vector<double> sums(static_cast<std::size_t>(chunk_count(tensors, count)));
     for_chunks(tensors, count, [&](i64 tensor, i64 chunk, i64 first, i64 n) {
       const scruple_tensor t = at_step(tensors[tensor], steps);
-      const ArrayWork gradient = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
-      TileBuffers buffers;
+      const ArrayWork gradient = gradient_work(unit_, t);
       float values[kSegment];
       double sum = 0;
       for (i64 at = first; at < first + n; at += kSegment) {
         const int in_segment = static_cast<int>(std::min<i64>(kSegment, first + n - at));
         for (int i = 0; i < in_segment; i += kTile)
-          decode_tile(gradient, t.offset, at + i, std::min(kTile, in_segment - i), buffers, values + i);
+          decode_tile(gradient, at + i, std::min(kTile, in_segment - i), values + i);
         sum += unit_.sum_squares(values, in_segment);
       }
       sums[static_cast<std::size_t>(chunk)] = sum;
@@ -123,20 +121,19 @@ class CpuEngine final : public scruple_engine {
             const i64* steps) override {
     for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
       const scruple_tensor t = at_step(tensors[tensor], value_or(steps, i64{0}));
-      const ArrayWork before = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
-      const ArrayWork arriving = array_work(unit_, t, incoming[tensor], SCRUPLE_GRADIENT);
-      ArrayWork after = before;
-      after.key.folds = static_cast<u32>(t.folds + 1);
+      const ArrayWork before = gradient_work(unit_, t);
+      const ArrayWork arriving = array_work(unit_, t, incoming[tensor], SCRUPLE_GRADIENT, t.folds);
+      const ArrayWork after = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT, t.folds + 1);
       TileBuffers buffers;
       for (i64 at = first; at < first + n; at += kTile) {
         const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
         if (t.folds > 0)
-          decode_tile(before, t.offset, at, in_tile, buffers, buffers.weight);
+          decode_tile(before, at, in_tile, buffers.weight);
         else
           std::fill_n(buffers.weight, in_tile, -0.0f);  // added to -0, every x stays x
-        decode_tile(arriving, t.offset, at, in_tile, buffers, buffers.gradient);
+        decode_tile(arriving, at, in_tile, buffers.gradient);
         unit_.add_scaled(buffers.weight, buffers.gradient, multiplier, in_tile);
-        encode_tile(buffers.weight, after, t.offset, at, in_tile, buffers);
+        encode_tile(buffers.weight, after, at, in_tile);
       }
     });
   }
@@ -154,7 +151,8 @@ class CpuEngine final : public scruple_engine {
     write_array(t, array, [&](float* tile, i64 at, int n) {
       std::memcpy(tile, reinterpret_cast<const u8*>(values) + at * static_cast<i64>(sizeof(float)),
                   static_cast<std::size_t>(n) * sizeof(float));
-      for (int i = 0; i < n; ++i) tile[i] = canonical(tile[i]);
+      const float overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
+      for (int i = 0; i < n; ++i) tile[i] = overflowed(canonical(tile[i]), overflow);
     });
   }
 
@@ -163,12 +161,12 @@ class CpuEngine final : public scruple_engine {
   }
 
   void decode(const scruple_tensor& t, int array, float* values) override {
-    const ArrayWork work = array_work(unit_, t, t.arrays[array], array);
+    const ArrayWork work = work_alone(t, array);
     for_chunks(&t, 1, [&](i64, i64, i64 first, i64 n) {
       TileBuffers buffers;
       for (i64 at = first; at < first + n; at += kTile) {
         const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
-        decode_tile(work, t.offset, at, in_tile, buffers, buffers.weight);
+        decode_tile(work, at, in_tile, buffers.weight);
         for (int i = 0; i < in_tile; ++i) buffers.weight[i] = canonical(buffers.weight[i]);
         std::memcpy(reinterpret_cast<u8*>(values) + at * static_cast<i64>(sizeof(float)), buffers.weight,
                     static_cast<std::size_t>(in_tile) * sizeof(float));
@@ -230,9 +228,8 @@ class CpuEngine final : public scruple_engine {
   TensorWork tensor_work(const scruple_tensor& t, float multiplier,
                          const scruple_step_options& options) const {
     TensorWork work{};
-    work.offset = t.offset;
     work.weight = array_work(unit_, t, t.arrays[SCRUPLE_WEIGHT], SCRUPLE_WEIGHT, options.part);
-    work.gradient = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT);
+    work.gradient = gradient_work(unit_, t);
     for (int s = 0; s < kMaxSlots; ++s)
       if (is_used(t, SCRUPLE_SLOT + s))
         work.slots[s] = array_work(unit_, t, t.arrays[SCRUPLE_SLOT + s], SCRUPLE_SLOT + s, options.part);
@@ -241,61 +238,51 @@ class CpuEngine final : public scruple_engine {
     work.keep_weight = options.part + 1 < options.parts;
     work.weight.in_place = work.weight.in_place && !work.keep_weight;
     work.multiplier = t.optimizer->maximize ? -multiplier : multiplier;
+    work.spread = spread_of(t);
     return work;
   }
 
-  const u16* randoms(const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers) const {
-    const u64 element = static_cast<u64>(offset + at);
-    const int phase = static_cast<int>(element % kRandomsPerBlock);
-    unit_.random(work.key, element / kRandomsPerBlock, (phase + n + kRandomsPerBlock - 1) / kRandomsPerBlock,
-                 buffers.random);
-    return buffers.random + phase;
+  ArrayWork work_alone(const scruple_tensor& t, int array) const {
+    return array_work(unit_, t, t.arrays[array], array, array == SCRUPLE_GRADIENT ? t.folds : 0);
   }
 
-  void decode_tile(const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers, float* out) const {
-    const u16* random = work.random_decode ? randoms(work, offset, at, n, buffers) : nullptr;
-    work.decode(work.planes, at, n, work.k, out, random);
+  static void decode_tile(const ArrayWork& work, i64 at, int n, float* out) {
+    work.decode(work.planes, at, n, work.k, out, work.coins.from(at));
   }
-
-  void encode_tile(const float* in, const ArrayWork& work, i64 offset, i64 at, int n,
-                   TileBuffers& buffers) const {
-    const u16* random = work.random_encode ? randoms(work, offset, at, n, buffers) : nullptr;
-    work.encode(in, work.planes, at, n, work.k, random);
+  static void encode_tile(const float* in, const ArrayWork& work, i64 at, int n) {
+    work.encode(in, work.planes, at, n, work.k, work.coins.from(at));
   }
 
   // Where the update finds an array: in its own memory, or decoded into a buffer.
-  float* open(const ArrayWork& work, i64 offset, i64 at, int n, TileBuffers& buffers, float* buffer) const {
+  static float* open(const ArrayWork& work, i64 at, int n, float* buffer) {
     if (work.in_place)
       return reinterpret_cast<float*>(work.planes.codes + at * static_cast<i64>(sizeof(float)));
-    decode_tile(work, offset, at, n, buffers, buffer);
+    decode_tile(work, at, n, buffer);
     return buffer;
   }
 
-  void step_tile(const TensorWork& work, i64 at, int n, TileBuffers& buffers) const {
-    float* const weight = open(work.weight, work.offset, at, n, buffers, buffers.weight);
-    const float* const gradient = open(work.gradient, work.offset, at, n, buffers, buffers.gradient);
+  static void step_tile(const TensorWork& work, i64 at, int n, TileBuffers& buffers) {
+    float* const weight = open(work.weight, at, n, buffers.weight);
+    const float* const gradient = open(work.gradient, at, n, buffers.gradient);
     float* slots[kMaxSlots] = {};
     for (int s = 0; s < kMaxSlots; ++s)
-      if (work.slots[s].decode != nullptr)
-        slots[s] = open(work.slots[s], work.offset, at, n, buffers, buffers.slots[s]);
+      if (work.slots[s].decode != nullptr) slots[s] = open(work.slots[s], at, n, buffers.slots[s]);
 
-    work.update(weight, slots, gradient, n, work.step.bytes, work.multiplier);
+    work.update(weight, slots, gradient, n, work.step.bytes, work.multiplier, work.spread);
 
-    if (!work.weight.in_place && !work.keep_weight)
-      encode_tile(weight, work.weight, work.offset, at, n, buffers);
+    if (!work.weight.in_place && !work.keep_weight) encode_tile(weight, work.weight, at, n);
     for (int s = 0; s < kMaxSlots; ++s)
-      if (slots[s] != nullptr && !work.slots[s].in_place)
-        encode_tile(slots[s], work.slots[s], work.offset, at, n, buffers);
+      if (slots[s] != nullptr && !work.slots[s].in_place) encode_tile(slots[s], work.slots[s], at, n);
   }
 
   void write_array(const scruple_tensor& t, int array, const auto& make_tile) {
-    const ArrayWork work = array_work(unit_, t, t.arrays[array], array);
+    const ArrayWork work = work_alone(t, array);
     for_chunks(&t, 1, [&](i64, i64, i64 first, i64 n) {
       TileBuffers buffers;
       for (i64 at = first; at < first + n; at += kTile) {
         const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
         make_tile(buffers.weight, at, in_tile);
-        encode_tile(buffers.weight, work, t.offset, at, in_tile, buffers);
+        encode_tile(buffers.weight, work, at, in_tile);
       }
     });
   }

@@ -214,7 +214,10 @@ class CudaEngine final : public scruple_engine {
     }
     prepare(options.found_inf, options.clip, options.loss_scale, options.steps, options.part,
             options.part + 1 < options.parts);
-    for (const Image& image : images()) launch_over(image, image.kernel);
+    for (const Image& image : images()) {
+      draw(image);
+      launch_over(image, image.kernel, static_cast<const Constants*>(constants()));
+    }
   }
 
   double sum_squares(const scruple_tensor* tensors, i64 count) override {
@@ -258,6 +261,7 @@ class CudaEngine final : public scruple_engine {
     }
     commit(tensors);
     prepare(nullptr, nullptr, nullptr, steps);
+    draw(image);
     launch_over(image, image.kernel, multiplier);
   }
 
@@ -374,6 +378,7 @@ class CudaEngine final : public scruple_engine {
     row.active = static_cast<u16>(active);
     row.constants = constants;
     row.aligned = 1;
+    row.spread = spread_of(t);
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
       if (a >= SCRUPLE_SLOT && a < SCRUPLE_GRADIENT && (active >> (a - SCRUPLE_SLOT) & 1u) == 0) continue;
       row.arrays[a] = device_array(t.arrays[a], is_nonneg(t, a));
@@ -434,16 +439,16 @@ class CudaEngine final : public scruple_engine {
     int lane;
   };
   static Kernel kernel_of(const scruple_tensor& t, unsigned active) {
-    const auto matches = [&](int array, int format, int rounding) {
-      const scruple_array& a = t.arrays[array];
-      return a.format->index == format && (a.rounding == rounding || a.format->layout.code_bits == 32);
-    };
+    const unsigned coded = active & ~t.optimizer->exact();
+    const scruple_array& weight = t.arrays[SCRUPLE_WEIGHT];
+    const bool any_rounding = weight.format->layout.code_bits == 32 || weight.format->aux_is_scale;
     for (const StepKernel& kernel : step_kernels(t.optimizer->rule().index)) {
-      bool fits = kernel.active == active && matches(SCRUPLE_WEIGHT, kernel.weight, kernel.weight_rounding);
+      bool fits = kernel.active == active && kernel.weight == weight.format->index &&
+                  (any_rounding || kernel.weight_rounding == weight.rounding);
       for (int s = 0; s < kMaxSlots && fits; ++s)
-        if ((active >> s & 1u) != 0)
-          fits = matches(SCRUPLE_SLOT + s, is_nonneg(t, SCRUPLE_SLOT + s) ? kernel.nonneg : kernel.moment,
-                         kernel.moment_rounding);
+        if ((coded >> s & 1u) != 0)
+          fits = t.arrays[SCRUPLE_SLOT + s].format->index ==
+                 (is_nonneg(t, SCRUPLE_SLOT + s) ? kernel.nonneg : kernel.moment);
       if (fits) return {kernel.kernel, kernel.lane};
     }
     return {any_kernels().step, kLane};
@@ -545,6 +550,15 @@ class CudaEngine final : public scruple_engine {
     }
   }
 
+  // The coins of the image's rows for this call. They lie among the rows, where upload() does not look for changes.
+  void draw(const Image& image) {
+    const int rows = static_cast<int>(image.rows.size());
+    if (rows == 0) return;
+    launch(gradient_kernels().draw, tiles_of(i64{rows} * (SCRUPLE_ARRAYS + 1), kBlock), kBlock,
+           workspace_->memory.at<DeviceRow>(image.at + image.begins_bytes()), rows,
+           static_cast<const Constants*>(constants()));
+  }
+
   double* measure_into(const scruple_tensor* tensors, i64 count, const scruple_measure_options& options) {
     begin(workspaces_[kForMeasure]);
     check_readable(options.loss_scale, "loss_scale");
@@ -570,6 +584,7 @@ class CudaEngine final : public scruple_engine {
     commit(tensors);
     auto* const sums = sums_.at<double>(0);
     prepare(nullptr, nullptr, nullptr, options.steps);
+    draw(image);
     launch_over(image, image.kernel, sums + 1);
     launch(gradient_kernels().finish_norm, 1, kBlock, NormOutput{sums + 1, chunks, sums, options});
     return sums;
@@ -583,17 +598,19 @@ class CudaEngine final : public scruple_engine {
     DeviceRow row = row_of(t);
     row.constants = constants_of(t, false, 1);
     row.arrays[array] = device_array(t.arrays[array], is_nonneg(t, array));
+    row.overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
     image.add(row, 0, kBlockTile);
     commit(&t);
     prepare(nullptr, nullptr, nullptr, nullptr);
+    draw(image);
     DeviceTable table = table_of(image);
     const auto run = [&](i64 first, i64 n, float* at) {
       table.tiles = tiles_of(n, kBlockTile);
       if (encoding)
-        launch_tiles(image.kernel, table.tiles, table, constants(), array, first,
-                     static_cast<const float*>(at), otherwise);
+        launch_tiles(image.kernel, table.tiles, table, array, first, static_cast<const float*>(at),
+                     otherwise);
       else
-        launch_tiles(image.kernel, table.tiles, table, constants(), array, first, at);
+        launch_tiles(image.kernel, table.tiles, table, array, first, at);
     };
     cudaPointerAttributes found{};
     if (values != nullptr) check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
@@ -650,7 +667,7 @@ class CudaEngine final : public scruple_engine {
   template <class... Arguments>
   void launch_over(const Image& image, const void* kernel, const Arguments&... arguments) {
     const DeviceTable table = table_of(image);
-    launch_tiles(kernel, table.tiles, table, static_cast<const Constants*>(constants()), arguments...);
+    launch_tiles(kernel, table.tiles, table, arguments...);
   }
   static constexpr i64 kWaves = 256;
 

@@ -50,12 +50,26 @@ __global__ void prepare(const __grid_constant__ PrepareInput in) {
   }
 }
 
+// The coins of every array of every row.
+__global__ void draw(DeviceRow* rows, int count, const Constants* constants) {
+  constexpr int kEach = SCRUPLE_ARRAYS + 1;
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i >= count * kEach) return;
+  DeviceRow& row = rows[i / kEach];
+  const Constants& c = constants[row.constants];
+  const int which = i % kEach, array = which == kNextFold ? +SCRUPLE_GRADIENT : which;
+  const u32 write = array != SCRUPLE_GRADIENT ? c.part : which == kNextFold ? row.folds + 1 : row.folds;
+  row.coins[which] = draws_coins(row.arrays[array].rounding)
+                         ? draw_coins({c.seed, c.t, row.id, static_cast<u32>(array), write}).from(row.offset)
+                         : Coins{};
+}
+
 // ---- Norms ----
 
 // A warp takes a segment: thread t has lanes 8 t to 8 t + 7 of the tree (engine/unit.h) in every row, so the
 // rows add up in registers, and pairs of lanes are first pairs of registers, then pairs of threads.
 template <class C, Rounding R, bool Whole>
-__device__ double segment_sum(const DeviceRow& row, const Draws& draws, i64 first) {
+__device__ double segment_sum(const DeviceRow& row, i64 first) {
   constexpr int N = 8, kRow = 32 * N, kRows = kSegment / kRow;
   const DeviceArray& a = row.arrays[SCRUPLE_GRADIENT];
   const auto place = [&](int r) {
@@ -64,10 +78,8 @@ __device__ double segment_sum(const DeviceRow& row, const Draws& draws, i64 firs
   const auto load = [&](int r) { return Lane<C, N>::template load<Whole>(a, 0, place(r)); };
   double sums[N] = {};
   const auto add = [&](int r, const typename Lane<C, N>::Raw& raw) {
-    Randoms<N> random{};
-    if constexpr (R == kDither) random = draws.at<N>(place(r).first);
     float x[N];
-    decode_lane<C, R, N>(raw, 0, random, x);
+    decode_lane<C, R, N>(raw, 0, coins_of(row, SCRUPLE_GRADIENT, place(r).first), x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (!Whole && i >= place(r).n) continue;
@@ -96,22 +108,20 @@ __device__ double segment_sum(const DeviceRow& row, const Draws& draws, i64 firs
 }
 
 // A block takes a chunk: its segments in any order, added in theirs.
-__global__ void __launch_bounds__(kBlock, 2)
-    sum_squares(DeviceTable table, const Constants* constants, double* sums) {
+__global__ void __launch_bounds__(kBlock, 2) sum_squares(DeviceTable table, double* sums) {
   constexpr int kSegments = kChunk / kSegment;
   __shared__ double segments[kSegments];
   Cursor cursor;
   for (i64 chunk = blockIdx.x; chunk < table.tiles; chunk += gridDim.x) {
     cursor.seek(table, chunk);
     const DeviceRow& row = table.rows[cursor.row];
-    const Draws draws = draws_of(row, constants[row.constants], SCRUPLE_GRADIENT);
     with_gradient(row.arrays[SCRUPLE_GRADIENT], [&]<class C, Rounding R>() {
       for (int s = static_cast<int>(threadIdx.x / 32); s < kSegments; s += kBlock / 32) {
         const i64 first = cursor.tile * kChunk + s * kSegment;
         if (first >= row.size) break;
         const double sum = row.aligned != 0 && first + kSegment <= row.size
-                               ? segment_sum<C, R, true>(row, draws, first)
-                               : segment_sum<C, R, false>(row, draws, first);
+                               ? segment_sum<C, R, true>(row, first)
+                               : segment_sum<C, R, false>(row, first);
         if (threadIdx.x % 32 == 0) segments[s] = sum;
       }
     });
@@ -152,11 +162,9 @@ __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ No
 // ---- Folds ----
 
 template <bool Whole>
-__device__ void fold_tile(const DeviceRow& row, const Constants& constants, float multiplier, Place at) {
+__device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
-  const Draws before = draws_of(row, constants, SCRUPLE_GRADIENT);
-  Draws after = before;
-  ++after.key.folds;
+  const Coins before = coins_of(row, SCRUPLE_GRADIENT, at.first), after = coins_of(row, kNextFold, at.first);
   float sum[kLane], x[kLane] = {};
 #pragma unroll
   for (int i = 0; i < kLane; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
@@ -180,19 +188,17 @@ __device__ void fold_tile(const DeviceRow& row, const Constants& constants, floa
   }
 }
 
-__global__ void __launch_bounds__(kBlock)
-    fold(DeviceTable table, const Constants* constants, float multiplier) {
+__global__ void __launch_bounds__(kBlock) fold(DeviceTable table, float multiplier) {
   Cursor cursor;
   for (i64 tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
     cursor.seek(table, tile);
     const DeviceRow& row = table.rows[cursor.row];
-    const Constants& c = constants[row.constants];
     const i64 first = cursor.tile * kBlockTile;
     const Place at = place_of<kLane>(first + static_cast<i64>(threadIdx.x) * kLane, row.size);
     if (row.aligned != 0 && first + kBlockTile <= row.size)
-      fold_tile<true>(row, c, multiplier, at);
+      fold_tile<true>(row, multiplier, at);
     else
-      fold_tile<false>(row, c, multiplier, at);
+      fold_tile<false>(row, multiplier, at);
   }
 }
 
@@ -210,8 +216,9 @@ int least_architecture() {
 const GradientKernels& gradient_kernels() {
   static const GradientKernels kKernels = {
       reinterpret_cast<const void*>(&upload),      reinterpret_cast<const void*>(&prepare),
-      reinterpret_cast<const void*>(&sum_squares), reinterpret_cast<const void*>(&finish_norm),
-      reinterpret_cast<const void*>(&fold),        reinterpret_cast<const void*>(&advance)};
+      reinterpret_cast<const void*>(&draw),        reinterpret_cast<const void*>(&sum_squares),
+      reinterpret_cast<const void*>(&finish_norm), reinterpret_cast<const void*>(&fold),
+      reinterpret_cast<const void*>(&advance)};
   return kKernels;
 }
 

@@ -13,10 +13,12 @@ namespace {
 // An array that this optimizer or these hyperparameters do not have.
 struct Absent {};
 
-template <class Rule, unsigned Active, int Slot, class Moment, class Nonneg>
+template <class Rule, unsigned Active, int Slot, int Width, class Moment, class Nonneg>
 constexpr auto array_of_slot() {
   if constexpr ((Active >> Slot & 1u) == 0)
     return Absent{};
+  else if constexpr ((exact_slots<Rule>(Active) >> Slot & 1u) != 0)
+    return Known<Fp32, 0, kNearest, Width>{};
   else if constexpr (Rule::slots[Slot].sign == Sign::nonneg)
     return Nonneg{};
   else
@@ -31,8 +33,8 @@ __device__ auto load_array(const DeviceArray& a, Place at) {
     return Array::template load<Whole>(a, at);
 }
 template <class Array, bool Whole>
-__device__ void encode_array(const auto& in, const DeviceArray& a, Place at, const Draws& draws) {
-  if constexpr (!std::is_same_v<Array, Absent>) Array::template encode<Whole>(in, a, at, draws);
+__device__ void encode_array(const auto& in, const DeviceArray& a, Place at, Coins coins) {
+  if constexpr (!std::is_same_v<Array, Absent>) Array::template encode<Whole>(in, a, at, coins);
 }
 
 template <class Array>
@@ -50,50 +52,63 @@ __device__ void fill_array_levels() {
   }
 }
 
-// Whole: every element of the tile is there and every plane aligned.
-template <class Rule, unsigned Active, int N, class Weight, class Moment, class Nonneg, bool Whole>
-__device__ void step_tile(const DeviceRow& row, const Constants& constants, Place at) {
-  using S0 = decltype(array_of_slot<Rule, Active, 0, Moment, Nonneg>());
-  using S1 = decltype(array_of_slot<Rule, Active, 1, Moment, Nonneg>());
-  using S2 = decltype(array_of_slot<Rule, Active, 2, Moment, Nonneg>());
-  const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
-  const auto draws = [&](int array) {
-    Draws drawn = draws_of(row, constants, array);
-    drawn.key.folds = write_of(row, constants, array);
-    return drawn;
-  };
-  Elements<N> e{};
-  // Reads, decodes and updates; nothing is written, so it can be done again.
-  const auto advance = [&](auto& math) {
+// One tile of one optimizer's arrays.
+template <class Rule, unsigned Active, int N, class Weight, class Moment, class Nonneg>
+struct StepTile {
+  using S0 = decltype(array_of_slot<Rule, Active, 0, N, Moment, Nonneg>());
+  using S1 = decltype(array_of_slot<Rule, Active, 1, N, Moment, Nonneg>());
+  using S2 = decltype(array_of_slot<Rule, Active, 2, N, Moment, Nonneg>());
+
+  // Reads, decodes and updates; nothing is written, so it can be done again. True if a weight is not finite. Whole:
+  // every element of the tile is there and every plane aligned.
+  template <bool Whole, bool Careful>
+  static __device__ bool advance(const DeviceRow& row, const Constants& constants, Place at, auto& math,
+                                 Elements<N>& e) {
+    const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
     const auto weight = Weight::template load<Whole>(a[SCRUPLE_WEIGHT], at);
     const auto slot0 = load_array<S0, Whole>(a[SCRUPLE_SLOT], at);
     const auto slot1 = load_array<S1, Whole>(a[SCRUPLE_SLOT + 1], at);
     const auto slot2 = load_array<S2, Whole>(a[SCRUPLE_SLOT + 2], at);
     float g[N] = {};
-    read_gradient<Whole, N>(a[SCRUPLE_GRADIENT], at, draws(SCRUPLE_GRADIENT), g);
+    read_gradient<Whole, N>(a[SCRUPLE_GRADIENT], at, coins_of(row, SCRUPLE_GRADIENT, at.first), g);
     const auto fetch = [&](int i, auto& before) {
-      before.w = Weight::value(weight, i);
-      if constexpr (Active & 1) before.s[0] = S0::value(slot0, i);
-      if constexpr (Active & 2) before.s[1] = S1::value(slot1, i);
-      if constexpr (Active & 4) before.s[2] = S2::value(slot2, i);
+      before.w = Weight::template value<Careful>(weight, i);
+      if constexpr (Active & 1) before.s[0] = S0::template value<Careful>(slot0, i);
+      if constexpr (Active & 2) before.s[1] = S1::template value<Careful>(slot1, i);
+      if constexpr (Active & 4) before.s[2] = S2::template value<Careful>(slot2, i);
     };
     return update_lane<Rule, Active, N>(fetch, g, constants, Whole ? N : at.n, math, e);
-  };
-  bool bad = false;
-  FastMath fast;
-  if constexpr (Whole) bad = advance(fast);
-  if (!Whole || (fast.used && (bad || !fast.tame()))) {
-    IeeeMath exact;
-    bad = advance(exact);
   }
-  if (bad) make_canonical<Active, N>(e);
 
-  if (constants.keep_weight == 0)
-    Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, draws(SCRUPLE_WEIGHT));
-  encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, draws(SCRUPLE_SLOT));
-  encode_array<S1, Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, draws(SCRUPLE_SLOT + 1));
-  encode_array<S2, Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, draws(SCRUPLE_SLOT + 2));
-}
+  // For the ends of tensors, odd addresses and rare values; called, so that its registers are nobody else's.
+  static __device__ __noinline__ void advance_carefully(const DeviceRow& row, const Constants& constants,
+                                                        Place at, Elements<N>& e) {
+    IeeeMath exact{row.spread};
+    if (advance<false, true>(row, constants, at, exact, e)) make_canonical<Active, N>(e);
+  }
+
+  template <bool Whole>
+  static __device__ void run(const DeviceRow& row, const Constants& constants, Place at) {
+    const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
+    Elements<N> e{};
+    bool careful = !Whole;
+    if constexpr (Whole) {
+      FastMath fast{row.spread};
+      careful = advance<true, false>(row, constants, at, fast, e) || (fast.used && !fast.tame());
+    }
+    if (careful) {
+      Elements<N> again{};
+      advance_carefully(row, constants, at, again);
+      e = again;
+    }
+    const auto coins = [&](int array) { return coins_of(row, array, at.first); };
+    if (constants.keep_weight == 0)
+      Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
+    encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
+    encode_array<S1, Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, coins(SCRUPLE_SLOT + 1));
+    encode_array<S2, Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, coins(SCRUPLE_SLOT + 2));
+  }
+};
 
 // Three blocks at a time on a multiprocessor: more registers hide less of the memory's latency than threads.
 template <class Rule, unsigned Active, int N, class Weight, class Moment, class Nonneg>
@@ -107,9 +122,10 @@ __global__ void __launch_bounds__(kBlock, 3) step(DeviceTable table, const Const
     if (c.skip != 0) return;
     const i64 first = cursor.tile * N * kBlock, mine = first + static_cast<i64>(threadIdx.x) * N;
     if (row.aligned != 0 && first + N * kBlock <= row.size)
-      step_tile<Rule, Active, N, Weight, Moment, Nonneg, true>(row, c, {mine, N});
+      StepTile<Rule, Active, N, Weight, Moment, Nonneg>::template run<true>(row, c, {mine, N});
     else
-      step_tile<Rule, Active, N, Weight, Moment, Nonneg, false>(row, c, place_of<N>(mine, row.size));
+      StepTile<Rule, Active, N, Weight, Moment, Nonneg>::template run<false>(row, c,
+                                                                             place_of<N>(mine, row.size));
   }
 }
 
@@ -151,69 +167,63 @@ constexpr bool has_words() {
   return layout.code_bits == 32 || (layout.aux_bits == 32 && layout.group == 1);
 }
 
+// Whether the recipe's format for slots of this sign is needed.
 template <class Rule, unsigned Active>
 constexpr bool has_slot(Sign sign) {
+  constexpr unsigned kCoded = Active & ~exact_slots<Rule>(Active);
   for (unsigned s = 0; s < sizeof(Rule::slots) / sizeof(Slot); ++s)
-    if ((Active >> s & 1u) != 0 && Rule::slots[s].sign == sign) return true;
+    if ((kCoded >> s & 1u) != 0 && Rule::slots[s].sign == sign) return true;
   return false;
 }
 
 template <class Rule, unsigned Active, int WeightFormat, int MomentFormat, int NonnegFormat,
-          Rounding WeightRounding, Rounding MomentRounding>
+          Rounding WeightRounding>
 void add_recipe(std::vector<StepKernel>& list) {
   constexpr bool kSigned = has_slot<Rule, Active>(Sign::any), kNonneg = has_slot<Rule, Active>(Sign::nonneg);
-  if constexpr ((!kSigned || MomentFormat >= 0) && (!kNonneg || NonnegFormat >= 0)) {
+  if constexpr ((!kSigned || MomentFormat >= 0) &&
+                (NonnegFormat >= 0 || (!kNonneg && exact_slots<Rule>(Active) == 0))) {
     using W = FormatRow<WeightFormat>;
     using M = FormatRow<kSigned ? MomentFormat : WeightFormat>;
     using N = FormatRow<kNonneg ? NonnegFormat : WeightFormat>;
     // 16 elements of 16 bits or fewer fill the registers as 8 of 32 bits do.
-    constexpr int kWidth = has_words<typename W::Signed, W::k>() ||
+    constexpr int kWidth = has_words<typename W::Signed, W::k>() || exact_slots<Rule>(Active) != 0 ||
                                    (kSigned && has_words<typename M::Signed, M::k>()) ||
                                    (kNonneg && has_words<typename N::Nonneg, N::k>())
                                ? 8
                                : 16;
     using Weight = Known<typename W::Signed, W::k, WeightRounding, kWidth>;
-    using Moment =
-        std::conditional_t<kSigned, Known<typename M::Signed, M::k, MomentRounding, kWidth>, Absent>;
-    using Nonneg =
-        std::conditional_t<kNonneg, Known<typename N::Nonneg, N::k, MomentRounding, kWidth>, Absent>;
-    list.push_back({Active, WeightFormat, MomentFormat, NonnegFormat, WeightRounding, MomentRounding, kWidth,
+    using Moment = std::conditional_t<kSigned, Known<typename M::Signed, M::k, kNearest, kWidth>, Absent>;
+    using Nonneg = std::conditional_t<kNonneg, Known<typename N::Nonneg, N::k, kNearest, kWidth>, Absent>;
+    list.push_back({Active, WeightFormat, kSigned ? MomentFormat : -1, kNonneg ? NonnegFormat : -1,
+                    WeightRounding, kWidth,
                     reinterpret_cast<const void*>(&step<Rule, Active, kWidth, Weight, Moment, Nonneg>)});
   }
 }
 
-// A recipe with its own roundings, with weights rounded stochastically, and with moments so too.
-template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg, Rounding WeightRounding,
-          Rounding MomentRounding>
-void add_roundings(std::vector<StepKernel>& list) {
-  using W = FormatRow<Weight>;
-  using M = FormatRow<Moment>;
-  constexpr bool kWeights = WeightRounding != kStochastic &&
-                            (W::Signed::roundings >> kStochastic & 1u) != 0 &&
-                            W::Signed::layout(W::k).code_bits != 32;
-  constexpr bool kMoments =
-      Active != 0 && MomentRounding != kStochastic && !has_words<typename M::Signed, M::k>();
-  add_recipe<Rule, Active, Weight, Moment, Nonneg, WeightRounding, MomentRounding>(list);
-  if constexpr (kWeights) add_recipe<Rule, Active, Weight, Moment, Nonneg, kStochastic, MomentRounding>(list);
-  if constexpr (kWeights && kMoments)
-    add_recipe<Rule, Active, Weight, Moment, Nonneg, kStochastic, kStochastic>(list);
+template <class C>
+constexpr bool can_round(Rounding rounding) {
+  return (C::roundings >> rounding & 1u) != 0;
 }
 
-// The moments of a 24-bit recipe beside weights in fp32, as PyTorch's parameters often are.
-template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg, Rounding MomentRounding>
-void add_wide_weights(std::vector<StepKernel>& list) {
+// A recipe's formats with each way of rounding a weight that is read in two halves, truncation apart; any other
+// weight rounds by its coins alone. And its moments beside weights in fp32, as PyTorch's parameters often are.
+template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg>
+void add_roundings(std::vector<StepKernel>& list) {
+  using W = FormatRow<Weight>;
+  add_recipe<Rule, Active, Weight, Moment, Nonneg, kNearest>(list);
+  if constexpr (can_round<typename W::Signed>(kWide) && W::k < 16)
+    add_recipe<Rule, Active, Weight, Moment, Nonneg, kWide>(list);
+  if constexpr (can_round<typename W::Signed>(kWide))
+    add_recipe<Rule, Active, Weight, Moment, Nonneg, kStochastic>(list);
   if constexpr (Weight == format_index("bf16+8"))
-    add_recipe<Rule, Active, format_index("fp32"), Moment, Nonneg, kNearest, MomentRounding>(list);
+    add_recipe<Rule, Active, format_index("fp32"), Moment, Nonneg, kNearest>(list);
 }
 
 template <class Rule, unsigned Active>
 void add_active(std::vector<StepKernel>& list) {
   if constexpr (can_be_active<Rule>(Active)) {
-#define SCRUPLE_RECIPE(name, weight, moment, nonneg, gradient, weight_rounding, moment_rounding, ...) \
-  add_roundings<Rule, Active, format_index(weight), format_index(moment), format_index(nonneg),       \
-                weight_rounding, moment_rounding>(list);                                              \
-  add_wide_weights<Rule, Active, format_index(weight), format_index(moment), format_index(nonneg),    \
-                   moment_rounding>(list);
+#define SCRUPLE_RECIPE(name, weight, moment, nonneg, ...) \
+  add_roundings<Rule, Active, format_index(weight), format_index(moment), format_index(nonneg)>(list);
 #include "formats/recipes.def"
 #undef SCRUPLE_RECIPE
   }

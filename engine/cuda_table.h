@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "engine/philox.h"
+#include "engine/coins.h"
 #include "engine/rule.h"
 #include "engine/unit.h"
 #include "include/scruple/scruple.h"
@@ -22,15 +22,19 @@ struct DeviceArray {
   u8 unused[4];
 };
 
-// One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants instead.
+// One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants, or written on
+// the device: the coins.
+inline constexpr int kNextFold = SCRUPLE_ARRAYS;  // the coins of an accumulator once this fold is written
 struct DeviceRow {
   i64 size, offset;
   u32 id, folds;
   u32 constants;  // index
   u16 active;     // slots in use, as a bit mask
   u16 aligned;    // 1: every plane can be read 16 bytes (and every scale, whole) at a time
-  u32 unused[2];
+  float spread;
+  float overflow;  // of a gradient that is encoded
   DeviceArray arrays[SCRUPLE_ARRAYS];
+  Coins coins[SCRUPLE_ARRAYS + 1];  // from element 0 of this tensor, or shard, on
 };
 
 // One optimizer at one step: what a kernel reads, and what it is prepared from on the device, since learning
@@ -45,10 +49,6 @@ struct Constants {
   u32 part;         // of the step; 0: the first, or the whole
   u32 keep_weight;  // another part follows
 };
-// Which write of its step an array's random numbers belong to.
-SCRUPLE_HD u32 write_of(const DeviceRow& row, const Constants& c, int array) {
-  return array == SCRUPLE_GRADIENT ? row.folds : c.part;
-}
 struct ConstantsSource {
   HyperBytes hyper;
   const double* lr;
@@ -68,11 +68,12 @@ struct DeviceTable {
 
 // ---- Kernels, as cudaLaunchKernel takes them ----
 
-// (DeviceTable, const Constants*), for the formats (rows of formats.def) and roundings of a recipe.
+// (DeviceTable, const Constants*), for the formats (rows of formats.def) of a recipe and one rounding of its
+// weights; coins, and so the rounding of moments, are data.
 struct StepKernel {
   unsigned active;
   int weight, moment, nonneg;
-  int weight_rounding, moment_rounding;
+  int weight_rounding;
   int lane;  // elements of one thread
   const void* kernel;
 };
@@ -110,17 +111,18 @@ struct NormOutput {
 struct GradientKernels {
   const void* upload;       // (Upload), one block
   const void* prepare;      // (PrepareInput), a thread per source
-  const void* sum_squares;  // (DeviceTable in chunks, const Constants*, double* sums)
+  const void* draw;         // (DeviceRow*, int rows, const Constants*), a thread per row and array
+  const void* sum_squares;  // (DeviceTable in chunks, double* sums)
   const void* finish_norm;  // (NormOutput), one block
-  const void* fold;         // (DeviceTable, const Constants*, float multiplier); arrays[0] is what arrives
+  const void* fold;         // (DeviceTable, float multiplier); arrays[0] is what arrives
   const void* advance;      // (Advance), one thread
 };
 const GradientKernels& gradient_kernels();
 
 struct AnyKernels {
   const void* step;    // as StepKernel, for any formats
-  const void* encode;  // (DeviceTable, const Constants*, int array, i64 first, const float*, float otherwise)
-  const void* decode;  // (DeviceTable, const Constants*, int array, i64 first, float*)
+  const void* encode;  // (DeviceTable, int array, i64 first, const float*, float otherwise)
+  const void* decode;  // (DeviceTable, int array, i64 first, float*)
 };
 const AnyKernels& any_kernels();
 

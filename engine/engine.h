@@ -73,6 +73,9 @@ std::unique_ptr<scruple_engine> make_engine(const char* name, int threads);
 unsigned role_of(const scruple_tensor& tensor, int array);
 const char* array_name(const scruple_tensor& tensor, int array);
 bool is_used(const scruple_tensor& tensor, int array);
+unsigned role_in_step(const scruple_tensor& tensor, int array);  // as role_of, or SCRUPLE_ROLE_EXACT
+// What roots are multiplied by (optim/optimizer.h): the spread of the moment that the step divides by.
+float spread_of(const scruple_tensor& tensor);
 
 void check_tensor(const scruple_tensor& tensor, i64 index);
 // Format, rounding and, with `memory`, planes of one array that is used.
@@ -80,7 +83,7 @@ void check_array(const scruple_tensor& tensor, i64 index, int array, bool memory
 u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last);  // the table's version
 // Weights and moments as check_step would, gradients not.
 void check_state(const scruple_tensor* tensors, i64 count);
-// That tensor `index` can take a step in parts.
+// That tensor `index` can take a step in parts: its optimizer can, and its moments are fp32.
 void check_parts(const scruple_tensor& tensor, i64 index);
 void check_gradients(const scruple_tensor* tensors, i64 count);
 void check_fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier);

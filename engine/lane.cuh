@@ -23,43 +23,14 @@ struct Place {
   }
 };
 
-// ---- Random numbers: N of 16 bits ----
+// ---- Coins ----
 
-template <int N>
-struct Randoms {
-  u32 words[N / 2];
-  __device__ u16 operator[](int i) const { return static_cast<u16>(words[i / 2] >> (16 * (i % 2))); }
-};
-
-struct Draws {
-  RandomKey key;
-  i64 offset;
-
-  template <int N>
-  __device__ Randoms<N> at(i64 first) const {
-    constexpr int kBlocks = N / kRandomsPerBlock, kWords = N / 2;
-    const u64 element = static_cast<u64>(offset + first);
-    const u32 phase = static_cast<u32>(element % kRandomsPerBlock);
-    u32 x[kWords + 4] = {};
-#pragma unroll
-    for (int b = 0; b <= kBlocks; ++b) {
-      if (b == kBlocks && phase == 0) continue;
-      const u64 block = element / kRandomsPerBlock + static_cast<u64>(b);
-      const PhiloxBlock drawn = philox(random_counter(key, block), philox_key(key));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[4 * b + i] = drawn.x[i];
-    }
-    // The first `phase` numbers belong to elements before `first`.
-#pragma unroll
-    for (int i = 0; i < kWords + 2; ++i) x[i] = (phase & 4u) != 0 ? x[i + 2] : x[i];
-#pragma unroll
-    for (int i = 0; i < kWords + 1; ++i) x[i] = (phase & 2u) != 0 ? x[i + 1] : x[i];
-    Randoms<N> out;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) out.words[i] = (phase & 1u) != 0 ? x[i] >> 16 | x[i + 1] << 16 : x[i];
-    return out;
-  }
-};
+// Those of an array from element `first` on. No kernel that reads them writes rows, and saying so lets the load go
+// ahead of stores.
+__device__ inline Coins coins_of(const DeviceRow& row, int array, i64 first) {
+  const uint2 drawn = __ldg(reinterpret_cast<const uint2*>(&row.coins[array]));
+  return Coins{drawn.x, drawn.y}.from(first);
+}
 
 // ---- Bytes ----
 // A thread's part of a plane: Bytes of them, in elements of a Unit. All are there and the plane is aligned:
@@ -164,9 +135,9 @@ __device__ void put(Words<Bytes>& words, int i, u32 value) {
   } else if constexpr (Bits == 16 && From % 8 == 0) {
     w = shift == 0 ? value : __byte_perm(w, value, 0x5410 + 0x1111 * kByte);
   } else {
-    value = value >> From & ((1u << (Bits % 32)) - 1u);
-    w |= value << shift;
-    if (shift + Bits > 32) words.w[word + 1] |= value >> (32 - shift);
+    static_assert(From == 0);  // and the other bits of `value` are zero
+    w += value << shift;
+    if (shift + Bits > 32) words.w[word + 1] += value >> (32 - shift);
   }
 }
 
@@ -191,12 +162,11 @@ struct Lane<Fp32, N> {
     return scruple::load<4 * N, u32, Whole>(a.codes + 4 * at.first, 4 * at.n);
   }
   template <Rounding>
-  static __device__ float value(const Raw& raw, int, const Randoms<N>&, int i) {
+  static __device__ float value(const Raw& raw, int, Coins, int i) {
     return float_of(raw.w[i]);
   }
   template <Rounding, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at,
-                                const Randoms<N>&) {
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at, Coins) {
     Raw raw;
 #pragma unroll
     for (int i = 0; i < N; ++i) raw.w[i] = bits_of(in[i]);
@@ -212,16 +182,14 @@ struct Lane<Rounded<Half>, N> {
     return scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n);
   }
   template <Rounding>
-  static __device__ float value(const Raw& raw, int, const Randoms<N>&, int i) {
+  static __device__ float value(const Raw& raw, int, Coins, int i) {
     return Half::decode(static_cast<u16>(get<16>(raw, i)));
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at,
-                                const Randoms<N>& random) {
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at, Coins coins) {
     Raw raw{};
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      put<16, 0>(raw, i, Rounded<Half>::template encode<R>(in[i], R == kStochastic ? random[i] : u16{0}));
+    for (int i = 0; i < N; ++i) put<16, 0>(raw, i, Rounded<Half>::template encode<R>(in[i], coins[i]));
     scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, raw);
   }
 };
@@ -234,12 +202,11 @@ struct Lane<Master<Half>, N> {
     return scruple::load<4 * N, u32, Whole>(a.aux + 4 * at.first, 4 * at.n);
   }
   template <Rounding>
-  static __device__ float value(const Raw& raw, int, const Randoms<N>&, int i) {
+  static __device__ float value(const Raw& raw, int, Coins, int i) {
     return float_of(raw.w[i]);
   }
   template <Rounding, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at,
-                                const Randoms<N>&) {
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at, Coins) {
     Raw master;
     Words<2 * N> visible{};
 #pragma unroll
@@ -282,13 +249,17 @@ struct Lane<Split<Half>, N> {
     return raw;
   }
   template <Rounding R>
-  static __device__ float value(const Raw& raw, int k, const Randoms<N>&, int i) {
+  static __device__ float value(const Raw& raw, int k, Coins, int i) {
+    return joined<R, true>(raw, k, i);
+  }
+  // Hasty: a zero beside extra bits that point below it comes out as NaN (split.h would read it as zero).
+  template <Rounding R, bool Careful>
+  static __device__ float joined(const Raw& raw, int k, int i) {
     return Half::value(
-        join<R>(get<16>(raw.visible, i), k == 8 ? get<8>(raw.extra, i) : get<16>(raw.extra, i), k));
+        join<R, Careful>(get<16>(raw.visible, i), k == 8 ? get<8>(raw.extra, i) : get<16>(raw.extra, i), k));
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int k, Place at,
-                                const Randoms<N>& random) {
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int k, Place at, Coins coins) {
     Raw raw{};
     Words<N> bytes{};
     u64 window = 0;
@@ -296,7 +267,7 @@ struct Lane<Split<Half>, N> {
     u8* to = a.aux + at.over(8) * k;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const Halves h = split_in_place<R>(Half::position(in[i]), k, R == kStochastic ? random[i] : u16{0});
+      const Halves h = split_in_place<R>(Half::position(in[i]), k, coins[i]);
       put<16, 16>(raw.visible, i, h.visible);
       if (k == 8) {
         put<8, 8>(bytes, i, h.extra);
@@ -337,16 +308,15 @@ struct Lane {
     return raw;
   }
   template <Rounding R>
-  static __device__ float value(const Raw& raw, int, const Randoms<N>& random, int i) {
+  static __device__ float value(const Raw& raw, int, Coins coins, int i) {
     const float unit = C::unit(__builtin_bit_cast(Scale, raw.scale));
     if constexpr (R == kDither)
-      return C::decode_dither(get<kBits>(raw.codes, i), unit, coin_of(random[i]));
+      return C::decode_dither(get<kBits>(raw.codes, i), unit, coins[i]);
     else
       return C::decode(get<kBits>(raw.codes, i), unit);
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at,
-                                const Randoms<N>& random) {
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at, Coins coins) {
     u32 largest = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) largest = max(largest, magnitude_bits(in[i]));
@@ -360,11 +330,10 @@ struct Lane {
     if (largest < 0x7f800000u) {  // else not finite: the scale says so, and codes are zero
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const u32 coin = R == kNearest ? kHalf : coin_of(random[i]);
-        if constexpr (requires { C::encode_upper(in[i], gain, coin); })
-          put<kBits, 32 - kBits>(codes, i, C::encode_upper(in[i], gain, coin));
+        if constexpr (requires { C::encode_upper(in[i], gain, kHalf); })
+          put<kBits, 32 - kBits>(codes, i, C::encode_upper(in[i], gain, coins[i]));
         else
-          put<kBits, 0>(codes, i, C::encode(in[i], gain, coin));
+          put<kBits, 0>(codes, i, C::encode(in[i], gain, coins[i]));
       }
     }
     // A last byte that is shared with nothing: codes beyond the end are not written as whole bytes.
@@ -389,10 +358,9 @@ struct Lane {
 };
 
 template <class C, Rounding R, int N>
-__device__ void decode_lane(const typename Lane<C, N>::Raw& raw, int k, const Randoms<N>& random,
-                            float (&out)[N]) {
+__device__ void decode_lane(const typename Lane<C, N>::Raw& raw, int k, Coins coins, float (&out)[N]) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = Lane<C, N>::template value<R>(raw, k, random, i);
+  for (int i = 0; i < N; ++i) out[i] = Lane<C, N>::template value<R>(raw, k, coins, i);
 }
 
 // ---- Arrays ----
@@ -419,19 +387,21 @@ struct Known {
   static __device__ Raw load(const DeviceArray& a, Place at) {
     return Lane<C, N>::template load<Whole>(a, K, at);
   }
+  // Not Careful: what needs care comes out as NaN, which shows in the weight.
+  template <bool Careful>
   static __device__ float value(const Raw& raw, int i) {
     static_assert(R != kDither);
+    if constexpr (!Careful && requires { Lane<C, N>::template joined<R, false>(raw, K, i); })
+      return Lane<C, N>::template joined<R, false>(raw, K, i);
     if constexpr (requires { C::scales_levels; })
       return levels<C>()[get<C::bits>(raw.codes, i)] *
              C::unit(__builtin_bit_cast(typename C::Scale, raw.scale));
-    else
-      return Lane<C, N>::template value<R>(raw, K, Randoms<N>{}, i);
+    else if constexpr (Careful || !requires { Lane<C, N>::template joined<R, false>(raw, K, i); })
+      return Lane<C, N>::template value<R>(raw, K, Coins{}, i);
   }
   template <bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, Place at, const Draws& draws) {
-    Randoms<N> random{};
-    if constexpr (R == kStochastic || R == kDither) random = draws.at<N>(at.first);
-    Lane<C, N>::template encode<R, Whole>(in, a, K, at, random);
+  static __device__ void encode(const float (&in)[N], const DeviceArray& a, Place at, Coins coins) {
+    Lane<C, N>::template encode<R, Whole>(in, a, K, at, coins);
   }
 };
 
@@ -444,6 +414,8 @@ __device__ void with_rounding(const DeviceArray& a, const auto& visit) {
     if (a.rounding == kStochastic) return visit.template operator()<C, kStochastic>();
   if constexpr ((C::roundings >> kDither & 1u) != 0)
     if (a.rounding == kDither) return visit.template operator()<C, kDither>();
+  if constexpr ((C::roundings >> kWide & 1u) != 0)
+    if (a.rounding == kWide) return visit.template operator()<C, kWide>();
   if constexpr (C::roundings != 0) visit.template operator()<C, kNearest>();
 }
 
@@ -473,11 +445,9 @@ __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
 }
 
 template <bool Whole, int N>
-__device__ void read_gradient(const DeviceArray& a, Place at, const Draws& draws, float (&out)[N]) {
+__device__ void read_gradient(const DeviceArray& a, Place at, Coins coins, float (&out)[N]) {
   with_gradient(a, [&]<class C, Rounding R>() {
-    Randoms<N> random{};
-    if constexpr (R == kDither) random = draws.at<N>(at.first);
-    decode_lane<C, R, N>(Lane<C, N>::template load<Whole>(a, 0, at), 0, random, out);
+    decode_lane<C, R, N>(Lane<C, N>::template load<Whole>(a, 0, at), 0, coins, out);
   });
 }
 
@@ -487,6 +457,7 @@ __device__ void read_gradient(const DeviceArray& a, Place at, const Draws& draws
 // Right wherever `tame` says so: x at least 2^-101 (what is left of it is then exact), a zero or at least
 // 2^-64, the divisor at most 2^60. What leaves the range upwards comes out as NaN, which shows in the weight.
 struct FastMath {
+  float spread;
   u32 least_x = ~0u, least_a = ~0u, most_divisor = 0;
   bool used = false;
 
@@ -498,7 +469,7 @@ struct FastMath {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     const float s = x * r;
     const float root = fma(fma(-s, s, x), 0.5f * r, s);
-    const float divisor = fma(root, scale, eps);
+    const float divisor = fma(root, scale * spread, eps);
     most_divisor = max(most_divisor, bits_of(divisor));
     const float reciprocal = tame_reciprocal(divisor), q = a * reciprocal;
     return fma(-fma(divisor, q, -a), reciprocal, q);  // this way round a zero keeps its sign
@@ -515,25 +486,25 @@ struct Elements {
 };
 
 // fetch(i, e) gives element i before the update. Elements from n on are set to zero, which cannot change a
-// group's maximum. True if a weight became NaN.
+// group's maximum. True if a weight is not finite.
 template <class Rule, unsigned Active, int N>
 __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Constants& constants, int n,
                             auto& math, Elements<N>& out) {
   const auto k = *reinterpret_cast<const typename Rule::Step*>(constants.step.bytes);
-  bool bad = false;
+  float zero = 0;  // or NaN, where a weight is not finite
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     Elem<sizeof(Rule::slots) / sizeof(Slot)> e{};
     fetch(i, e);
     e = Rule::template update<Active>(e, g[i] * constants.multiplier, k, math);
     if (i >= n) e = {};
-    bad = bad || e.w != e.w;
+    zero = fma(e.w, 0.0f, zero);
     out.w[i] = e.w;
     if constexpr (Active & 1) out.s0[i] = e.s[0];
     if constexpr (Active & 2) out.s1[i] = e.s[1];
     if constexpr (Active & 4) out.s2[i] = e.s[2];
   }
-  return bad;
+  return zero != 0;
 }
 
 // A NaN anywhere shows in the weight (optim/optimizer.h), so only then are there any to make canonical. Asked
@@ -578,11 +549,6 @@ template <int N>
 __device__ Place place_of(i64 first, i64 size) {
   const i64 left = size - first;
   return {first, left >= N ? N : left > 0 ? static_cast<int>(left) : 0};
-}
-
-__device__ inline Draws draws_of(const DeviceRow& row, const Constants& c, int array) {
-  return {{c.seed, c.t, row.id, static_cast<u32>(array), array == SCRUPLE_GRADIENT ? row.folds : 0u},
-          row.offset};
 }
 
 }  // namespace SCRUPLE_UNIT

@@ -1,23 +1,11 @@
 // Random bits from a counter: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// SC'11). Element e of an array gets 16 bits, number e % 8 of the block with counter (e / 8, folds, array,
-// step, tensor id) under the key `seed`. Nothing depends on threads, chunks, shards or the order of calls.
+// SC'11).
 #pragma once
 
 #include "formats/codec.h"
 
 namespace scruple {
-
-struct RandomKey {
-  u64 seed;
-  u32 step;
-  u32 id;
-  u32 array;
-  u32 folds;  // which write of this step it is, for accumulators; 0 elsewhere
-};
-
 inline namespace SCRUPLE_UNIT {
-
-inline constexpr int kRandomsPerBlock = 8;
 
 struct PhiloxBlock {
   u32 x[4];
@@ -39,15 +27,6 @@ SCRUPLE_HD PhiloxBlock philox_round(PhiloxBlock c, PhiloxKey k) {
 SCRUPLE_HD PhiloxBlock philox(PhiloxBlock c, PhiloxKey k) {
   for (int round = 0; round < kPhiloxRounds; ++round, k = k.next()) c = philox_round(c, k);
   return c;
-}
-
-SCRUPLE_HD PhiloxKey philox_key(const RandomKey& key) {
-  return {{static_cast<u32>(key.seed), static_cast<u32>(key.seed >> 32)}};
-}
-
-SCRUPLE_HD PhiloxBlock random_counter(const RandomKey& key, u64 block) {
-  return {{static_cast<u32>(block),
-           static_cast<u32>(block >> 32) | (key.folds & 0xfffu) << 16 | key.array << 28, key.step, key.id}};
 }
 
 }  // namespace SCRUPLE_UNIT

@@ -1,6 +1,7 @@
 #include "engine/registry.h"
 
 #include <cstring>
+#include <type_traits>
 
 #include "engine/failure.h"
 #include "engine/unit.h"
@@ -15,12 +16,23 @@ constexpr unsigned roles_of(const char* letters) {
     roles |= *letters == 'w'   ? SCRUPLE_ROLE_WEIGHT
              : *letters == 's' ? SCRUPLE_ROLE_SIGNED
              : *letters == 'n' ? SCRUPLE_ROLE_NONNEG
+             : *letters == 'x' ? SCRUPLE_ROLE_EXACT
              : *letters == 'g' ? SCRUPLE_ROLE_GRADIENT
                                : SCRUPLE_ROLE_ACCUMULATOR;
   return roles;
 }
 
 constexpr unsigned kGradientRoles = SCRUPLE_ROLE_GRADIENT | SCRUPLE_ROLE_ACCUMULATOR;
+
+template <class C>
+constexpr float spread_of_codec() {
+  if constexpr (requires { C::spread; }) return C::spread;
+  return 1;
+}
+template <class C>
+constexpr float overflow_of_codec() {
+  return std::is_same_v<C, Rounded<Fp16>> ? Fp16::kOverflow : kNoOverflow;
+}
 
 template <class Signed, class Nonneg>
 constexpr scruple_format row(const char* name, const char* roles, int k, int index) {
@@ -35,7 +47,9 @@ constexpr scruple_format row(const char* name, const char* roles, int k, int ind
           layout.group > 1,
           {(roles_of(roles) & kGradientRoles) != 0 ? Signed::roundings : Signed::roundings & ~(1u << kDither),
            Nonneg::roundings},
-          {Signed::bound(k), Nonneg::bound(k)}};
+          {Signed::bound(k), Nonneg::bound(k)},
+          spread_of_codec<Nonneg>(),
+          overflow_of_codec<Signed>()};
 }
 
 constexpr int kFirstRow = __COUNTER__ + 1;
@@ -93,13 +107,14 @@ const char* role_name(unsigned role) {
     case SCRUPLE_ROLE_WEIGHT: return "a weight";
     case SCRUPLE_ROLE_SIGNED: return "a signed moment";
     case SCRUPLE_ROLE_NONNEG: return "a non-negative moment";
+    case SCRUPLE_ROLE_EXACT: return "a moment of which maxima or small differences count (amsgrad, centered)";
     case SCRUPLE_ROLE_GRADIENT: return "a gradient";
     default: return "a gradient accumulator";
   }
 }
 
 const char* rounding_name(int rounding) {
-  constexpr const char* kNames[] = {"nearest", "truncate", "stochastic", "dither"};
+  constexpr const char* kNames[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
   return rounding >= 0 && rounding < kRoundings ? kNames[rounding] : "unknown";
 }
 

@@ -18,13 +18,15 @@ struct scruple_format {
   bool aux_is_scale;
   unsigned roundings[2];  // [0] signed, [1] non-negative
   scruple::Bound bound[2];
+  float spread;    // of a non-negative moment under stochastic rounding (formats/log.h)
+  float overflow;  // the least magnitude that a gradient loses to infinity
 };
 
 namespace scruple {
 
 struct Recipe {
   const char *name, *weight, *moment, *nonneg, *gradient;
-  Rounding weight_rounding, moment_rounding, gradient_rounding;
+  Rounding weight_rounding, moment_rounding, nonneg_rounding, gradient_rounding;
   i64 small;
   const char* doc;
 };

@@ -52,6 +52,7 @@ struct OptimizerOf final : scruple_optimizer {
     return value;
   }
   unsigned active() const override { return Rule::active(hyper_); }
+  unsigned exact() const override { return exact_slots<Rule>(active()); }
   const char* problem() const override { return Rule::problem(hyper_); }
   double initial(int slot) const override {
     if constexpr (requires { Rule::initial(hyper_, slot); }) return Rule::initial(hyper_, slot);

@@ -42,6 +42,7 @@ struct scruple_optimizer {
   virtual void set(const char* name, double value) = 0;
   virtual double get(const char* name) const = 0;
   virtual unsigned active() const = 0;  // slots in use, as a bit mask
+  virtual unsigned exact() const = 0;   // of these, those that must be fp32
   virtual const char* problem() const = 0;
   virtual double initial(int slot) const = 0;
   virtual scruple::HyperBytes hyper() const = 0;

@@ -19,9 +19,11 @@ SCRUPLE_HD scruple_scaler updated(scruple_scaler s, bool overflow) {
   if (overflow) {
     s.scale = s.scale * s.backoff > kSmallestScale ? s.scale * s.backoff : kSmallestScale;
     s.clean = 0;
-  } else if (++s.clean >= s.interval) {
+  } else if (s.clean >= s.interval - 1) {
     s.scale = s.scale * s.growth < kLargestScale ? s.scale * s.growth : kLargestScale;
     s.clean = 0;
+  } else {
+    ++s.clean;
   }
   return s;
 }

@@ -118,12 +118,12 @@ struct Tile;
 template <>
 struct Tile<Fp32> {
   template <Rounding>
-  static void decode(Planes p, i64 first, int n, int, float* __restrict out, const u16*) {
+  static void decode(Planes p, i64 first, int n, int, float* __restrict out, Coins) {
     const auto* codes = at<float>(p.codes, first);
     for (int i = 0; i < n; ++i) out[i] = codes[i];
   }
   template <Rounding>
-  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, const u16*) {
+  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, Coins) {
     auto* codes = at<float>(p.codes, first);
     for (int i = 0; i < n; ++i) codes[i] = in[i];
   }
@@ -132,28 +132,26 @@ struct Tile<Fp32> {
 template <class Half>
 struct Tile<Rounded<Half>> {
   template <Rounding>
-  static void decode(Planes p, i64 first, int n, int, float* __restrict out, const u16*) {
+  static void decode(Planes p, i64 first, int n, int, float* __restrict out, Coins) {
     const auto* codes = at<u16>(p.codes, first);
     for (int i = 0; i < n; ++i) out[i] = Half::decode(codes[i]);
   }
   template <Rounding R>
-  static void encode(const float* __restrict in, Planes p, i64 first, int n, int,
-                     const u16* __restrict random) {
+  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, Coins coins) {
     auto* codes = at<u16>(p.codes, first);
-    for (int i = 0; i < n; ++i)
-      codes[i] = Rounded<Half>::template encode<R>(in[i], R == kStochastic ? random[i] : u16{0});
+    for (int i = 0; i < n; ++i) codes[i] = Rounded<Half>::template encode<R>(in[i], coins[i]);
   }
 };
 
 template <class Half>
 struct Tile<Master<Half>> {
   template <Rounding>
-  static void decode(Planes p, i64 first, int n, int, float* __restrict out, const u16*) {
+  static void decode(Planes p, i64 first, int n, int, float* __restrict out, Coins) {
     const auto* master = at<float>(p.aux, first);
     for (int i = 0; i < n; ++i) out[i] = master[i];
   }
   template <Rounding>
-  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, const u16*) {
+  static void encode(const float* __restrict in, Planes p, i64 first, int n, int, Coins) {
     auto* codes = at<u16>(p.codes, first);
     auto* master = at<float>(p.aux, first);
     for (int i = 0; i < n; ++i) {
@@ -168,20 +166,28 @@ struct Tile<Split<Half>> {
   template <Rounding R, class Extra>
   static SCRUPLE_HD void join_all(const Loose<u16>* __restrict visible, const Loose<Extra>* __restrict extra,
                                   int n, int k, float* __restrict out) {
-    for (int i = 0; i < n; ++i) out[i] = Half::value(join<R>(visible[i], extra[i], k));
+    u16 least = 0xffffu;  // a weight of zero needs care, is rare, and costs nothing where there is none
+    for (int i = 0; i < n; ++i) {
+      const u16 magnitude = static_cast<u16>(visible[i] << 1);
+      least = magnitude < least ? magnitude : least;
+    }
+    if (least != 0)
+      for (int i = 0; i < n; ++i) out[i] = Half::value(join<R, false>(visible[i], extra[i], k));
+    else
+      for (int i = 0; i < n; ++i) out[i] = Half::value(join<R>(visible[i], extra[i], k));
   }
   template <Rounding R, class Extra>
-  static SCRUPLE_HD void split_all(const float* __restrict in, int n, int k, const u16* __restrict random,
+  static SCRUPLE_HD void split_all(const float* __restrict in, int n, int k, Coins coins,
                                    Loose<u16>* __restrict visible, Loose<Extra>* __restrict extra) {
-    for (int i = 0; i < n; ++i) {
-      const Halves h = split<R>(Half::position(in[i]), k, R == kStochastic ? random[i] : u16{0});
+    for (int i = 0; i < n; ++i, coins = coins.from(1)) {
+      const Halves h = split<R>(Half::position(in[i]), k, coins.first);
       visible[i] = static_cast<u16>(h.visible);
       extra[i] = static_cast<Extra>(h.extra);
     }
   }
   // Whole bytes are read and written in place; other widths through an unpacked copy.
   template <Rounding R>
-  static void decode(Planes p, i64 first, int n, int k, float* out, const u16*) {
+  static void decode(Planes p, i64 first, int n, int k, float* out, Coins) {
     const auto* visible = at<u16>(p.codes, first);
     if (k == 8) return join_all<R, u8>(visible, at<u8>(p.aux, first), n, 8, out);
     if (k == 16) return join_all<R, u16>(visible, at<u16>(p.aux, first), n, 16, out);
@@ -190,12 +196,12 @@ struct Tile<Split<Half>> {
     join_all<R, u16>(visible, extra, n, k, out);
   }
   template <Rounding R>
-  static void encode(const float* in, Planes p, i64 first, int n, int k, const u16* random) {
+  static void encode(const float* in, Planes p, i64 first, int n, int k, Coins coins) {
     auto* visible = at<u16>(p.codes, first);
-    if (k == 8) return split_all<R, u8>(in, n, 8, random, visible, at<u8>(p.aux, first));
-    if (k == 16) return split_all<R, u16>(in, n, 16, random, visible, at<u16>(p.aux, first));
+    if (k == 8) return split_all<R, u8>(in, n, 8, coins, visible, at<u8>(p.aux, first));
+    if (k == 16) return split_all<R, u16>(in, n, 16, coins, visible, at<u16>(p.aux, first));
     u16 extra[kTile];
-    split_all<R, u16>(in, n, k, random, visible, extra);
+    split_all<R, u16>(in, n, k, coins, visible, extra);
     pack(extra, k, n, at_bit(p.aux, first * k));
   }
 };
@@ -209,12 +215,12 @@ struct Tile {
   using Scale = typename C::Scale;
 
   template <Rounding R>
-  static SCRUPLE_HD void decode_group(const Code* __restrict codes, float unit, const u16* __restrict random,
+  static SCRUPLE_HD void decode_group(const Code* __restrict codes, float unit, Coins coins,
                                       float* __restrict out) {
     SCRUPLE_KEEP_LOOP
     for (int i = 0; i < G; ++i) {
       if constexpr (R == kDither)
-        out[i] = C::decode_dither(codes[i], unit, coin_of(random[i]));
+        out[i] = C::decode_dither(codes[i], unit, coins[i]);
       else
         out[i] = C::decode(codes[i], unit);
     }
@@ -237,20 +243,27 @@ struct Tile {
     for (int j = 0; j < kLanes; ++j) largest = lanes[j] > largest ? lanes[j] : largest;
     return float_of(static_cast<u32>(largest));
   }
-  template <Rounding R>
-  static SCRUPLE_HD void encode_group(const float* __restrict in, float absmax, float gain,
-                                      const u16* __restrict random, Code* __restrict codes) {
+  // The coins of 16 elements from element 0 on, which each run of 16 shifts: nothing is built anew for a group.
+  struct Sixteen {
+    u32 at[16];
+    explicit Sixteen(Coins coins) {
+      for (int j = 0; j < 16; ++j) at[j] = coins[j];
+    }
+  };
+  static SCRUPLE_HD void encode_group(const float* __restrict in, float absmax, float gain, u32 shift,
+                                      u32 step, const Sixteen& __restrict coins, Code* __restrict codes) {
     if (magnitude_bits(absmax) >= 0x7f800000u) {  // not finite: the scale says so, and codes are zero
       for (int i = 0; i < G; ++i) codes[i] = 0;
       return;
     }
     SCRUPLE_KEEP_LOOP
-    for (int i = 0; i < G; ++i)
-      codes[i] = static_cast<Code>(C::encode(in[i], gain, R == kNearest ? kHalf : coin_of(random[i])));
+    for (int i = 0; i < G; i += 16, shift += 16 * step)
+      for (int j = 0; j < 16; ++j)
+        codes[i + j] = static_cast<Code>(C::encode(in[i + j], gain, shift + coins.at[j]));
   }
 
   template <Rounding R>
-  static void decode(Planes p, i64 first, int n, int, float* out, const u16* random) {
+  static void decode(Planes p, i64 first, int n, int, float* out, Coins coins) {
     const auto* scales = at<Scale>(p.aux, first / G);
     u16 unpacked[C::bits == 8 ? 1 : kTile];
     const Code* codes;
@@ -261,22 +274,18 @@ struct Tile {
       codes = unpacked;
     }
     int i = 0;
-    for (; i + G <= n; i += G)
-      decode_group<R>(codes + i, C::unit(scales[i / G]), R == kDither ? random + i : nullptr, out + i);
+    for (; i + G <= n; i += G) decode_group<R>(codes + i, C::unit(scales[i / G]), coins.from(i), out + i);
     if (i == n) return;
     Code last[G] = {};
-    u16 last_random[G] = {};
     float values[G];
     for (int j = 0; j < n - i; ++j) last[j] = codes[i + j];
-    if constexpr (R == kDither)
-      for (int j = 0; j < n - i; ++j) last_random[j] = random[i + j];
-    decode_group<R>(last, C::unit(scales[i / G]), last_random, values);
+    decode_group<R>(last, C::unit(scales[i / G]), coins.from(i), values);
     for (int j = 0; j < n - i; ++j) out[i + j] = values[j];
   }
 
-  // All scales of the tile first, so that their divisions overlap.
-  template <Rounding R>
-  static void encode(const float* in, Planes p, i64 first, int n, int, const u16* random) {
+  // All scales of the tile first, so that their divisions overlap. One loop for every rounding: nearest is coins
+  // that stand still.
+  static void encode_by_coins(const float* in, Planes p, i64 first, int n, int, Coins coins) {
     constexpr int kGroups = kTile / G;
     const int whole = n / G, groups = (n + G - 1) / G;
     float padded[G] = {};
@@ -292,6 +301,7 @@ struct Tile {
       gain[i] = C::gain(absmax[i], scale);
     }
 
+    const Sixteen sixteen(coins);
     u16 unpacked[C::bits == 8 ? 1 : kTile];
     Code* codes;
     if constexpr (C::bits == 8)
@@ -299,14 +309,12 @@ struct Tile {
     else
       codes = unpacked;
     for (int i = 0; i < whole; ++i)
-      encode_group<R>(in + i * G, absmax[i], gain[i], R == kNearest ? nullptr : random + i * G,
-                      codes + i * G);
+      encode_group(in + i * G, absmax[i], gain[i], static_cast<u32>(i * G) * coins.step, coins.step, sixteen,
+                   codes + i * G);
     if (whole < groups) {
-      u16 last_random[G] = {};
       Code last[G];
-      if constexpr (R != kNearest)
-        for (int j = whole * G; j < n; ++j) last_random[j - whole * G] = random[j];
-      encode_group<R>(padded, absmax[whole], gain[whole], last_random, last);
+      encode_group(padded, absmax[whole], gain[whole], static_cast<u32>(whole * G) * coins.step, coins.step,
+                   sixteen, last);
       for (int j = whole * G; j < n; ++j) codes[j] = last[j - whole * G];
     }
     if constexpr (C::bits != 8) pack(unpacked, C::bits, n, at_bit(p.codes, first * C::bits));
@@ -316,8 +324,13 @@ struct Tile {
 template <class C, Rounding R>
 constexpr void add_rounding(CodecFns& fns) {
   if constexpr ((C::roundings >> R & 1u) != 0) {
-    fns.decode[R] = Tile<C>::template decode<R>;
-    fns.encode[R] = Tile<C>::template encode<R>;
+    if constexpr (requires { Tile<C>::encode_by_coins; }) {
+      fns.decode[R] = Tile<C>::template decode < R == kDither ? kDither : kNearest > ;
+      fns.encode[R] = Tile<C>::encode_by_coins;
+    } else {
+      fns.decode[R] = Tile<C>::template decode<R>;
+      fns.encode[R] = Tile<C>::template encode<R>;
+    }
   }
 }
 
@@ -328,6 +341,7 @@ constexpr CodecFns codec_fns() {
   add_rounding<C, kTruncate>(fns);
   add_rounding<C, kStochastic>(fns);
   add_rounding<C, kDither>(fns);
+  add_rounding<C, kWide>(fns);
   return fns;
 }
 
@@ -335,7 +349,7 @@ constexpr CodecFns codec_fns() {
 
 template <class Rule, unsigned Active, bool Scaled>
 void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, const void* step,
-                 float multiplier) {
+                 float multiplier, float spread) {
   constexpr int kSlots = sizeof(Rule::slots) / sizeof(Slot);
   const typename Rule::Step k = *static_cast<const typename Rule::Step*>(step);
   auto* __restrict w = reinterpret_cast<Loose<float>*>(w_at);
@@ -343,7 +357,7 @@ void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, 
   auto* __restrict s0 = reinterpret_cast<Loose<float>*>(slots_at[0]);
   auto* __restrict s1 = reinterpret_cast<Loose<float>*>(slots_at[1]);
   auto* __restrict s2 = reinterpret_cast<Loose<float>*>(slots_at[2]);
-  const IeeeMath math;
+  const IeeeMath math{spread};
   u32 bad = 0;
   for (int i = 0; i < n; ++i) {
     Elem<kSlots> e{};
@@ -369,11 +383,12 @@ void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, 
 }
 
 template <class Rule, unsigned Active>
-void update_tile(float* w, float* const* slots, const float* g, int n, const void* step, float multiplier) {
+void update_tile(float* w, float* const* slots, const float* g, int n, const void* step, float multiplier,
+                 float spread) {
   if (multiplier == 1.0f)  // the same bits, one operation less
-    update_loop<Rule, Active, false>(w, slots, g, n, step, multiplier);
+    update_loop<Rule, Active, false>(w, slots, g, n, step, multiplier, spread);
   else
-    update_loop<Rule, Active, true>(w, slots, g, n, step, multiplier);
+    update_loop<Rule, Active, true>(w, slots, g, n, step, multiplier, spread);
 }
 
 template <class Rule, unsigned Active>
@@ -382,35 +397,7 @@ constexpr void add_update(UpdateFn* fns) {
   if constexpr (Active + 1 < 1u << kMaxSlots) add_update<Rule, Active + 1>(fns);
 }
 
-// ---- Random bits, norms, folds ----
-
-// Blocks side by side, so that the rounds vectorise.
-void random_blocks(const RandomKey& key, u64 block, int blocks, u16* out) {
-  constexpr int kWide = 8;
-  for (int b = 0; b < blocks; b += kWide) {
-    u32 x0[kWide], x1[kWide], x2[kWide], x3[kWide];
-    for (int j = 0; j < kWide; ++j) {
-      const PhiloxBlock c = random_counter(key, block + static_cast<u64>(b + j));
-      x0[j] = c.x[0], x1[j] = c.x[1], x2[j] = c.x[2], x3[j] = c.x[3];
-    }
-    PhiloxKey k = philox_key(key);
-    for (int round = 0; round < kPhiloxRounds; ++round, k = k.next()) {
-      SCRUPLE_KEEP_LOOP
-      for (int j = 0; j < kWide; ++j) {
-        const PhiloxBlock c = philox_round({{x0[j], x1[j], x2[j], x3[j]}}, k);
-        x0[j] = c.x[0], x1[j] = c.x[1], x2[j] = c.x[2], x3[j] = c.x[3];
-      }
-    }
-    const int count = blocks - b < kWide ? blocks - b : kWide;
-    for (int j = 0; j < count; ++j) {
-      const u32 words[4] = {x0[j], x1[j], x2[j], x3[j]};
-      for (int word = 0; word < 4; ++word) {
-        out[(b + j) * kRandomsPerBlock + 2 * word] = static_cast<u16>(words[word]);
-        out[(b + j) * kRandomsPerBlock + 2 * word + 1] = static_cast<u16>(words[word] >> 16);
-      }
-    }
-  }
-}
+// ---- Norms, folds ----
 
 // Squares of floats are exact in double and their sum cannot overflow, so the sum is finite if and only if
 // every x is.
@@ -452,7 +439,6 @@ constexpr Unit make_unit() {
 #define SCRUPLE_OPTIMIZER(Rule) add_update<Rule, 0>(unit.update[i++]);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
-  unit.random = random_blocks;
   unit.sum_squares = sum_squares;
   unit.add_scaled = add_scaled;
   return unit;

@@ -3,7 +3,6 @@
 // tile, at run time.
 #pragma once
 
-#include "engine/philox.h"
 #include "formats/codec.h"
 
 namespace scruple {
@@ -34,25 +33,25 @@ struct Planes {
   u8* aux;
 };
 
-// `first` is a multiple of kTile, 0 < n <= kTile; `random` has 16 bits for each value, or is null where the
-// rounding needs none.
-using DecodeFn = void (*)(Planes planes, i64 first, int n, int k, float* out, const u16* random);
-using EncodeFn = void (*)(const float* in, Planes planes, i64 first, int n, int k, const u16* random);
+// `first` is a multiple of kTile, 0 < n <= kTile; coins[0] is the coin of element `first`. Reading needs them
+// for dither alone.
+using DecodeFn = void (*)(Planes planes, i64 first, int n, int k, float* out, Coins coins);
+using EncodeFn = void (*)(const float* in, Planes planes, i64 first, int n, int k, Coins coins);
 
 struct CodecFns {
   DecodeFn decode[kRoundings];
   EncodeFn encode[kRoundings];
 };
 
-// w, slots and g at any alignment; `step` is the rule's Step; g is multiplied by `multiplier` first.
+// w, slots and g at any alignment; `step` is the rule's Step; g is multiplied by `multiplier` first, roots by
+// `spread`.
 using UpdateFn = void (*)(float* w, float* const* slots, const float* g, int n, const void* step,
-                          float multiplier);
+                          float multiplier, float spread);
 
 struct Unit {
-  CodecFns codecs[kFormatCount][2];             // [format][0 signed, 1 non-negative]
-  UpdateFn update[kRuleCount][1 << kMaxSlots];  // [rule][active slots]
-  void (*random)(const RandomKey& key, u64 block, int blocks, u16* out);
-  double (*sum_squares)(const float* x, int n);                               // n <= kSegment
+  CodecFns codecs[kFormatCount][2];              // [format][0 signed, 1 non-negative]
+  UpdateFn update[kRuleCount][1 << kMaxSlots];   // [rule][active slots]
+  double (*sum_squares)(const float* x, int n);  // n <= kSegment
   void (*add_scaled)(float* total, const float* x, float multiplier, int n);  // total += multiplier x
 };
 

@@ -6,9 +6,10 @@
 #include "formats/fp32.h"
 #include "formats/group_linear.h"
 #include "formats/linear8.h"
-#include "formats/log4.h"
+#include "formats/log.h"
 #include "formats/master.h"
 #include "formats/nf4.h"
+#include "formats/root8.h"
 #include "formats/rounded.h"
 #include "formats/split.h"
 

@@ -26,7 +26,15 @@ using u64 = std::uint64_t;
 using i32 = std::int32_t;
 using i64 = std::int64_t;
 
-enum Rounding : int { kNearest = 0, kTruncate = 1, kStochastic = 2, kDither = 3, kRoundings = 4 };
+enum Rounding : int {
+  kNearest = 0,
+  kTruncate = 1,
+  kStochastic = 2,
+  kDither = 3,  // stochastic, and the reader subtracts the coin again
+  kWide = 4,    // a split weight: the wide value stochastic, the visible half the nearest of it
+  kRoundings = 5
+};
+constexpr bool draws_coins(int rounding) { return rounding >= kStochastic; }
 
 // The two planes of an array of n values: n codes, and one aux (a scale, or extra bits) per group.
 struct Layout {
@@ -54,12 +62,27 @@ SCRUPLE_HD float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c)
 inline constexpr u32 kNaNBits = 0x7fc00000u;
 SCRUPLE_HD float canonical(float x) { return x == x ? x : float_of(kNaNBits); }
 
-// Rounding as one formula: add `coin` / 2^17 of a step, drop the rest. Nearest is the coin that always shows
-// one half (ties go up); a stochastic coin is 2 r + 1 for 16 random bits r, centred so that exact values stay
-// exact.
-inline constexpr u32 kHalf = 0x10000u;
-SCRUPLE_HD u32 coin_of(u16 random) { return 2u * random + 1u; }
-SCRUPLE_HD float coin_fraction(u32 coin) { return static_cast<float>(coin) * 0x1p-17f; }
+// A finite x that a format cannot hold, as infinity: what a gradient must become, lest nobody see it.
+inline constexpr float kNoOverflow = __builtin_inff();
+SCRUPLE_HD float overflowed(float x, float limit) {
+  return magnitude(x) >= limit ? with_sign_of(x, kNoOverflow) : x;
+}
+
+// Rounding as one formula: add `coin` / 2^32 of a step, drop the rest. Nearest is the coin that always shows
+// one half (ties go up); a stochastic one is uniform, so that a value goes up as often as it stands above the
+// lower step.
+inline constexpr u32 kHalf = 0x80000000u;
+// The upper 23 bits of a coin as a float from 0 to 1.
+SCRUPLE_HD float coin_fraction(u32 coin) { return float_of(0x3f800000u + (coin >> 9)) - 1.0f; }
+
+// The coins of a run of elements: a lattice, one addition for each. How `first` and `step` are drawn, and why
+// the coins are fair, is in engine/coins.h. Nearest rounding is a lattice that stands still.
+struct Coins {
+  u32 first = kHalf, step = 0;
+
+  SCRUPLE_HD u32 operator[](int i) const { return first + static_cast<u32>(i) * step; }
+  SCRUPLE_HD Coins from(i64 element) const { return {first + static_cast<u32>(element) * step, step}; }
+};
 
 // floor(x + coin), for |x| < 2^22.
 SCRUPLE_HD i32 round_by(float x, u32 coin) {

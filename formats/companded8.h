@@ -10,6 +10,8 @@
 // codes of even steps (linear8) or of sqrt(v) (flash8) lose it. What else it mends in flash8: group maxima
 // from 1e-30 to 1e30 work; an fp32 unit carries the decay of an EMA however slow; values are divided by the
 // unit as stored; groups of zeros decode to zeros; a group with a NaN or an infinity decodes to NaN.
+// Rounded to nearest, an element stands still while its moment moves by less than half a code a step, which at
+// beta2 = 0.999 is always: round moments stochastically.
 #pragma once
 
 #include "formats/codec.h"
@@ -19,19 +21,21 @@ inline namespace SCRUPLE_UNIT {
 
 // Bits 19 and up of the fp32 pattern of 1 + t, over those of 1, are the code; the bits below are what
 // rounding decides. Codes and the patterns they stand for need the upper 16 bits alone, and saying so keeps
-// the vectors narrow. The group's maximum may land 3 ulps above `top`, where a coin leaves 4 to the next
-// code: nothing wraps (tested for every mantissa).
+// the vectors narrow.
 struct MuLaw {
   static constexpr u32 one = 127u << 23;
-  // The code in the uppermost bits after the sign's place.
-  static SCRUPLE_HD u32 encode(float t_plus_1, u32 coin) {
-    return (bits_of(t_plus_1) - one + (coin << 2)) << 5;
+
+  // The reciprocal two ulps up: a value that stands on a level lands there or up to 7 ulps above, never below. 16 bits of
+  // the coin leave 8 to the next code, so such a value stays, whatever the coin, and the group's maximum with it.
+  static SCRUPLE_HD float gain(float unit) {
+    return unit > 0 ? float_of(bits_of(tame_reciprocal(unit)) + 2u) : 0.0f;
+  }
+  // Where 1 + t stands, rounded by the coin: the code from bit 19 on.
+  static SCRUPLE_HD u32 place(float x, float gain, u32 coin) {
+    return bits_of(fma(magnitude(x), gain, 1.0f)) - one + ((coin & 0xffff0000u) >> 13);
   }
   static SCRUPLE_HD u16 upper(u32 bits) { return static_cast<u16>(bits >> 16); }
   static SCRUPLE_HD float from_upper(u16 bits) { return float_of(static_cast<u32>(bits) << 16); }
-  static SCRUPLE_HD float decode(u16 code, float unit) {
-    return fma(from_upper(static_cast<u16>((u32{code} << 3) + (one >> 16))), unit, -unit);
-  }
 };
 
 struct Companded8 {
@@ -42,22 +46,30 @@ struct Companded8 {
   using Scale = float;
   static constexpr unsigned roundings = 1u << kNearest | 1u << kStochastic;
   static constexpr Layout layout(int) { return {8, 32, group}; }
-  static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 32 / top + 0x1p-22, 0x1p-126}; }
+  static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 32 / top + 0x1p-21, 0x1p-126}; }
 
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
-  static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
+  static SCRUPLE_HD float gain(float, Scale unit) { return MuLaw::gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
-  // The code in the uppermost byte.
+  // The code in the uppermost byte. As encode below, which stays in 16 bits for the sake of the CPU's vectors.
   static SCRUPLE_HD u32 encode_upper(float x, float gain, u32 coin) {
-    const float code = float_of(MuLaw::encode(fma(magnitude(x), gain, 1.0f), coin));
-    return bits_of(with_sign_of(x, code));
+    return bits_of(with_sign_of(x, float_of(MuLaw::place(x, gain, coin) << 5)));
   }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    return static_cast<u32>(MuLaw::upper(encode_upper(x, gain, coin)) >> 8);
+    const u16 code = static_cast<u16>(MuLaw::upper(MuLaw::place(x, gain, coin)) << 5);
+    const u16 sign = MuLaw::upper(bits_of(x));
+    return static_cast<u16>((code & 0x7fffu) | (sign & 0x8000u)) >> 8;
   }
+  // F su - su, su the unit with the code's sign: in 16 bits for the CPU's vectors, by products on a GPU.
   static SCRUPLE_HD float decode(u32 code, float unit) {
-    const float sign = MuLaw::from_upper(static_cast<u16>(code << 8));
-    return with_sign_of(sign, MuLaw::decode(code & 0x7fu, unit));
+#if defined(__CUDA_ARCH__)
+    const float su = float_of(bits_of(unit) ^ (code & 0x80u) << 24);
+    return fma(float_of((code & 0x7fu) * 0x80000u + MuLaw::one), su, -su);
+#else
+    const u16 magnitude = static_cast<u16>(((code & 0x7fu) << 3) + (MuLaw::one >> 16));
+    const float f = MuLaw::from_upper(static_cast<u16>(magnitude | (~code & 0x80u) << 8));
+    return fma(-f, unit, with_sign_of(f, unit));
+#endif
   }
 };
 
@@ -67,22 +79,24 @@ struct Companded8Nonneg {
   static constexpr float top = 63487.0f;
   using Scale = float;
   static constexpr unsigned roundings = Companded8::roundings;
+  static constexpr float spread = 1.01f;  // formats/log.h says why
   static constexpr Layout layout(int) { return Companded8::layout(8); }
-  static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 16 / top + 0x1p-22, 0x1p-126}; }
+  static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 16 / top + 0x1p-21, 0x1p-126}; }
 
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
-  static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
+  static SCRUPLE_HD float gain(float, Scale unit) { return MuLaw::gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
-  // As encode below, which stays in 16 bits for the sake of the CPU's vectors.
   static SCRUPLE_HD u32 encode_upper(float v, float gain, u32 coin) {
-    const u32 code = MuLaw::encode(fma(magnitude(v), gain, 1.0f), coin);
+    const u32 code = MuLaw::place(v, gain, coin) << 5;
     return code > 1u << 24 ? code : 1u << 24;
   }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
-    const u16 code = MuLaw::upper(MuLaw::encode(fma(magnitude(v), gain, 1.0f), coin)) >> 8;
+    const u16 code = static_cast<u16>(MuLaw::upper(MuLaw::place(v, gain, coin)) << 5) >> 8;
     return code > 1u ? code : 1u;
   }
-  static SCRUPLE_HD float decode(u32 code, float unit) { return MuLaw::decode(static_cast<u16>(code), unit); }
+  static SCRUPLE_HD float decode(u32 code, float unit) {
+    return fma(MuLaw::from_upper(static_cast<u16>((code << 3) + (MuLaw::one >> 16))), unit, -unit);
+  }
 };
 
 }  // namespace SCRUPLE_UNIT

@@ -31,7 +31,8 @@ struct Flash8 {
   static SCRUPLE_HD u32 encode(float m, float s, u32 coin) {
     const float x = quotient(m, s, 1.0f / s);
     const float y = tame_quotient(2.0f * x, 1.0f + magnitude(x));
-    return static_cast<u32>(round_by(y * 127.0f, coin)) & 0xffu;  // |m| <= s, so |y| <= 1, and no coin adds 1
+    const i32 code = round_by(y * 127.0f, coin);
+    return static_cast<u32>(code < 127 ? code : 127) & 0xffu;  // the sum of 127 and a coin may be rounded up
   }
   static constexpr bool scales_levels = true;  // decode(code, s) is decode(code, 1) * s
   static SCRUPLE_HD float decode(u32 code, float s) {

@@ -1,5 +1,6 @@
-// fp16: IEEE half precision; 5 exponent bits, 11 significant bits, subnormals down to 2^-24. As a format of
-// weights or gradients a finite value beyond 65504 is stored as 65504, never as infinity.
+// fp16: IEEE half precision; 5 exponent bits, 11 significant bits, subnormals down to 2^-24. As a weight a
+// finite value beyond 65504 is stored as 65504: nobody trains on infinities. As a gradient it becomes infinity, as
+// in IEEE, or loss scaling could not see that it overflowed.
 #pragma once
 
 #include "formats/codec.h"
@@ -8,7 +9,8 @@ namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
 struct Fp16 {
-  static constexpr const char* doc = "IEEE half precision; finite values beyond 65504 saturate";
+  static constexpr const char* doc =
+      "IEEE half precision; beyond 65504 weights saturate, gradients become infinite";
   static constexpr int fraction_bits = 13;
   static constexpr double relative = 0x1p-11, absolute = 0x1p-25;
 
@@ -18,6 +20,7 @@ struct Fp16 {
   static constexpr u32 kInfinity = 0x7c000000u;  // positions
   static constexpr u32 kNaN = 0x7e000000u;
   static constexpr u32 kFirstNormal = 0x04000000u;
+  static constexpr float kOverflow = 65520.0f;  // the least that IEEE rounds to infinity
 
   // A value's place on the line of fp16 numbers, in units of 2^-16 of a gap, the sign in bit 31. Normal
   // values keep all 13 lower bits of fp32; below 2^-14 the line is linear and bits under 2^-40 are dropped.

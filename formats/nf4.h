@@ -29,7 +29,7 @@ struct Nf4 {
   static SCRUPLE_HD float unit(Scale scale) { return scale; }
   // Between two levels the threshold lies where the coin puts it: midway for nearest.
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const float y = x * gain, share = 1.0f - coin_fraction(coin);
+    const float y = x * gain, share = 1.0f - coin_fraction(coin & 0xffff0000u);
     u32 code = 0;
     for (u32 i = 0; i < 15; ++i) {
       const float threshold = fma(share, level(i + 1) - level(i), level(i));

@@ -16,9 +16,9 @@ struct Rounded {
   static constexpr Bound bound(int) { return {Half::relative, 0, Half::absolute}; }
 
   template <Rounding R>
-  static SCRUPLE_HD u16 encode(float x, u16 random) {
+  static SCRUPLE_HD u16 encode(float x, u32 coin) {
     if constexpr (R == kNearest) return Half::nearest(x);
-    return static_cast<u16>((Half::position(x) + (R == kStochastic ? random : 0u)) >> 16);
+    return static_cast<u16>((Half::position(x) + (R == kStochastic ? coin >> 16 : 0u)) >> 16);
   }
   static SCRUPLE_HD float decode(u16 code) { return Half::decode(code); }
 };

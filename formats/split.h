@@ -12,6 +12,8 @@
 //   stochastic  visible = one of the two neighbours, drawn so that its mean is the wide value; the lowest
 //               extra bit records the direction, the other K - 1 hold the rest, themselves rounded
 //               stochastically with the random bits that the direction does not use.
+//   wide        as nearest, but p is rounded stochastically: steps however small add up, on average, and the
+//               model still computes with the nearest 16-bit number. Read as nearest.
 // Specials: NaN stays NaN and infinity infinity in both halves. In bf16+K the visible half of a finite value
 // at or above 0x1.ffp127 is infinity; the wide value stays finite for K = 16, and for fewer bits rounds to
 // infinity only within half a kept step of the largest float, as in IEEE. In fp16+K finite values saturate at
@@ -32,15 +34,19 @@ struct Halves {
 // Both halves where they stand in p: the visible one in bits 16 to 31, the extra bits from bit 16 - k to bit
 // 15; what is in the other bits does not count.
 template <Rounding R>
-SCRUPLE_HD Halves split_in_place(u32 p, int k, u16 random) {
+SCRUPLE_HD Halves split_in_place(u32 p, int k, u32 coin) {
   if constexpr (R == kStochastic) {
+    // The coin's upper bits round the wide value; those below decide the direction: up where the rest is above them.
     const u32 dropped = (1u << (17 - k)) - 1u;
-    const u32 wide = (p + (random & dropped)) & ~dropped;
-    const u32 rest = wide & 0xffffu;
-    const u32 up = (random & ~dropped) < rest ? 1u : 0u;
-    return {wide + (up << 16), rest | up << (16 - k)};
+    const u32 wide = (p + (coin >> 15 >> k)) & ~dropped;
+    const u32 visible = wide + ((~(coin >> (k - 1)) | dropped) & 0xffffu);
+    return {visible, (wide & 0xffffu) | ((visible ^ wide) >> k & 1u << (16 - k))};
   }
   if constexpr (R == kTruncate) return {p, p};
+  if constexpr (R == kWide) {
+    const u32 wide = p + (coin >> 16 >> k);
+    return {wide + 0x8000u, wide};
+  }
   // Ties to even: with few bits dropped ties are common, and upwards they would make weights grow.
   const u32 dropped = (1u << (16 - k)) - 1u;
   const u32 wide = p + (dropped >> 1) + (p >> (16 - k) & dropped & 1u);
@@ -48,29 +54,30 @@ SCRUPLE_HD Halves split_in_place(u32 p, int k, u16 random) {
 }
 
 template <Rounding R>
-SCRUPLE_HD Halves split(u32 p, int k, u16 random) {
-  const Halves h = split_in_place<R>(p, k, random);
+SCRUPLE_HD Halves split(u32 p, int k, u32 coin) {
+  const Halves h = split_in_place<R>(p, k, coin);
   return {h.visible >> 16, (h.extra & 0xffffu) >> (16 - k)};
 }
 
-template <Rounding R>
+template <Rounding R, bool MayBeZero = true>
 SCRUPLE_HD u32 join(u32 visible, u32 extra, int k) {
   if constexpr (R == kTruncate) return (visible << 16) + (extra << (16 - k));
   // No split leaves extra bits that point below zero. A zero that others write over a weight does.
-  const bool is_zero = (visible & 0x7fffu) == 0;
+  const bool is_zero = MayBeZero && (visible & 0x7fffu) == 0;
   if constexpr (R == kStochastic) {
     const u32 up = is_zero ? 0u : extra & 1u;
     return ((visible - up) << 16) + (extra >> 1 << (17 - k));
   }
-  const i32 rest = static_cast<std::int16_t>(extra << (16 - k));
-  return (visible << 16) + static_cast<u32>(is_zero && rest < 0 ? 0 : rest);
+  const auto rest = static_cast<std::int16_t>(extra << (16 - k));
+  const auto kept = static_cast<std::int16_t>(is_zero && rest < 0 ? 0 : rest);
+  return (visible << 16) + static_cast<u32>(i32{kept});
 }
 
 template <class HalfType>
 struct Split {
   using Half = HalfType;
   static constexpr const char* doc = "16-bit weight plus K extra bits that only the optimizer reads";
-  static constexpr unsigned roundings = 1u << kNearest | 1u << kTruncate | 1u << kStochastic;
+  static constexpr unsigned roundings = 1u << kNearest | 1u << kTruncate | 1u << kStochastic | 1u << kWide;
   static constexpr Layout layout(int k) { return {16, k, 1}; }
   static constexpr Bound bound(int k) {
     const double step = 1.0 / static_cast<double>(1u << k);

@@ -20,6 +20,8 @@ struct AdamMoments {
     f("weight_decay", h.weight_decay, Range::nonneg, decay_doc);
     f("amsgrad", h.amsgrad, Range::flag, "divide by the largest second moment so far");
   }
+  // AMSGrad: the largest of many noisy values is too large, and grows with their number.
+  static constexpr unsigned exact(unsigned active) { return (active & 4u) != 0 ? 6 : 0; }
 
   float b1, c1, b2, c2, lr, root_correction, eps;
 
@@ -64,6 +66,7 @@ struct Adam {
   };
   static void visit(auto& h, auto&& f) { AdamMoments::visit_common(h, f, kDocCoupled); }
   static unsigned active(const Hyper& h) { return h.amsgrad != 0 ? 7 : 3; }
+  static constexpr unsigned exact(unsigned active) { return AdamMoments::exact(active); }
   static const char* problem(const Hyper&) { return nullptr; }
   struct Step {
     AdamMoments moments;

@@ -18,6 +18,7 @@ struct AdamW {
     f("max_lr", h.max_lr, Range::nonneg, kDocMaxLr);
   }
   static unsigned active(const Hyper& h) { return h.amsgrad != 0 ? 7 : 3; }
+  static constexpr unsigned exact(unsigned active) { return AdamMoments::exact(active); }
   static const char* problem(const Hyper&) { return nullptr; }
   struct Step {
     AdamMoments moments;

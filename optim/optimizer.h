@@ -2,6 +2,8 @@
 //   name, doc, slots     what it is called and which moments it keeps
 //   Hyper, visit         hyperparameters; visit is the one list that the ABI, the command line and the docs read
 //   active(h)            which slots these hyperparameters need, as a bit mask
+//   exact(active)        where it has this: which of them no low-bit format can hold, since what counts is a small
+//                        difference or the maximum of many noisy values. They stay fp32 in every recipe.
 //   problem(h)           why these hyperparameters contradict each other, or nullptr
 //   Step, prepare(h, t)  the constants of step t, in double with + - * / sqrt only: the same on every engine
 //   update<Active>       the formula: floats in, floats out, no storage. A NaN in the gradient or in any slot
@@ -54,12 +56,20 @@ constexpr bool can_be_active(unsigned active) {
 }
 
 // The one expensive operation, handed to `update` because engines do it in different ways to the same bits:
-// a / (sqrt(x) scale + eps).
+// a / (sqrt(x) scale + eps). `spread`: what the root of a noisy x is multiplied by so that steps are right on
+// average (formats/log.h); 1 for most formats.
 struct IeeeMath {
+  float spread;
   SCRUPLE_HD float over_root(float a, float x, float scale, float eps) const {
-    return a / fma(__builtin_sqrtf(x), scale, eps);
+    return a / fma(__builtin_sqrtf(x), scale * spread, eps);
   }
 };
+
+template <class Rule>
+constexpr unsigned exact_slots(unsigned active) {
+  if constexpr (requires { Rule::exact(active); }) return Rule::exact(active);
+  return 0;
+}
 
 // base^t by squaring: the same bits everywhere, which std::pow does not promise.
 SCRUPLE_HD double power(double base, i64 t) {

@@ -25,6 +25,8 @@ struct RmsProp {
   static unsigned active(const Hyper& h) {
     return 1u | (h.momentum != 0 ? 2u : 0u) | (h.centered != 0 ? 4u : 0u);
   }
+  // Centred: the difference of two moments, which may be a small part of either.
+  static constexpr unsigned exact(unsigned active) { return (active & 4u) != 0 ? 5 : 0; }
   static const char* problem(const Hyper&) { return nullptr; }
   struct Step {
     float a, c, eps, decay, momentum, lr;
@@ -41,8 +43,7 @@ struct RmsProp {
     if constexpr (Active & 4) {
       e.s[2] = fma(k.a, e.s[2], k.c * g);
       const float variance = fma(-e.s[2], e.s[2], mean_square);
-      mean_square =
-          variance < 0 ? 0.0f : variance;  // stored moments are rounded: the difference may dip below zero
+      mean_square = variance < 0 ? 0.0f : variance;  // fp32 is rounded too: the difference may dip below zero
     }
     float direction = math.over_root(g, mean_square, 1.0f, k.eps);
     if constexpr (Active & 2) direction = e.s[1] = fma(k.momentum, e.s[1], direction);

@@ -40,7 +40,7 @@ extern "C" {
 #endif
 
 #define SCRUPLE_VERSION "0.1.0"
-#define SCRUPLE_ABI_VERSION 1
+#define SCRUPLE_ABI_VERSION 2
 
 /* ---- Status and version ---- */
 
@@ -66,17 +66,22 @@ SCRUPLE_API const char* scruple_last_error(void);
 typedef enum scruple_rounding {
   SCRUPLE_NEAREST = 0,
   SCRUPLE_TRUNCATE = 1,   /* fp16, bf16 and their +K splits */
-  SCRUPLE_STOCHASTIC = 2, /* unbiased; random bits come from (seed, step, id, element), never from threads */
-  SCRUPLE_DITHER = 3      /* int8 accumulators: stochastic, and the reader subtracts the same random number */
+  SCRUPLE_STOCHASTIC = 2, /* unbiased; coins come from (seed, step, id, element), never from threads */
+  SCRUPLE_DITHER = 3,     /* int8 accumulators: stochastic, and the reader subtracts the coin again */
+  SCRUPLE_WIDE =
+      4 /* bf16+K, fp16+K: the wide value is rounded stochastically, so that the smallest steps add up;
+                             the visible half is the nearest 16-bit number. Read as SCRUPLE_NEAREST */
 } scruple_rounding;
 
 /* What an array is for; a format serves one or more roles. */
 enum {
   SCRUPLE_ROLE_WEIGHT = 1,
-  SCRUPLE_ROLE_SIGNED = 2,      /* a moment of either sign, such as exp_avg */
-  SCRUPLE_ROLE_NONNEG = 4,      /* a moment that is never negative, such as exp_avg_sq */
-  SCRUPLE_ROLE_GRADIENT = 8,    /* what a step can read */
-  SCRUPLE_ROLE_ACCUMULATOR = 16 /* what gradients can be folded into */
+  SCRUPLE_ROLE_SIGNED = 2,       /* a moment of either sign, such as exp_avg */
+  SCRUPLE_ROLE_NONNEG = 4,       /* a moment that is never negative, such as exp_avg_sq */
+  SCRUPLE_ROLE_GRADIENT = 8,     /* what a step can read */
+  SCRUPLE_ROLE_ACCUMULATOR = 16, /* what gradients can be folded into */
+  SCRUPLE_ROLE_EXACT =
+      32 /* a moment of which maxima or small differences count (amsgrad, centered): fp32 alone */
 };
 
 typedef struct scruple_format scruple_format;
@@ -116,7 +121,7 @@ typedef struct scruple_recipe_info {
   const char* moment; /* signed slots */
   const char* nonneg; /* non-negative slots */
   const char* gradient;
-  scruple_rounding weight_rounding, moment_rounding, gradient_rounding;
+  scruple_rounding weight_rounding, moment_rounding, nonneg_rounding, gradient_rounding;
   int64_t small; /* tensors of at most this many elements stay fp32 */
 } scruple_recipe_info;
 
@@ -132,7 +137,7 @@ typedef struct scruple_rule_info {
 
 typedef struct scruple_slot_info {
   const char* name;
-  int32_t role;     /* SCRUPLE_ROLE_SIGNED or SCRUPLE_ROLE_NONNEG */
+  int32_t role;     /* SCRUPLE_ROLE_SIGNED or SCRUPLE_ROLE_NONNEG, whatever the hyperparameters */
   int32_t optional; /* 1: present only when a hyperparameter asks for it */
 } scruple_slot_info;
 
@@ -218,9 +223,10 @@ typedef struct scruple_array {
   const scruple_format* format; /* NULL: absent */
   void* codes;
   void* aux;
-  int32_t rounding; /* scruple_rounding; also how it is read: a split weight and a dithered accumulator differ
-                       by it */
-  int32_t owned;    /* written by scruple_tensor_alloc, read by scruple_tensor_free; leave 0 */
+  int32_t
+      rounding;  /* scruple_rounding, each array its own; also how it is read: a split weight and a dithered
+                       accumulator differ by it */
+  int32_t owned; /* written by scruple_tensor_alloc, read by scruple_tensor_free; leave 0 */
 } scruple_array;
 
 typedef struct scruple_tensor {
@@ -235,10 +241,11 @@ typedef struct scruple_tensor {
 } scruple_tensor;
 
 /* Fills in format and rounding of every array that the tensor's optimizer has, optional slots too, by a
- * recipe's name; scruple_tensor_array says which are used. tensor->optimizer and tensor->size must be set,
- * and planes that the library owns freed. Arrays may be changed one by one afterwards. */
+ * recipe's name; scruple_tensor_array says which are used. A slot that the hyperparameters ask to be exact
+ * (amsgrad's second moments, those of a centered mean square) gets fp32 in every recipe. tensor->optimizer and
+ * tensor->size must be set, and planes that the library owns freed. Arrays may be changed one by one afterwards. */
 SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe);
-/* What `array` holds: its name ("weight", "exp_avg", "gradient") and role; *used is 0 for a slot that the
+/* What `array` holds: its name ("weight", "exp_avg", "gradient") and its role in a step; *used is 0 for a slot that the
  * optimizer's hyperparameters do not ask for. Any of the outputs may be NULL. */
 SCRUPLE_API scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name,
                                                 int* role, int* used);
@@ -254,7 +261,7 @@ SCRUPLE_API scruple_status scruple_tensor_reset(scruple_engine* engine, const sc
 SCRUPLE_API scruple_status scruple_tensor_view(const scruple_tensor* tensor, int64_t first, int64_t size,
                                                scruple_tensor* out);
 /* Every plane to and from fp32; `values` may not overlap the planes, and may lie in host memory or in the
- * engine's. Encoding draws its random numbers from the tensor's step. */
+ * engine's. Encoding draws its coins from the tensor's step. A gradient that fp16 cannot hold becomes infinite. */
 SCRUPLE_API scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tensor, int array,
                                           const float* values);
 SCRUPLE_API scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array,
@@ -273,8 +280,8 @@ typedef struct scruple_step_options {
   const int64_t* steps;    /* added to every tensor's step: the steps taken since the table was made; the sum
                               must stay below 2^32 */
   /* Above 1: these gradients are number `part` (from 0) of `parts` that make one step. The moments decay with
-   * the first, the weight moves with the last and is not touched before. Only for optimizers that can
-   * (docs/gradients.md); the mean is taken by a multiplier of 1 / parts. */
+   * the first, the weight moves with the last and is not touched before. Only for optimizers that can, with
+   * moments in fp32 (docs/gradients.md); the mean is taken by a multiplier of 1 / parts. */
   int32_t part, parts;
 } scruple_step_options;
 
@@ -336,7 +343,7 @@ typedef struct scruple_scaler {
   float growth;  /* factor after `interval` clean steps; 1: static */
   float backoff; /* factor after an overflow; 1: static */
   int32_t interval;
-  int32_t clean; /* clean steps since the last change */
+  int32_t clean; /* clean steps since the last change, below interval */
 } scruple_scaler;
 
 SCRUPLE_API scruple_scaler
@@ -431,7 +438,7 @@ typedef struct scruple_sink scruple_sink;
 
 /* The table is copied; its planes, its optimizers and the engine must outlive the sink. step is that of the
  * first step to be taken; the sink counts on from it, for each tensor. Stored and compressed:
- * arrays[SCRUPLE_GRADIENT] says how gradients are kept (such as int8 with SCRUPLE_DITHER, or fp32), planes
+ * arrays[SCRUPLE_GRADIENT] says how gradients are kept (such as root8 with SCRUPLE_STOCHASTIC, or fp32), planes
  * that are set there are used and the others allocated. Released: that array is ignored. */
 SCRUPLE_API scruple_status scruple_sink_create(scruple_engine* engine, const scruple_tensor* tensors,
                                                int64_t count, const scruple_sink_options* options,

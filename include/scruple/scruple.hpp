@@ -46,6 +46,9 @@ inline scruple_format_info info_of(const scruple_format* format) {
   return info;
 }
 
+// The names of scruple_rounding, in its order.
+inline constexpr const char* kRoundingNames[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
+
 // The arrays that the tensor's optimizer uses: indices into scruple_tensor::arrays.
 inline std::vector<int> used_arrays(const scruple_tensor& tensor) {
   scruple_rule_info rule;
