@@ -291,8 +291,6 @@ void add_bench(CLI::App& program) {
   add("--params", options->params, "COUNT", "number of parameters, such as 64M");
   add("--tensors", options->tensors, "COUNT", "split them evenly over this many tensors");
   add("--gradient-format", options->choice.gradient, "FORMAT", "format of the gradients");
-  add("--rounding", options->choice.rounding, "MODE", "of every weight and moment that can round so")
-      ->check(CLI::IsMember({"nearest", "truncate", "stochastic"}));
   add("--engine,--device", options->engine, "NAME", "engine, as 'scruple list' names it");
   add("--threads", options->threads, "COUNT", "threads of a CPU engine; 0: one per core");
   add("--repeat", options->repeat, "COUNT", "timed repeats per recipe")->check(CLI::Range(1, 10000));

@@ -54,8 +54,8 @@ class Decoder {
   Engine& engine() { return engine_; }
 
   Tensor load(const TensorState& tensor) {
-    Tensor loaded(engine_, train::row_of(tensor, optimizer(tensor)));
-    train::load(checkpoint_, tensor, loaded.raw());
+    Tensor loaded(engine_, train::row_of(tensor, optimizer(tensor).raw()));
+    train::load(engine_, checkpoint_, tensor, loaded.raw());
     return loaded;
   }
 

@@ -9,7 +9,6 @@ namespace scruple::cli {
 namespace {
 
 constexpr const char* kDefaultRecipe = "scruple";
-constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither"};
 
 bool is_slot(int array) { return array >= SCRUPLE_SLOT && array < SCRUPLE_GRADIENT; }
 
@@ -43,17 +42,37 @@ void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned rol
   if (!served) use_format(*first, name.c_str());
 }
 
-// Likewise: every weight and moment that can round this way does.
-void use_rounding(scruple_tensor& tensor, const std::string& name) {
-  const auto found = std::find(std::begin(kRoundings), std::end(kRoundings), name);
-  const int rounding = static_cast<int>(found - std::begin(kRoundings));
+int rounding_named(const std::string& name) {
+  for (int r = SCRUPLE_NEAREST; r <= SCRUPLE_WIDE; ++r)
+    if (name == kRoundingNames[r] && r != SCRUPLE_DITHER) return r;
+  throw UsageError("--rounding is '" + name +
+                   "'; it must be nearest, truncate, stochastic or wide, or such a mode for some arrays: "
+                   "weights=wide, moments=nearest, exp_avg_sq=stochastic");
+}
+
+// "MODE": every weight and moment that can round this way does. "WHICH=MODE": the weights, the moments, or the slot
+// of that name. Where none can, the first gets it all the same: the library then says what it can.
+void use_rounding(scruple_tensor& tensor, const std::string& text) {
+  const std::size_t equals = text.find('=');
+  const std::string which = equals == std::string::npos ? "" : text.substr(0, equals);
+  const int rounding = rounding_named(equals == std::string::npos ? text : text.substr(equals + 1));
+  scruple_array* first = nullptr;
+  std::string known = "weights, moments";
   bool served = false;
   for (const int a : used_arrays(tensor)) {
-    if (a == SCRUPLE_GRADIENT || (info_of(tensor.arrays[a].format).roundings >> rounding & 1u) == 0) continue;
-    tensor.arrays[a].rounding = rounding;
+    if (a == SCRUPLE_GRADIENT) continue;
+    if (is_slot(a)) known += std::string(", ") + array_name(tensor, a);
+    if (!which.empty() && which != (is_slot(a) ? "moments" : "weights") && which != array_name(tensor, a))
+      continue;
+    scruple_array& array = tensor.arrays[a];
+    if (first == nullptr) first = &array;
+    if ((info_of(array.format).roundings >> rounding & 1u) == 0) continue;
+    array.rounding = rounding;
     served = true;
   }
-  if (!served) tensor.arrays[SCRUPLE_WEIGHT].rounding = rounding;
+  if (first == nullptr)
+    throw UsageError("--rounding " + text + ": there is no '" + which + "' here; there are " + known);
+  if (!served) first->rounding = rounding;
 }
 
 // The library checks formats and roundings when it allocates; for a tensor without elements that costs
@@ -94,6 +113,11 @@ void Choice::add_options(CLI::App& command) {
   add("--weights", weights, "FORMAT", "format of the weights, in place of the recipe's");
   add("--moments", moments, "FORMAT", "format of every moment that it can hold");
   add("--second-moments", second_moments, "FORMAT", "format of the non-negative moments");
+  add("--rounding", roundings, "[WHICH=]MODE",
+      "nearest, truncate, stochastic or wide, of all that can round so or of weights=, moments= or a slot; "
+      "may be "
+      "repeated")
+      ->allow_extra_args(false);
   add("--set", hypers, "NAME=VALUE", "a hyperparameter; may be repeated (SGD starts at momentum=0.9)")
       ->allow_extra_args(false);
 }
@@ -119,13 +143,14 @@ scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_r
   check(scruple_tensor_use(&tensor, with_recipe.c_str()));
   scruple_array& accumulator = tensor.arrays[SCRUPLE_GRADIENT];
   if (!gradient.empty()) use_format(accumulator, gradient.c_str());
-  if (dithers && (info_of(accumulator.format).roundings >> SCRUPLE_DITHER & 1u) != 0)
-    accumulator.rounding = SCRUPLE_DITHER;
+  if (unbiased)
+    for (const int rounding : {SCRUPLE_STOCHASTIC, SCRUPLE_DITHER})  // the last that its format can
+      if ((info_of(accumulator.format).roundings >> rounding & 1u) != 0) accumulator.rounding = rounding;
   if (stays_fp32(with_recipe, size)) return tensor;
   if (!weights.empty()) use_format(tensor.arrays[SCRUPLE_WEIGHT], weights.c_str());
   if (!moments.empty()) use_for_slots(tensor, moments, SCRUPLE_ROLE_SIGNED | SCRUPLE_ROLE_NONNEG);
   if (!second_moments.empty()) use_for_slots(tensor, second_moments, SCRUPLE_ROLE_NONNEG);
-  if (!rounding.empty()) use_rounding(tensor, rounding);
+  for (const std::string& rounding : roundings) use_rounding(tensor, rounding);
   check_formats(tensor);
   return tensor;
 }
@@ -133,8 +158,11 @@ scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_r
 Choice Choice::for_policy(const std::string& policy, const std::string& with_recipe,
                           std::int64_t size) const {
   Choice chosen = *this;
-  chosen.dithers = policy == "compressed";
-  if (policy == "compressed" && gradient.empty() && !stays_fp32(with_recipe, size)) chosen.gradient = "int8";
+  chosen.unbiased = policy == "compressed";
+  if (policy != "compressed" || !gradient.empty() || stays_fp32(with_recipe, size)) return chosen;
+  for (const scruple_recipe_info& info : all_recipes())
+    if (info.name == with_recipe && info_of(format_named(info.gradient)).code_bits > 8)
+      chosen.gradient = "root8";
   return chosen;
 }
 
@@ -153,7 +181,7 @@ std::vector<std::string> Choice::recipes() const {
   return names;
 }
 
-const char* rounding_name(int rounding) { return kRoundings[rounding]; }
+const char* rounding_name(int rounding) { return kRoundingNames[rounding]; }
 
 std::vector<scruple_recipe_info> all_recipes() {
   std::vector<scruple_recipe_info> recipes(static_cast<std::size_t>(scruple_recipe_count()));

@@ -12,17 +12,18 @@ namespace scruple::cli {
 struct Choice {
   std::string optimizer = "adamw";
   std::string recipe;  // "": all that serve the optimizer, or the default one where formats are chosen
-  std::string weights, moments, second_moments, gradient, rounding;
-  std::vector<std::string> hypers;  // name=value
-  bool dithers = false;             // gradients, where their format can: unbiased, and as fine as to nearest
+  std::string weights, moments, second_moments, gradient;
+  std::vector<std::string> roundings;  // mode, or which=mode
+  std::vector<std::string> hypers;     // name=value
+  bool unbiased = false;               // gradients are dithered, or rounded stochastically, where they can be
 
   void add_options(CLI::App& command);
   Optimizer make_optimizer() const;
   // One tensor's formats by a recipe and the choices that override it; throws with the library's reason.
   scruple_tensor describe(const Optimizer& rule, const std::string& with_recipe, std::int64_t size) const;
   std::vector<std::string> recipes() const;
-  // The same choice with what a gradient policy asks for: compressed gradients are int8 unless the choice names a
-  // format or the recipe leaves the tensor in fp32.
+  // The same choice with what a gradient policy asks for: compressed gradients are root8 unless the choice names
+  // a format, the recipe has one of 8 bits, or it leaves the tensor in fp32.
   Choice for_policy(const std::string& policy, const std::string& with_recipe, std::int64_t size) const;
 };
 

@@ -17,8 +17,9 @@ constexpr const char* kFooter =
     "Columns:\n"
     "  slots      the moments an optimizer keeps; [in brackets] only when a hyperparameter asks for them\n"
     "  bits       per value, scales and extra bits included\n"
-    "  roles      w weight, s signed moment, n non-negative moment, g gradient, a gradient accumulator\n"
-    "  rounding   n nearest, t truncate, s stochastic, d dither\n"
+    "  roles      w weight, s signed moment, n non-negative moment, x exact moment (amsgrad,\n"
+    "             centered), g gradient, a gradient accumulator\n"
+    "  rounding   n nearest, t truncate, s stochastic, d dither, w wide\n"
     "  error      largest error with nearest rounding: of |x|, + g * the largest |x| of its group,\n"
     "             + a constant; as a non-negative moment after the slash\n"
     "  B/param    bytes per parameter of the optimizer named, by what becomes of the gradients\n"
@@ -32,11 +33,10 @@ struct Role {
   const char* letter;
   const char* name;
 };
-constexpr Role kRoles[] = {{SCRUPLE_ROLE_WEIGHT, "w", "weight"},
-                           {SCRUPLE_ROLE_SIGNED, "s", "signed"},
-                           {SCRUPLE_ROLE_NONNEG, "n", "nonneg"},
-                           {SCRUPLE_ROLE_GRADIENT, "g", "gradient"},
-                           {SCRUPLE_ROLE_ACCUMULATOR, "a", "accumulator"}};
+constexpr Role kRoles[] = {
+    {SCRUPLE_ROLE_WEIGHT, "w", "weight"},     {SCRUPLE_ROLE_SIGNED, "s", "signed"},
+    {SCRUPLE_ROLE_NONNEG, "n", "nonneg"},     {SCRUPLE_ROLE_EXACT, "x", "exact"},
+    {SCRUPLE_ROLE_GRADIENT, "g", "gradient"}, {SCRUPLE_ROLE_ACCUMULATOR, "a", "accumulator"}};
 
 ordered_json optimizers() {
   ordered_json list = ordered_json::array();
@@ -73,7 +73,7 @@ ordered_json formats() {
     ordered_json roles = ordered_json::array(), roundings = ordered_json::array();
     for (const Role& role : kRoles)
       if ((info.roles & role.bit) != 0) roles.push_back(role.name);
-    for (int r = SCRUPLE_NEAREST; r <= SCRUPLE_DITHER; ++r)
+    for (int r = SCRUPLE_NEAREST; r <= SCRUPLE_WIDE; ++r)
       if ((info.roundings >> r & 1u) != 0) roundings.push_back(rounding_name(r));
     ordered_json entry = {{"name", info.name},
                           {"doc", info.doc},
@@ -124,6 +124,7 @@ ordered_json recipes() {
                     {"gradient", name_or_null(info.gradient)},
                     {"weight_rounding", rounding_name(info.weight_rounding)},
                     {"moment_rounding", rounding_name(info.moment_rounding)},
+                    {"nonneg_rounding", rounding_name(info.nonneg_rounding)},
                     {"gradient_rounding", rounding_name(info.gradient_rounding)},
                     {"small", info.small},
                     {"bytes_per_param", bytes_per_param(info.name)}});

@@ -21,7 +21,7 @@ constexpr const char* kFooter =
     "  exp_avg...  the codes of each moment of the optimizer\n"
     "  scales      the scales of weights and moments\n"
     "  gradients   with their scales: stored in the recipe's format until the step, released (freed\n"
-    "              during the backward pass), or compressed (folded into int8 accumulators)\n"
+    "              during the backward pass), or compressed (folded into 8-bit accumulators)\n"
     "  total       all of these; activations are not counted\n"
     "  released, compressed   the total with that policy, where --gradients does not choose one\n"
     "\n"
@@ -32,7 +32,7 @@ constexpr const char* kFooter =
     "  scruple plan --params 8.03e9 --optimizer adamw\n"
     "  scruple plan config.json --recipe scruple --gradients compressed\n"
     "  scruple plan --params 125M --optimizer sgd --set momentum=0.95\n"
-    "  scruple plan --params 1.1B --weights bf16+4 --moments companded8 --second-moments log4";
+    "  scruple plan --params 1.1B --weights bf16+4 --moments companded8 --second-moments log5";
 
 struct Options {
   Choice choice;

@@ -535,9 +535,6 @@ void add_options(CLI::App& command, Options& options) {
       .add_option("--gradient-format", options.choice.gradient, "format of stored or compressed gradients")
       ->type_name("FORMAT");
   command
-      .add_option("--rounding", options.choice.rounding, "nearest or stochastic, in place of the recipe's")
-      ->check(CLI::IsMember({"nearest", "stochastic"}));
-  command
       .add_option("--activations", options.activations,
                   "fp32, bf16 or fp16 (default: as the weights are computed)")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));

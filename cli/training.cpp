@@ -105,7 +105,7 @@ void ModelOptions::add_options(CLI::App& command) {
 
 void GradientOptions::add_options(CLI::App& command) {
   command
-      .add_option("--gradients", policy, "stored, released (stepped inside backward) or compressed (int8)")
+      .add_option("--gradients", policy, "stored, released (stepped inside backward) or compressed (8-bit)")
       ->type_name("POLICY")
       ->capture_default_str()
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(kPolicies), std::end(kPolicies))));

@@ -12,8 +12,6 @@ namespace {
 using io::Dtype;
 using io::fail;
 
-constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither"};
-
 std::string array_name(const scruple_tensor& row, int array) {
   const char* name = nullptr;
   check(scruple_tensor_array(&row, array, &name, nullptr, nullptr));
@@ -79,8 +77,15 @@ bool same(const io::Plane& a, const io::Plane& b) {
   return a.kind == b.kind && a.dtype == b.dtype && a.shape == b.shape && a.block_bytes == b.block_bytes;
 }
 
-// The stored tensor is what a row in its formats takes, plane by plane.
-void check_planes(const io::TensorState& tensor, const scruple_tensor& row) {
+// Codes mean the same whatever rounded them, but for a weight in two halves.
+bool reads_alike(const io::Array& a, const io::Array& b) {
+  const auto is_nearest = [](const io::Array& x) { return x.rounding == "nearest" || x.rounding == "wide"; };
+  return a.format == b.format &&
+         (a.name != "weight" || a.rounding == b.rounding || (is_nearest(a) && is_nearest(b)));
+}
+
+// The stored tensor is what a row in its formats takes, plane by plane; `other_formats`: moments may be in others.
+void check_planes(const io::TensorState& tensor, const scruple_tensor& row, bool other_formats) {
   const io::TensorState wanted = stored_form(tensor.name, tensor.shape, row);
   for (std::size_t a = 0; a < std::max(wanted.arrays.size(), tensor.arrays.size()); ++a) {
     const bool has = a < tensor.arrays.size();
@@ -89,10 +94,12 @@ void check_planes(const io::TensorState& tensor, const scruple_tensor& row) {
            " where its optimizer keeps ",
            a < wanted.arrays.size() ? "\"" + wanted.arrays[a].name + "\"" : "nothing");
     const io::Array &found = tensor.arrays[a], &asked = wanted.arrays[a];
-    if (found.format != asked.format || found.rounding != asked.rounding)
+    if (!reads_alike(found, asked)) {
+      if (found.name != "weight" && other_formats) continue;
       fail("tensor \"", tensor.name, "\": ", found.name, " is stored as ", found.format, " (", found.rounding,
            "), and ", asked.format, " (", asked.rounding,
            ") was asked for; 'scruple checkpoint convert' changes it");
+    }
     if (!std::equal(found.planes.begin(), found.planes.end(), asked.planes.begin(), asked.planes.end(), same))
       fail("tensor \"", tensor.name, "\": the planes of ", found.name, " are not those of ", found.format);
   }
@@ -118,15 +125,15 @@ io::TensorState stored_form(std::string name, std::vector<std::int64_t> shape, c
   tensor.step = row.step;
   for (const int a : stored_arrays(row)) {
     const scruple_array& array = row.arrays[a];
-    tensor.arrays.push_back({array_name(row, a), info_of(array.format).name, kRoundings[array.rounding],
+    tensor.arrays.push_back({array_name(row, a), info_of(array.format).name, kRoundingNames[array.rounding],
                              planes_of(array.format, tensor.shape, row.size)});
   }
   return tensor;
 }
 
-scruple_tensor row_of(const io::TensorState& tensor, const Optimizer& optimizer) {
+scruple_tensor row_of(const io::TensorState& tensor, const scruple_optimizer* optimizer) {
   scruple_tensor row = {};
-  row.optimizer = optimizer.raw();
+  row.optimizer = optimizer;
   row.size = tensor.elements();
   row.step = tensor.step;
   row.id = tensor.id;
@@ -135,16 +142,17 @@ scruple_tensor row_of(const io::TensorState& tensor, const Optimizer& optimizer)
     fail("tensor \"", tensor.name, "\" has ", tensor.arrays.size(), " arrays, and its optimizer keeps ",
          arrays.size());
   for (const io::Array& stored : tensor.arrays) {
-    const auto* const rounding = std::find(std::begin(kRoundings), std::end(kRoundings), stored.rounding);
-    if (rounding == std::end(kRoundings))
+    const auto* const rounding =
+        std::find(std::begin(kRoundingNames), std::end(kRoundingNames), stored.rounding);
+    if (rounding == std::end(kRoundingNames))
       fail("tensor \"", tensor.name, "\": rounding \"", stored.rounding, "\" is not known");
-    row.arrays[index_of(row, tensor, stored)] = {format_named(stored.format.c_str()), nullptr, nullptr,
-                                                 static_cast<std::int32_t>(rounding - std::begin(kRoundings)),
-                                                 0};
+    row.arrays[index_of(row, tensor, stored)] = {
+        format_named(stored.format.c_str()), nullptr, nullptr,
+        static_cast<std::int32_t>(rounding - std::begin(kRoundingNames)), 0};
   }
   for (const int a : arrays)
     if (row.arrays[a].format == nullptr) fail("tensor \"", tensor.name, "\" has no ", array_name(row, a));
-  check_planes(tensor, row);
+  check_planes(tensor, row, false);
   return row;
 }
 
@@ -155,11 +163,27 @@ std::span<std::byte> plane_of(const scruple_tensor& row, const io::TensorState& 
   return {static_cast<std::byte*>(plane == 0 ? found.codes : found.aux), bytes};
 }
 
-void load(const io::Checkpoint& checkpoint, const io::TensorState& tensor, const scruple_tensor& row) {
-  check_planes(tensor, row);
-  for (std::size_t a = 0; a < tensor.arrays.size(); ++a)
-    for (std::size_t p = 0; p < tensor.arrays[a].planes.size(); ++p)
-      checkpoint.read(tensor, tensor.arrays[a], tensor.arrays[a].planes[p], plane_of(row, tensor, a, p));
+void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
+          const scruple_tensor& row) {
+  check_planes(tensor, row, true);
+  const io::TensorState wanted = stored_form(tensor.name, tensor.shape, row);
+  for (std::size_t a = 0; a < tensor.arrays.size(); ++a) {
+    const io::Array& array = tensor.arrays[a];
+    const auto read_into = [&](const scruple_tensor& to) {
+      for (std::size_t p = 0; p < array.planes.size(); ++p)
+        checkpoint.read(tensor, array, array.planes[p], plane_of(to, tensor, a, p));
+    };
+    if (reads_alike(array, wanted.arrays[a])) {
+      read_into(row);
+      continue;
+    }
+    const Tensor stored(engine, row_of(tensor, row.optimizer));
+    read_into(stored.raw());
+    std::vector<float> values(static_cast<std::size_t>(row.size));
+    const int which = index_of(row, tensor, array);
+    stored.decode(which, values.data());
+    check(scruple_encode(engine.raw(), &row, which, values.data()));
+  }
 }
 
 io::Group group_of(const Optimizer& optimizer) {

@@ -17,12 +17,14 @@ namespace scruple::train {
 io::TensorState stored_form(std::string name, std::vector<std::int64_t> shape, const scruple_tensor& row);
 // A row for such a tensor, in its formats, without memory. Throws where this library has no such format or
 // the planes are not what it asks for.
-scruple_tensor row_of(const io::TensorState& tensor, const Optimizer& optimizer);
+scruple_tensor row_of(const io::TensorState& tensor, const scruple_optimizer* optimizer);
 // The memory of arrays[array].planes[plane] of stored_form(row).
 std::span<std::byte> plane_of(const scruple_tensor& row, const io::TensorState& tensor, std::size_t array,
                               std::size_t plane);
-// Every plane of the tensor into the row's memory. Throws where formats, roundings or sizes differ.
-void load(const io::Checkpoint& checkpoint, const io::TensorState& tensor, const scruple_tensor& row);
+// Every plane of the tensor into the row's memory. Moments in another format are decoded and encoded: recipes have
+// changed since 0.1. Throws where weights would be read differently, or sizes differ.
+void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
+          const scruple_tensor& row);
 
 io::Group group_of(const Optimizer& optimizer);
 // Throws where this library has no such optimizer or hyperparameter.
