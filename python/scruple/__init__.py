@@ -30,7 +30,8 @@ def save(opt, model, path, *, scaler=None, notes=None):
 def load(opt, model, path, *, scaler=None):
     """Loads a checkpoint of scruple.save, `scruple train` or `scruple checkpoint` into model and optimizer,
     and returns its notes. Of a run's folder the last checkpoint is taken. Everything is checked before
-    anything is changed. Hyperparameters and seed become the saved ones; formats must be the same.
+    anything is changed. Hyperparameters and seed become the saved ones; formats must be the same, and
+    roundings ones that read alike ("nearest" and "wide"; of a moment any).
     """
     from .torch import checkpoint  # here: `import scruple` works without torch
 

@@ -24,10 +24,11 @@ from ctypes import (
     c_void_p,
 )
 
-ABI_VERSION = 1
-NEAREST, TRUNCATE, STOCHASTIC, DITHER = range(4)
-ROUNDINGS = {"nearest": NEAREST, "truncate": TRUNCATE, "stochastic": STOCHASTIC}
-ROLE_WEIGHT = 1
+ABI_VERSION = 2
+NEAREST, TRUNCATE, STOCHASTIC, DITHER, WIDE = range(5)
+ROUNDING_NAMES = ("nearest", "truncate", "stochastic", "dither", "wide")  # by number
+ROUNDINGS = {name: i for i, name in enumerate(ROUNDING_NAMES) if i != DITHER}  # of weights and moments
+ROLE_WEIGHT, ROLE_NONNEG, ROLE_EXACT = 1, 4, 32
 WEIGHT, GRADIENT, ARRAYS = 0, 4, 5
 RELEASED, COMPRESSED = 1, 2
 ACCUMULATE = {"gradients": 0, "momentum": 1, "adama": 2}
@@ -83,6 +84,7 @@ RecipeInfo = _struct(
     gradient=c_char_p,
     weight_rounding=c_int,
     moment_rounding=c_int,
+    nonneg_rounding=c_int,
     gradient_rounding=c_int,
     small=c_int64,
 )
@@ -281,6 +283,11 @@ class Format:
 
     def rounds(self, rounding):
         return bool(self.roundings >> rounding & 1)
+
+    def reads_as(self, rounding):
+        """The first rounding whose codes mean the same: of a weight in two parts, which alone can round wide,
+        truncate and stochastic have a meaning of their own; of all others what rounded them is forgotten."""
+        return rounding if self.rounds(WIDE) and rounding in (TRUNCATE, STOCHASTIC) else NEAREST
 
     def bytes(self, size):
         codes, aux = c_int64(), c_int64()

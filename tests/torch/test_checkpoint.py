@@ -7,6 +7,7 @@ SCRUPLE_CLI names the command line; without it the tests that need it are skippe
 import contextlib
 import copy
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from unittest import mock
 
 import torch
 
+import older
 import scruple
 import test_state
 from scruple.torch import checkpoint_files as files
@@ -396,6 +398,126 @@ class Resume(Folder):
         self.assertEqual(done.stdout, "Saves\n", done.stderr)
 
 
+class Older(Folder):
+    """Checkpoints of the first library (older.py), and roundings that read alike."""
+
+    def written(self, label):
+        case = older.CASES[label]
+        os.makedirs(self.path(label), exist_ok=True)
+        for name, data in case["files"].items():
+            with open(self.path(label, name), "wb") as file:
+                file.write(bytes(data.tolist()))
+        return case
+
+    def empty(self, case, **options):
+        model = Bag([torch.nn.Parameter(torch.zeros_like(w, device=DEVICE)) for w in case["weights"]])
+        return model, getattr(st, case["kind"])(model.parameters(), **options)
+
+    def test_load(self):
+        """Into an optimizer of today's defaults: values as they were, and steps that go on as from the state
+        dict of the same moment."""
+        for label in ("AdamW", "AdamW amsgrad"):
+            case = self.written(label)
+            for stepped in (False, True):
+                with self.subTest(label, stepped=stepped):
+                    model, opt = self.empty(case)
+                    if stepped:
+                        take_steps(opt, list(model.parameters()), 2)
+                    scruple.load(opt, model, self.path(label))
+                    masters, values = opt.master_weights(), opt.state_dict(as_="torch")["state"]
+                    for i, p in enumerate(model.parameters()):
+                        self.assertSame(masters[p].cpu(), case["masters"][i])
+                        for slot, true in case["values"][i].items():
+                            # By value: the first library had zeros of both signs.
+                            self.assertTrue(torch.equal(values[i][slot].cpu(), true), f"{slot} of {i}")
+                    twin = Bag([torch.nn.Parameter(w.clone().to(DEVICE)) for w in case["weights"]])
+                    other = st.AdamW(twin.parameters())
+                    other.load_state_dict(copy.deepcopy(case["state"]))
+                    self.assertSame(picture(opt)["state"]["state"], picture(other)["state"]["state"])
+                    for m, o in ((model, opt), (twin, other)):
+                        take_steps(o, list(m.parameters()), 3, first=5)
+                    self.assertSame(picture(opt, model), picture(other, twin))
+
+    def test_saved_anew(self):
+        """What was converted is saved as it is now."""
+        case = self.written("AdamW amsgrad")
+        model, opt = self.empty(case)
+        scruple.load(opt, model, self.path("AdamW amsgrad"))
+        scruple.save(opt, model, self.path("new"))
+        manifest = json.loads(read(self.path("new", "manifest.json")))
+        found = {a["name"]: (a["format"], a["rounding"]) for a in manifest["tensors"][0]["arrays"]}
+        self.assertEqual(
+            found,
+            {
+                "weight": ("bf16+8", "wide"),
+                "exp_avg": ("companded8", "stochastic"),
+                "exp_avg_sq": ("fp32", "nearest"),
+                "max_exp_avg_sq": ("fp32", "nearest"),
+            },
+        )
+        twin, other = self.empty(case)
+        scruple.load(other, twin, self.path("new"))
+        self.assertSame(picture(opt, model), picture(other, twin))
+
+    def test_hostile(self):
+        """A moment that would be converted, in a format that is not its, or with planes that are not."""
+        case = self.written("AdamW amsgrad")
+        kept = read(self.path("AdamW amsgrad", "manifest.json"))
+
+        def second(m):
+            return m["tensors"][0]["arrays"][2]
+
+        for label, change in {
+            "a format for signs": lambda m: second(m).update(format="nf4"),
+            "a weight's format": lambda m: second(m).update(format="bf16+8"),
+            "shorter planes": lambda m: second(m).update(format="bf16"),
+            "no format": lambda m: second(m).update(format="x\ud800"),
+            "no rounding": lambda m: second(m).update(rounding="x"),
+            "a rounding that it has not": lambda m: second(m).update(rounding="wide"),
+            "another name": lambda m: second(m).update(name="exp_avg"),
+        }.items():
+            with self.subTest(label):
+                with open(self.path("AdamW amsgrad", "manifest.json"), "wb") as file:
+                    file.write(kept)
+                self.rewrite(change, "AdamW amsgrad")
+                model, opt = self.empty(case)
+                with self.nothing_changes(opt, model, "AdamW amsgrad"):
+                    scruple.load(opt, model, self.path("AdamW amsgrad"))
+
+    def test_roundings_that_read_alike(self):
+        """Saved with one, loaded into another: the same planes. A weight of two parts that was truncated or
+        rounded stochastically is read in its own way, and refused."""
+        ways = [
+            "nearest",
+            "wide",
+            {"weights": "wide", "moments": "nearest"},
+            {"weights": "nearest", "exp_avg": "nearest"},
+            "stochastic",
+            {"weights": "stochastic", "moments": "nearest"},
+            {"weights": "truncate"},
+        ]
+        kinds = [0, 0, 0, 0, 1, 1, 2]
+        for (i, a), (j, b) in itertools.product(enumerate(ways), repeat=2):
+            with self.subTest(saved=a, loaded=b):
+                model, opt = self.saved("x", rounding=a)
+                twin = mlp(torch.bfloat16, seed=5)
+                other = st.AdamW(twin.parameters(), rounding=b)
+                if kinds[i] != kinds[j]:
+                    with self.nothing_changes(other, twin, "weight in bf16+8", kind=scruple.UsageError):
+                        scruple.load(other, twin, self.path("x"))
+                    continue
+                scruple.load(other, twin, self.path("x"))
+                self.assertSame(picture(opt, model)["state"]["state"], picture(other, twin)["state"]["state"])
+                self.assertSame(model.state_dict(), twin.state_dict())
+                self.assertSame(opt.master_state_dict(model), other.master_state_dict(twin))
+                self.assertEqual(other.param_groups[0]["rounding"], b)  # formats stay the optimizer's own
+        # Where there are no extra bits, codes are numbers.
+        model, opt = self.saved("y", weights="bf16", rounding="stochastic")
+        twin = mlp(torch.bfloat16, seed=5)
+        scruple.load(st.AdamW(twin.parameters(), weights="bf16"), twin, self.path("y"))
+        self.assertSame(model.state_dict(), twin.state_dict())
+
+
 @with_cli
 class CommandLine(Folder):
     def test_verify_inspect_diff(self):
@@ -683,7 +805,8 @@ class Refused(Folder):
         loads(*adamw(mlp(torch.bfloat16, width=25)), "0.weight", "(25, 12)", "(24, 12)")
         loads(*adamw(mlp(torch.bfloat16), recipe="flash"), "flash8", "'scruple'", "--recipe flash", "convert")
         loads(*adamw(mlp(torch.bfloat16), weights="bf16+4"), "bf16+4", "bf16+8")
-        loads(*adamw(mlp(torch.bfloat16), rounding="stochastic"), "stochastic", "nearest")
+        loads(*adamw(mlp(torch.bfloat16), rounding="stochastic"), "(stochastic)", "(wide)")
+        loads(*adamw(mlp(torch.bfloat16), rounding={"weights": "truncate"}), "(truncate)", "(wide)")
         loads(*adamw(mlp(torch.float16)), "fp16+8", "bf16+8", "cast")
         wrapped = torch.nn.Sequential(mlp(torch.bfloat16))
         loads(*adamw(wrapped), "lacks 0.0.weight", "has 0.weight", "model.module")
@@ -703,8 +826,14 @@ class Refused(Folder):
         with self.refused_unchanged(turned, "same order", model=model):
             scruple.load(turned, model, self.path("s"))
         turned = st.AdamW(list(model.parameters())[::-1], lr=0.01)
-        scruple.load(turned, model, self.path("a"))  # without random numbers the order means nothing
-        self.assertEqual(sorted(os.listdir(self.folder)), ["a", "s"])
+        with self.refused_unchanged(turned, "same order", model=model):
+            scruple.load(turned, model, self.path("a"))
+        self.saved("w", rounding={"weights": "wide", "moments": "nearest"})
+        with self.refused_unchanged(turned, "same order", model=model):
+            scruple.load(turned, model, self.path("w"))
+        self.saved("n", rounding="nearest")
+        scruple.load(turned, model, self.path("n"))  # without random numbers the order means nothing
+        self.assertEqual(sorted(os.listdir(self.folder)), ["a", "n", "s", "w"])
 
     def test_what_a_checkpoint_cannot_hold(self):
         class Own(torch.nn.Linear):

@@ -231,9 +231,20 @@ def expect_same_way(a, b, start, share, *what):
     """Two models have gone from `start` in nearly the same direction: for small gradients of either sign
     Adam's steps differ by up to 2 lr, so that no limit per element says much."""
     for (name, p), q, origin in zip(a.named_parameters(), b.parameters(), start.parameters()):
-        p, q, origin = whole(p).double(), whole(q).double(), origin.double()
-        off = (p - q).norm() / (p - origin).norm()
-        expect(off <= share, *what, name, f"off by {off:.3f} of the way, and may by {share}")
+        expect_near_of_way(*(whole(x).double() for x in (p, q, origin)), share, *what, name)
+
+
+def expect_same_way_on_the_whole(a, b, start, share, *what):
+    """The same over all parameters at once. A bias of 6 elements may be far off by one of them whose gradient
+    is nearly zero: by 0.02 or 0.75 of the way for the last one here, as the seed of an 8-bit accumulator has
+    it, and by 0.75 with a bf16 one."""
+    found = (torch.cat([whole(x).double().reshape(-1) for x in m.parameters()]) for m in (a, b, start))
+    expect_near_of_way(*found, share, *what)
+
+
+def expect_near_of_way(p, q, origin, share, *what):
+    off = (p - q).norm() / (p - origin).norm()
+    expect(off <= share, *what, f"off by {off:.3f} of the way, and may by {share}")
 
 
 def expect_replicas(model, opt=None):
@@ -261,9 +272,9 @@ def bound_of(form, nonneg, values):
     info = _abi.FormatInfo()
     _abi.library.get_format_info(_abi.format_named(form).handle, info)
     bound = info.bound_nonneg if nonneg else info.bound
-    # Rounded to nearest; stochastically it may be twice that (log4, whose levels are not even: three times),
-    # and a little for the scale's own rounding.
-    return (3.01 if form == "log4" else 2.01) * (
+    # Rounded to nearest; stochastically it may be twice that (log4 and log5, whose levels are not even: 3 and
+    # 2.5 times), and a little for the scale's own rounding.
+    return {"log4": 3.01, "log5": 2.51}.get(form, 2.01) * (
         bound.relative * values.abs() + bound.group * values.abs().max() + bound.absolute
     )
 
@@ -466,6 +477,9 @@ def hybrid():
 # ---- 3. torch.distributed.checkpoint ----
 
 
+DICT = {"weights": "stochastic", "moments": "nearest", "exp_avg": "stochastic"}
+
+
 def mixed_groups(model):
     """One optimizer with a recipe for every two parameters, so that one checkpoint has every kind of
     plane."""
@@ -475,7 +489,7 @@ def mixed_groups(model):
         dict(recipe="flash"),
         dict(recipe="scant"),
         dict(recipe="split"),
-        dict(recipe="scruple", weights="bf16+4"),
+        dict(recipe="scruple", weights="bf16+4", rounding=DICT),
         dict(recipe="mixed"),
         dict(moments="bf16", weights="bf16+11"),
     ]
@@ -569,10 +583,9 @@ def dcp_load(folder, shard=True):
         path = f"{folder}/flat-{flat}"
         model, opt = saved_world(shard, lr=1.0)
         load(model, opt, path, dict(flatten_optimizer_state_dict=flat))
-        expect(
-            all(group["lr"] == 1e-2 and group["rounding"] == "stochastic" for group in opt.param_groups),
-            "groups",
-        )
+        roundings = [group["rounding"] for group in opt.param_groups]
+        expect(roundings == ["stochastic"] * 4 + [DICT] + ["stochastic"] * 2, "roundings", roundings)
+        expect(all(group["lr"] == 1e-2 for group in opt.param_groups), "groups")
         check_loaded(gathered(model, opt), torch.load(f"{folder}/expected", weights_only=True), flat)
         train(model, opt, 3, 5)
         after = torch.load(f"{folder}/after", weights_only=True)
@@ -662,6 +675,38 @@ def plain_state_into_shards():
             )
 
 
+def as_older(saved):
+    """The state of AdamW without amsgrad as one with it that the first library has left: second moments in
+    the recipe's formats, of which the largest is what there is."""
+    saved = copy.deepcopy(saved)
+    for state in saved["state"].values():
+        for name in [name for name in state if name.startswith("exp_avg_sq")]:
+            state["max_" + name] = state[name]
+    for group in saved["param_groups"]:
+        group["amsgrad"] = True
+        for formats in group["formats"].values():
+            formats["max_exp_avg_sq"] = formats["exp_avg_sq"]
+    return saved
+
+
+def older_state_into_shards():
+    """Moments that must be exact now and stand in codes: of one process, and of the same shards."""
+    plain, alone = saved_world(shard=False)
+    train(plain, alone, 0, 3)
+    many, each = saved_world()
+    train(many, each, 0, 3)
+    for source in (alone, each):
+        expected = source.state_dict(as_="torch")["state"]
+        model, opt = saved_world(lr=1.0)
+        set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
+        opt.load_state_dict(as_older(source.state_dict()))
+        found = opt.state_dict(as_="torch")["state"]
+        for i, true in expected.items():
+            for slot in ("exp_avg_sq", "max_exp_avg_sq"):
+                expect_equal(whole(found[i][slot]), whole(true["exp_avg_sq"]), "older", i, slot)
+        train(model, opt, 3, 4)
+
+
 # ---- 4. Release under FSDP2 ----
 
 
@@ -696,7 +741,7 @@ def fsdp_released():
 
 
 def fsdp_compressed(micro_batches, max_norm, scaled):
-    """With fp32 accumulators bit for bit the stored loop; with int8 near it."""
+    """With fp32 accumulators bit for bit the stored loop; with 8 bits near it."""
     rank = dist.get_rank()
     (a, stored), (b, opt) = pair()
     c = sharded(mlp())
@@ -736,7 +781,7 @@ def fsdp_compressed(micro_batches, max_norm, scaled):
     expect(handle.report()["steps"] == 4, handle.report())
     expect_same_model(a, b, "compressed", micro_batches, max_norm, scaled)
     expect_state_equal(stored.state_dict(), opt.state_dict(), "compressed")
-    expect_same_way(a, c, mlp(), 0.3, "int8")
+    expect_same_way(a, c, mlp(), 0.3, "8 bits")
     if scaled:
         expect(len({scaler.get_scale() for scaler in scalers}) == 1, [s.get_scale() for s in scalers])
 
@@ -780,14 +825,14 @@ def fsdp_folded():
     """Released with several micro-batches, which the moments take: AdamA, and SGD's momentum."""
     rank = dist.get_rank()
     one, many = mlp(), sharded(mlp())
-    opt, ref = (st.AdamW(m.parameters(), lr=1e-2) for m in (many, one))
+    opt, ref = (st.AdamW(m.parameters(), lr=1e-2, moments="fp32") for m in (many, one))
     st.release_gradients(many, opt, accumulate=2, accumulation="adama")
     st.release_gradients(one, ref, accumulate=2, accumulation="adama")
     for step in range(4):
         loss_of(many, step, 0).backward()  # every rank has the same batch, so the mean is that of one process
         loss_of(one, step, 0).backward()
     expect_near_model(many, one, 5e-3, "AdamA")
-    (a, stored), (b, opt) = pair(cls=st.SGD, momentum=0.9)
+    (a, stored), (b, opt) = pair(cls=st.SGD, momentum=0.9, moments="fp32")
     st.release_gradients(b, opt, accumulate=2, accumulation="momentum")
     for step in range(2):
         stored.zero_grad()
@@ -849,7 +894,7 @@ def data_parallel_released(world_is_exact):
 def data_parallel_compressed():
     """Accumulation and clipping over ranks, against the stored loop."""
     rank = dist.get_rank()
-    for accumulator, share in (("fp32", 1e-3), ("int8", 0.3)):
+    for accumulator, share in (("fp32", 1e-3), ("root8", 0.2), ("int8", 0.2)):
         a, b = mlp(), mlp()
         ddp = DistributedDataParallel(a)
         stored, opt = (st.AdamW(m.parameters(), lr=1e-2, recipe="fp32") for m in (a, b))
@@ -873,7 +918,7 @@ def data_parallel_compressed():
             found = handle.report()
             expect(abs(found["norm"] / norm - 1) < (1e-3 if accumulator == "fp32" else 0.05), found, norm)
             expect(found["clip"] < 1, "clips", found)
-        expect_same_way(a, b, mlp(), share, accumulator)
+        expect_same_way_on_the_whole(a, b, mlp(), share, accumulator)
         expect_replicas(b, opt)
 
 
@@ -1034,6 +1079,11 @@ class Distributed(unittest.TestCase):
         for size in (2, 3):
             with self.subTest(ranks=size):
                 self.run_in(size, plain_state_into_shards)
+
+    def test_older_state_into_shards(self):
+        for size in (2, 3):
+            with self.subTest(ranks=size):
+                self.run_in(size, older_state_into_shards)
 
     def test_fsdp_released(self):
         self.run_in(3, fsdp_released)

@@ -306,7 +306,7 @@ class Groups(Case):
         for options, expected in (
             (dict(), ("bf16+8", "companded8", "companded8")),
             (dict(recipe="flash"), ("bf16+8", "flash8", "flash8")),
-            (dict(recipe="scant"), ("bf16+8", "companded8", "log4")),
+            (dict(recipe="scant"), ("bf16+8", "companded8", "log5")),
             (dict(recipe="split"), ("bf16+16", "fp32", "fp32")),
             (dict(recipe="mixed"), ("bf16+fp32", "fp32", "fp32")),
             (dict(recipe="fp32"), ("bf16+fp32", "fp32", "fp32")),
@@ -326,7 +326,7 @@ class Groups(Case):
         for recipe, limit in (
             ("scruple", 5.13),
             ("flash", 5.13),
-            ("scant", 4.63),
+            ("scant", 4.72),
             ("split", 12),
             ("mixed", 14),
         ):
@@ -1113,8 +1113,8 @@ class Stochastic(Case):
         """Equal values and equal gradients round differently in each place, and differently in each step."""
         ps = [torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16, device=DEVICE)) for _ in range(2)]
         opt = st.SGD(ps, lr=2.0**-10, weights="bf16", rounding="stochastic")
-        seen = []
-        for _ in range(2):
+        seen, both = [], []
+        for _ in range(16):
             for p in ps:
                 with torch.no_grad():
                     p.fill_(1.0)
@@ -1125,8 +1125,11 @@ class Stochastic(Case):
             self.assertAlmostEqual(
                 float(moved.float().mean()), 0.25, delta=0.03
             )  # a quarter of the gap below 1
-            for other in seen[:i]:
-                self.assertAlmostEqual(float((moved & other).float().mean()), 1 / 16, delta=0.02)
+            both += [float((moved & other).float().mean()) for other in seen[:i]]
+            self.assertFalse(any(torch.equal(moved, other) for other in seen[:i]))
+        # The coins of a parameter are a lattice, drawn anew at every step. Two of them over 4,096 elements
+        # meet more or less often than by chance (0.04 for 1/16 was seen); over all 496 pairs they do not.
+        self.assertAlmostEqual(sum(both) / len(both), 1 / 16, delta=0.01)
 
     def test_the_mean_follows_the_exact_sum(self):
         """400 steps of 1/32 of a gap each: nearest stands still, stochastic arrives on average."""
@@ -1142,6 +1145,264 @@ class Stochastic(Case):
             delta = 6 * gap * math.sqrt(steps / 32 / size)
             self.assertAlmostEqual(mean, 1 + steps * gap / 32 if arrives else 1.0, delta=delta)
             self.assertLess(delta, steps * gap / 32 / 10)
+
+
+class Rounding(Case):
+    """What rounding= says, array by array."""
+
+    TABLE = [
+        # options, then roundings of weight, exp_avg and exp_avg_sq
+        (dict(), "wide stochastic stochastic"),
+        (dict(recipe="scant"), "wide stochastic stochastic"),
+        (dict(recipe="flash"), "nearest nearest nearest"),
+        (dict(weights="bf16+16"), "wide stochastic stochastic"),
+        (dict(weights="bf16"), "nearest stochastic stochastic"),
+        (dict(rounding="nearest"), "nearest nearest nearest"),
+        (dict(rounding="stochastic"), "stochastic stochastic stochastic"),
+        (dict(rounding="truncate"), "truncate stochastic stochastic"),
+        (dict(rounding="wide"), "wide stochastic stochastic"),
+        (dict(rounding="wide", recipe="flash"), "wide stochastic stochastic"),
+        (dict(rounding="wide", weights="bf16"), "nearest stochastic stochastic"),
+        (dict(rounding={}), "wide stochastic stochastic"),
+        (dict(rounding={"weights": "nearest"}), "nearest stochastic stochastic"),
+        (dict(rounding={"weights": "stochastic"}), "stochastic stochastic stochastic"),
+        (dict(rounding={"weights": "wide"}, recipe="flash"), "wide nearest nearest"),
+        (dict(rounding={"moments": "nearest"}), "wide nearest nearest"),
+        (dict(rounding={"exp_avg_sq": "nearest"}), "wide stochastic nearest"),
+        (dict(rounding={"exp_avg": "nearest", "moments": "stochastic"}), "wide nearest stochastic"),
+        (dict(rounding={"moments": "nearest", "exp_avg_sq": "stochastic"}), "wide nearest stochastic"),
+        (
+            dict(rounding={"weights": "nearest", "moments": "stochastic", "exp_avg_sq": "nearest"}),
+            "nearest stochastic nearest",
+        ),
+        (dict(rounding={"exp_avg": "truncate"}, moments={"exp_avg": "bf16"}), "wide truncate stochastic"),
+        # fp32 rounds nothing: what is said to all goes past it.
+        (dict(rounding={"weights": "wide"}, dtype=torch.float32), "nearest stochastic stochastic"),
+        (
+            dict(rounding={"moments": "stochastic"}, moments={"exp_avg": "fp32"}, recipe="flash"),
+            "nearest nearest stochastic",
+        ),
+    ]
+
+    def roundings(self, row):
+        return " ".join(_abi.ROUNDING_NAMES[row.arrays[a].rounding] for a in range(3))
+
+    def test_reaches_the_rows(self):
+        """Of the layout, and of the table that a step hands to the library."""
+        for options, expected in self.TABLE:
+            with self.subTest(**options):
+                options = dict(options)
+                p = parameter(300, dtype=options.pop("dtype", torch.bfloat16))
+                opt = st.AdamW([p], lr=1e-2, **options)
+                self.assertEqual(self.roundings(opt._layout(p).row), expected)
+                take_steps(opt, [p], 2)
+                (table,) = opt._tables.values()
+                self.assertEqual(self.roundings(table.rows[0]), expected)
+
+    def test_of_a_group(self):
+        ps = parameters(torch.bfloat16)
+        groups = [dict(params=ps[:2], rounding={"moments": "nearest"}), dict(params=ps[2:])]
+        opt = st.AdamW(groups, rounding={"weights": "nearest"})
+        found = [self.roundings(opt._layout(p).row) for p in ps]
+        self.assertEqual(found, ["wide nearest nearest"] * 2 + ["nearest stochastic stochastic"] * 2)
+
+    def test_is_saved(self):
+        """A dict comes back with the state, and the steps go on with the same bits."""
+        ps, qs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+        opt = st.AdamW(ps, rounding={"weights": "nearest", "exp_avg_sq": "nearest"}, seed=4)
+        take_steps(opt, ps, 3)
+        with torch.no_grad():
+            for p, q in zip(ps, qs):
+                q.copy_(p)
+        twin = st.AdamW(qs)
+        twin.load_state_dict(pickle.loads(pickle.dumps(opt.state_dict())))
+        take_steps(opt, ps, 3, first=3)
+        take_steps(twin, qs, 3, first=3)
+        self.assertSame(picture(opt), picture(twin))
+
+    def test_means_the_same_as_a_name(self):
+        for name in ("nearest", "stochastic"):
+            a, b = parameters(torch.bfloat16), parameters(torch.bfloat16)
+            one = st.AdamW(a, rounding=name)
+            two = st.AdamW(b, rounding={"weights": name, "moments": name})
+            take_steps(one, a, 4)
+            take_steps(two, b, 4)
+            self.assertSame(picture(one)["weights"], picture(two)["weights"])
+            self.assertSame(picture(one)["state"]["state"], picture(two)["state"]["state"])
+
+    def test_wide_adds_up(self):
+        """400 steps of 1/32 of the last extra bit: to nearest they are lost, wide they arrive on average, and
+        the parameter is the nearest bf16 number of the wide value at every step."""
+        steps, size, gap = 400, 4096, 2.0**-15  # of bf16+8 above 1
+        for rounding, arrives in (("wide", True), ("nearest", False)):
+            p = torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16, device=DEVICE))
+            opt = st.SGD([p], lr=gap / 32, rounding={"weights": rounding})
+            p.grad = -torch.ones_like(p)
+            for _ in range(steps):
+                opt.step()
+            wide = opt.master_weights()[p]
+            delta = 6 * gap * math.sqrt(steps / 32 / size)  # as for bf16 above
+            arrived = 1 + steps * gap / 32 if arrives else 1.0
+            self.assertAlmostEqual(float(wide.double().mean()), arrived, delta=delta)
+            self.assertLess(delta, steps * gap / 32 / 10)
+            self.assertSame(p.detach(), wide.to(torch.bfloat16))
+
+    def test_refused(self):
+        half, wide = [parameter(64, dtype=torch.bfloat16)], [parameter(64)]
+        table = [
+            ("a name", dict(rounding="up"), ("'up'", "nearest, truncate, stochastic, wide", "'weights'")),
+            ("an accumulator's", dict(rounding="dither"), ("'dither'", "stochastic")),
+            ("no name", dict(rounding=2), ("2", "stochastic")),
+            ("a list", dict(rounding=["nearest"]), ("['nearest']", "a dict")),
+            ("a name in a dict", dict(rounding={"exp_avg": "up"}), ("'up'", "stochastic")),
+            ("None in a dict", dict(rounding={"weights": None}), ("None", "stochastic")),
+            ("a key", dict(rounding={"weight": "nearest"}), ("'weight'", "'weights', 'moments', 'exp_avg'")),
+            ("a slot", dict(rounding={"momentum_buffer": "nearest"}), ("'momentum_buffer'", "'exp_avg_sq'")),
+            (
+                "weights that cannot",
+                dict(rounding={"weights": "wide"}, weights="bf16"),
+                ("'wide'", "weights", "bf16", "nearest, truncate, stochastic"),
+            ),
+            (
+                "a master copy",
+                dict(rounding={"weights": "stochastic"}, recipe="mixed"),
+                ("'stochastic'", "bf16+fp32", "nearest"),
+            ),
+            (
+                "moments that cannot",
+                dict(rounding={"moments": "truncate"}),
+                ("'truncate'", "exp_avg", "companded8", "nearest, stochastic"),
+            ),
+            ("wide moments", dict(rounding={"exp_avg": "wide"}), ("'wide'", "exp_avg", "companded8")),
+        ]
+        for label, options, words in table:
+            with self.subTest(label), self.refused(*words):
+                st.AdamW(half, **options)
+        with self.refused("'weight'"):
+            st.AdamW([dict(params=wide, rounding={"weight": "nearest"})])
+        opt = st.AdamW(wide)
+        with self.refused_unchanged(opt, "'up'"):
+            opt.add_param_group(dict(params=half, rounding={"weights": "up"}))
+
+
+class Exact(Case):
+    """Second moments of which maxima or small differences count are fp32 in every recipe."""
+
+    TABLE = [
+        ("Adam", dict(lr=0.01, amsgrad=True), ("exp_avg_sq", "max_exp_avg_sq")),
+        ("AdamW", dict(lr=0.01, amsgrad=True), ("exp_avg_sq", "max_exp_avg_sq")),
+        ("RMSprop", dict(lr=0.005, centered=True), ("square_avg", "grad_avg")),
+        ("RMSprop", dict(lr=0.005, centered=True, momentum=0.9), ("square_avg", "grad_avg")),
+    ]
+
+    def test_formats(self):
+        """Whatever the recipe and moments= say; the other moment does as it is told."""
+        for name, options, exact in self.TABLE:
+            rest = {"Adam": "exp_avg", "AdamW": "exp_avg"}.get(name, "momentum_buffer")
+            for more, form in (
+                (dict(), "companded8"),
+                (dict(recipe="flash"), "flash8"),
+                (dict(recipe="scant"), "companded8"),
+                (dict(moments="bf16"), "bf16"),
+                (dict(moments={slot: "companded8" for slot in exact}), "companded8"),
+                (dict(rounding={"moments": "nearest"}), "companded8"),
+            ):
+                with self.subTest(name, **options, **more):
+                    p = parameter(200, dtype=torch.bfloat16)
+                    opt = getattr(st, name)([p], **options, **more)
+                    take_steps(opt, [p], 1)
+                    found = opt.state_dict()["param_groups"][0]["formats"]["bf16"]
+                    self.assertEqual({slot: found[slot] for slot in exact}, dict.fromkeys(exact, "fp32"))
+                    self.assertEqual(found.get(rest, form), form)
+                    self.assertTrue(all(opt.state[p][slot].dtype is torch.float32 for slot in exact))
+        with self.refused("fp13"):
+            st.AdamW([parameter(9)], amsgrad=True, moments={"exp_avg_sq": "fp13"})
+        with self.refused("log4", "exp_avg"):  # there is no other slot that could be in log4
+            st.AdamW([parameter(9)], amsgrad=True, moments="log4")
+
+    def test_follows_torch(self):
+        """300 steps whose gradients shrink to a tenth after 100: maxima must stay where they were."""
+        for name, options, exact in self.TABLE:
+            with self.subTest(name, **options):
+                a, b = parameters(), parameters()
+                start = [p.detach().clone() for p in b]
+                ours, theirs = getattr(st, name)(a, **options), getattr(torch.optim, name)(b, **options)
+                for step in range(300):
+                    for ps, opt in ((a, ours), (b, theirs)):
+                        give_gradients(ps, step, 1.0 if step < 100 else 0.1)
+                        opt.step()
+                saved = ours.state_dict(as_="torch")["state"]
+                for i, (p, q) in enumerate(zip(a, b)):
+                    for slot in exact:
+                        found, true = saved[i][slot], theirs.state[q][slot]
+                        self.assertLess(float((found - true).abs().max()), 1e-5 * float(true.abs().max()))
+                    moved = (q.detach() - start[i]).norm()
+                    # The 8-bit first moment, where there is one, is what is left of the difference.
+                    limit = 1e-5 if len(saved[i]) == 1 + len(exact) else 0.05
+                    self.assertLess(float((p.detach() - q.detach()).norm() / moved), limit)
+
+    def test_asked_for_between_steps(self):
+        """A hyperparameter that asks for exact moments, or stops: what stands in codes is converted."""
+        for name, ask, exact in (
+            ("AdamW", "amsgrad", "exp_avg_sq"),
+            ("Adam", "amsgrad", "exp_avg_sq"),
+            ("RMSprop", "centered", "square_avg"),
+        ):
+            # Of the logarithm, by two roundings: a code of companded8 is up to 1/16 wide, of bf16 1/128, of
+            # log4 a power of two and of log5 half of one.
+            for more, limit in (
+                (dict(), 0.13),
+                (dict(recipe="scant"), 0.85),
+                (dict(moments="bf16"), 0.02),
+                (dict(moments={exact: "log4"}), 1.4),
+            ):
+                with self.subTest(name, **more):
+                    ps = parameters(torch.bfloat16)
+                    opt = getattr(st, name)(ps, lr=1e-3, **more)
+                    take_steps(opt, ps, 3)
+                    before = opt.state_dict(as_="torch")["state"]
+                    opt.param_groups[0][ask] = True
+                    for look in (lambda: opt.state_dict(as_="torch"), opt.state_dict):  # neither needs a step
+                        after = look()["state"]
+                        self.assertSame(*([s[exact] for s in found.values()] for found in (before, after)))
+                    take_steps(opt, ps, 2, first=3)
+                    held = opt.state_dict(as_="torch")["state"]
+                    opt.param_groups[0][ask] = False
+                    take_steps(opt, ps, 1, first=5)
+                    self.assertIsNot(opt.state[ps[0]][exact].dtype, torch.float32)
+                    opt.load_state_dict(opt.state_dict())
+                    after = opt.state_dict(as_="torch")["state"]
+                    for p, i in zip(ps, held):
+                        true = 0.99 * held[i][exact] if name == "RMSprop" else 0.999 * held[i][exact]
+                        part = (0.01 if name == "RMSprop" else 0.001) * p.grad.float().square()
+                        off = (after[i][exact] / (true + part)).log().abs().max()
+                        self.assertLess(float(off), limit)
+
+
+class Following(Case):
+    def test_second_moments_after_a_shift(self):
+        """A third of the elements has gradients 5 times larger, or smaller, from step 1,000 on. At step 3,000
+        the RMS of ln(sqrt(v) / exact) was 0.08 to 0.12 over 8 seeds; rounded to nearest v lags: 0.55."""
+        size, steps = 512, 3000
+        for factor in (5.0, 0.2):
+            made = torch.Generator().manual_seed(1)
+            scale = torch.exp(torch.randn(size, generator=made))
+            shifted = torch.where(torch.arange(size) % 3 == 0, factor * scale, scale)
+            roundings = (None, "nearest")
+            ps = [torch.nn.Parameter(torch.zeros(size, device=DEVICE)) for _ in range(3)]
+            opts = [st.AdamW([p], lr=1e-4, rounding=rounding) for p, rounding in zip(ps, roundings)]
+            opts.append(torch.optim.AdamW(ps[2:], lr=1e-4))
+            for step in range(steps):
+                g = (torch.randn(size, generator=made) * (scale if step < 1000 else shifted)).to(DEVICE)
+                for p, opt in zip(ps, opts):
+                    p.grad = g
+                    opt.step()
+            exact = opts[2].state[ps[2]]["exp_avg_sq"]
+            found = [opt.state_dict(as_="torch")["state"][0]["exp_avg_sq"] for opt in opts[:2]]
+            drawn, nearest = (float((v / exact).log().div(2).square().mean().sqrt()) for v in found)
+            with self.subTest(factor=factor):
+                self.assertLess(drawn, 0.12)
+                self.assertGreater(nearest, 0.3)
 
 
 class Package(Case):

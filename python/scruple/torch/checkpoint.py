@@ -10,6 +10,7 @@ tensors of a last group, whose rule has no moments and whose lr is 0; other dtyp
 import base64
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import math
@@ -38,12 +39,13 @@ from .checkpoint_files import (
 )
 from .engines import engine_for
 from .optimizer import Optimizer
-from .planes import NAMES
+from .planes import NAMES, recode
 from .shards import is_sharded
 from .state import unchanged_on_error
 
 _MAX_OTHERS = 8_000_000  # of the text that holds what has no format: the manifest repeats it in the header
-_ROUNDINGS = (*_abi.ROUNDINGS, "dither")  # by their number in the library
+_ROUNDINGS = _abi.ROUNDING_NAMES
+_DRAWN = ("stochastic", "dither", "wide")  # with random numbers
 # Codes that are plain numbers; all others are bytes.
 _VISIBLE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _WRITER = "scruple.torch"
@@ -352,6 +354,8 @@ def load(opt, model, path, *, scaler=None):
             opt._update_rules()
             for name, p in held.items():
                 _check_fits(opt, name, p, stored[name], manifest, folder)
+                if ours.groups is not None:
+                    _check_order(opt, name, p, stored[name], folder)
             for name in rest:
                 if name in stored:
                     _check_weight(stored[name], folder)
@@ -531,14 +535,17 @@ def _from_hypers(group, source, folder):
 
 
 def _check_fits(opt, name, p, tensor, manifest, folder):
-    """The planes in the file are those that the optimizer keeps of this parameter."""
+    """The planes in the file are those that the optimizer keeps of this parameter, or are converted."""
     group = opt.param_groups[opt._number[p][1]]
-    wanted, found = _arrays_of(opt._layout(p), p.shape), [_without_pieces(a) for a in tensor["arrays"]]
+    layout, found = opt._layout(p), [_without_pieces(a) for a in tensor["arrays"]]
+    stored = _stored(opt, p, tensor)
+    wanted = None if stored is None else _arrays_of(stored, p.shape)
     # An fp32 parameter takes a weight of any format: all their values are fp32 numbers.
-    if found[1:] != wanted[1:] or p.dtype is not torch.float32 and found[0] != wanted[0]:
+    first = 1 if p.dtype is torch.float32 else 0
+    if wanted is None or list(map(_as_read, found[first:])) != list(map(_as_read, wanted[first:])):
         said, asked = (
             ", ".join(f"{a['name']} in {a['format']} ({a['rounding']})" for a in arrays)
-            for arrays in (found, wanted)
+            for arrays in (found, _arrays_of(layout, p.shape))
         )
         raise UsageError(
             f"{name}: {folder} has {said}, and the optimizer keeps {asked}; the checkpoint is of recipe "
@@ -547,13 +554,52 @@ def _check_fits(opt, name, p, tensor, manifest, folder):
             f"'scruple checkpoint convert {folder} --recipe {group['recipe']} --out NEW'"
         )
     _check_weight(tensor, folder)
-    draws = any(array["rounding"] == "stochastic" for array in tensor["arrays"])
+
+
+def _check_order(opt, name, p, tensor, folder):
+    """A run goes on with its own random numbers. One of another program cannot: its parameters are in another
+    order where groups part them, and its gradients are not torch's."""
+    draws = any(array["rounding"] in _DRAWN for array in tensor["arrays"])
     if draws and tensor["id"] != opt._number[p][0]:
         raise UsageError(
             f"{name} is parameter {opt._number[p][0]} of the optimizer, and {tensor['id']} in {folder}: with "
             "stochastic rounding the random numbers follow it; make the optimizer from the parameters in the "
             "same order"
         )
+
+
+def _stored(opt, p, tensor):
+    """The layout of the planes in the file where it is the optimizer's, or one that is converted; else
+    None."""
+    layout = opt._layout(p)
+    formats = {array["name"]: array["format"] for array in tensor["arrays"]}
+    if p.dtype is torch.float32:
+        formats["weight"] = layout.formats["weight"]
+    try:
+        return layout.as_saved(formats, opt.param_groups[opt._number[p][1]]["recipe"])
+    except ValueError:  # a format that there is not, or not for this
+        return None
+
+
+def _as_read(array):
+    """An array without what its values do not depend on."""
+    form, number = _format_of(array), _rounding_of(array)
+    if form is None or number is None or not form.rounds(number):
+        return array
+    return {**array, "rounding": _ROUNDINGS[form.reads_as(number)]}
+
+
+@functools.lru_cache(maxsize=1)
+def _known_formats():
+    return {form.name: form for form in _abi.formats()}
+
+
+def _format_of(array):
+    return _known_formats().get(array["format"])
+
+
+def _rounding_of(array):
+    return _ROUNDINGS.index(array["rounding"]) if array["rounding"] in _ROUNDINGS else None
 
 
 def _without_pieces(array):
@@ -564,8 +610,7 @@ def _without_pieces(array):
 def _check_weight(tensor, folder):
     """The library reads the planes of a weight by its format's rules, so they must be long enough."""
     array = tensor["arrays"][0]
-    form = next((form for form in _abi.formats() if form.name == array["format"]), None)
-    rounding = _ROUNDINGS.index(array["rounding"]) if array["rounding"] in _ROUNDINGS else None
+    form, rounding = _format_of(array), _rounding_of(array)
     if form is None or not form.roles & _abi.ROLE_WEIGHT or rounding is None or not form.rounds(rounding):
         raise UsageError(
             f"{tensor['name']}: {folder} has its weight in {array['format']!r} ({array['rounding']!r}), "
@@ -588,33 +633,46 @@ def _make_state(opt, p):
 
 
 def _read_held(checkpoint, opt, p, tensor):
-    state = opt.state[p]
+    state, stored = opt.state[p], _stored(opt, p, tensor)
     state["step"] = tensor["step"] - 1
     state.pop("adagc_norm", None)
     if tensor["adagc_norm"] is not None:
         state["adagc_norm"] = float(tensor["adagc_norm"])
-    as_is = tensor["arrays"][0]["format"] == opt._layout(p).formats["weight"]
-    if not as_is:
-        _read_weight(checkpoint, p, tensor)
-    for array in tensor["arrays"][0 if as_is else 1 :]:
-        for plane in array["planes"]:
-            to = state.get(_state_name(array["name"], plane["kind"]), p)
-            name = plane_name(tensor["name"], array["name"], plane["kind"])
-            if to.is_contiguous():
-                checkpoint.read(name, plane, to)
-            else:
-                made = torch.empty(to.shape, dtype=to.dtype, device=to.device)
-                checkpoint.read(name, plane, made)
-                to.copy_(made)
+    formats = opt._layout(p).formats
+    for (a, name, form), array in zip(stored.arrays, tensor["arrays"]):
+        if array["format"] == formats[name]:
+            _read_planes(checkpoint, state, p, tensor["name"], array)
+        elif a == _abi.WEIGHT:
+            _read_weight(checkpoint, p, tensor)
+        else:
+            planes = [*_host_planes(checkpoint, tensor["name"], array), None][:2]
+            recode(engine_for(p.device), opt._entry(p).row, a, form, *planes, p.device)
+
+
+def _read_planes(checkpoint, state, p, tensor, array):
+    """An array as it is, into the optimizer's planes."""
+    for plane in array["planes"]:
+        to = state.get(_state_name(array["name"], plane["kind"]), p)
+        name = plane_name(tensor, array["name"], plane["kind"])
+        if to.is_contiguous():
+            checkpoint.read(name, plane, to)
+        else:
+            made = torch.empty(to.shape, dtype=to.dtype, device=to.device)
+            checkpoint.read(name, plane, made)
+            to.copy_(made)
+
+
+def _host_planes(checkpoint, tensor, array):
+    return [
+        checkpoint.read_host(plane_name(tensor, array["name"], plane["kind"]), plane)
+        for plane in array["planes"]
+    ]
 
 
 def _read_weight(checkpoint, x, tensor):
     """The weight alone, of any format, into a tensor of any dtype that has its values."""
     array = tensor["arrays"][0]
-    planes = [
-        checkpoint.read_host(plane_name(tensor["name"], "weight", plane["kind"]), plane)
-        for plane in array["planes"]
-    ]
+    planes = _host_planes(checkpoint, tensor["name"], array)
     if array["format"] == NAMES.get(x.dtype):
         x.copy_(planes[0].view(x.dtype).view(x.shape))
         return

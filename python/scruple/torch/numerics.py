@@ -20,7 +20,8 @@ def check_updates(opt, model=None, threshold=0.1):
 
     The next step is tried on a copy of up to 65,536 elements of each parameter. Where more than `threshold`
     of those that have a gradient would come out with the same bits, the step is below the last bit of the
-    format: those weights stand still. (With stochastic rounding they move on average, and nothing is said.)
+    format: those weights stand still. (Rounded stochastically or wide they move on average, and nothing is
+    said.)
     """
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
     if opt._handle is not None:
@@ -35,14 +36,17 @@ def check_updates(opt, model=None, threshold=0.1):
         if p.grad is None or not local(p).numel():
             continue
         layout = opt._layout(p)
-        if layout.row.arrays[_abi.WEIGHT].rounding == _abi.STOCHASTIC:
+        rounding = layout.row.arrays[_abi.WEIGHT].rounding
+        kept = next(form.aux_bits for a, _, form in layout.arrays if a == _abi.WEIGHT)
+        if rounding == _abi.STOCHASTIC or rounding == _abi.WIDE and kept < 16:  # with 16 wide drops nothing
             continue
         share = _unmoved(opt, p)
         if share > threshold:
             weight = layout.formats["weight"]
             lr = float(opt.param_groups[index]["lr"])
             base, plus, extra = weight.partition("+")
-            wider = f"weights='{base}+{16 if plus else 8}' (more extra bits) or rounding='stochastic'"
+            drawn = "rounding={'weights': 'wide'}" if plus else "rounding='stochastic'"
+            wider = f"weights='{base}+{16 if plus else 8}' (more extra bits) or {drawn}"
             if weight == "fp32" or extra in ("16", "fp32"):
                 wider = "a larger lr"
             found.append(

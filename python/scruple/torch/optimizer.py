@@ -15,7 +15,7 @@ from .. import _abi
 from .._abi import UsageError, library
 from . import state as state_files
 from .engines import engine_for
-from .planes import Layout, decode, encode, start
+from .planes import Layout, decode, encode, recode, start
 from .shards import groups_of, like, local, offset_of, part_of
 from .table import Table, check_gradient
 
@@ -185,16 +185,22 @@ class Optimizer(torch.optim.Optimizer):
         layout = Layout(rule, self.param_groups[index], p.dtype, p.numel())
         state = self.state[p]
         fresh = not state
+        misfits = layout.misfits(self.rule, self.param_groups[index], state, weight.numel())
+        held = {name: x for name, x in state.items() if name.partition("/")[0] not in misfits}
         if fresh:
-            state["step"] = 0
-            state.update(layout.allocate(weight))
-        elif any(name not in state for _, name, _ in layout.arrays[1:]):  # a slot that is asked for only now
+            held = {"step": 0, **layout.allocate(weight)}
+        elif any(name not in held for _, name, _ in layout.arrays[1:]):  # a slot that is asked for only now
             made = layout.allocate(weight)
-            state.update({name: made[name] for name in made if name != "extra" and name not in state})
-        row = layout.place(rule, weight, state, number, offset_of(p))
-        row.step = state["step"] + 1
+            held.update({name: made[name] for name in made if name != "extra" and name not in held})
+        row = layout.place(rule, weight, held, number, offset_of(p))
+        row.step = held["step"] + 1
+        for name in state.keys() - held.keys():
+            del state[name]
+        state.update(held)
         if fresh:
             start(engine_for(weight.device), row, weight, state)
+        for name, was in misfits.items():
+            recode(engine_for(weight.device), row, layout.index(name), *was, weight.device)
         self._entries[p] = entry = Entry(layout, row, weight, state)
         return entry
 

@@ -5,8 +5,13 @@ All take, for the optimizer or per parameter group:
   recipe    a named choice of formats: "scruple" (the default), "flash", "scant", "split", "mixed", "fp32"
   weights   what is kept beside a 16-bit parameter, such as "bf16+16"; in place of the recipe's. An fp32
             parameter is its own full-width weight.
-  moments   a format for every moment that it can hold, or {slot: format}; in place of the recipe's
-  rounding  "nearest" or "stochastic", for weights and moments alike; in place of the recipe's
+  moments   a format for every moment that it can hold, or {slot: format}; in place of the recipe's. Second
+            moments under amsgrad and centered count to the last bit, and stay in fp32 whatever is said.
+  rounding  "nearest", "truncate" or "stochastic" for every weight and moment that can; "wide" for weights
+            with extra bits, of which the model then sees the nearest 16-bit number while the whole is rounded
+            stochastically, as moments are beside it; or a dict, {"weights": "wide", "moments": "nearest",
+            "exp_avg": "stochastic"}, in which a slot's own name counts before "moments"; in place of the
+            recipe's
   seed      of stochastic rounding; together with step, parameter and element it decides every random number
 
 `foreach` and `fused` are accepted and change nothing: every step is one fused call per device.

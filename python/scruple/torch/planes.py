@@ -4,6 +4,7 @@ State names: "extra" is what completes a 16-bit weight, a moment has its slot's 
 the name with "/scale" behind it.
 """
 
+import copy
 import ctypes
 import math
 from ctypes import byref
@@ -16,6 +17,8 @@ from .._abi import UsageError, library
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHUNK = 1 << 22  # values that are converted at a time: 16 MiB in fp32
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# What a recipe meant in older states, and means now: such a moment is converted when it is loaded.
+_FORMER = {"scant": ("log4", "log5")}
 
 
 def weight_format(name, dtype):
@@ -57,6 +60,7 @@ def _set_format(array, name):
 
 
 def _set_moments(row, moments, arrays):
+    """Slots that must be exact stay as the library has them, in fp32."""
     slots = {name: (a, role) for a, name, role in arrays if a != _abi.WEIGHT}
     if isinstance(moments, dict):
         for name, form in moments.items():
@@ -64,12 +68,59 @@ def _set_moments(row, moments, arrays):
                 raise UsageError(
                     f"moments names slot {name!r}; this optimizer has {', '.join(slots) or 'none'}"
                 )
-            _set_format(row.arrays[slots[name][0]], form)
+            _abi.format_named(form)  # says what there is, where there is no such format
+            if slots[name][1] != _abi.ROLE_EXACT:
+                _set_format(row.arrays[slots[name][0]], form)
         return
     roles = _abi.format_named(moments).roles
-    fits = [a for a, role in slots.values() if role & roles]
-    for a in fits or [a for a, _ in slots.values()][:1]:  # where it fits none, the library says what would
+    loose = [(a, role) for a, role in slots.values() if role != _abi.ROLE_EXACT]
+    fits = [a for a, role in loose if role & roles]
+    for a in fits or [a for a, _ in loose][:1]:  # where it fits none, the library says what would
         _set_format(row.arrays[a], moments)
+
+
+def _rounding_named(name):
+    if not isinstance(name, str) or name not in _abi.ROUNDINGS:
+        raise UsageError(
+            f"rounding is {name!r}; it can be {', '.join(_abi.ROUNDINGS)}, or a dict of these for 'weights', "
+            "'moments' or slots by name"
+        )
+    return _abi.ROUNDINGS[name]
+
+
+def _set_rounding(row, rounding, arrays):
+    """A name is for every array that can round so; what a dict says of an array, that array must be able to
+    do."""
+    if isinstance(rounding, dict):
+        return _set_roundings(row, rounding, arrays)
+    wanted = _rounding_named(rounding)
+    for a, _, _ in arrays:
+        # Moments have no second part that could be wide.
+        own = _abi.STOCHASTIC if wanted == _abi.WIDE and a != _abi.WEIGHT else wanted
+        if _abi.format_at(row.arrays[a].format).rounds(own):
+            row.arrays[a].rounding = own
+
+
+def _set_roundings(row, rounding, arrays):
+    slots = {name: a for a, name, _ in arrays if a != _abi.WEIGHT}
+    for key, value in rounding.items():
+        _rounding_named(value)
+        if key not in ("weights", "moments", *slots):
+            raise UsageError(
+                f"rounding names {key!r}; it can name {', '.join(map(repr, ('weights', 'moments', *slots)))}"
+            )
+    for name, a in {"weights": _abi.WEIGHT, **slots}.items():
+        named = rounding.get(name, None if a == _abi.WEIGHT else rounding.get("moments"))
+        form = _abi.format_at(row.arrays[a].format)
+        if named is None or form.name == "fp32":  # which rounds nothing
+            continue
+        if not form.rounds(_abi.ROUNDINGS[named]):
+            known = [known for known, number in _abi.ROUNDINGS.items() if form.rounds(number)]
+            raise UsageError(
+                f"rounding {named!r} of {name}: they are kept in {form.name}, which can be rounded "
+                f"{', '.join(known)}"
+            )
+        row.arrays[a].rounding = _abi.ROUNDINGS[named]
 
 
 _empty_engine = None
@@ -83,6 +134,27 @@ def _check_formats(row):
     empty = _abi.Tensor.from_buffer_copy(row)
     empty.size = 0
     library.tensor_alloc(_empty_engine.handle, byref(empty), 0xF)
+
+
+def _exact_slots(rule):
+    """Those that some hyperparameter of the rule asks to be exact."""
+    asks = _abi.Rule(rule)
+    for name, default in _abi.rules()[rule][2].items():
+        if isinstance(default, bool):
+            asks.set(name, True)
+    row = _abi.Tensor(optimizer=asks.handle, step=1)
+    library.tensor_use(byref(row), b"fp32")
+    return {name for _, name, role in _arrays(row) if role == _abi.ROLE_EXACT}
+
+
+def _loose_format(rule, group, slot):
+    """What a slot that must be exact now has in a rule that does not ask for it."""
+    role, moments = _abi.rules()[rule][1][slot], group["moments"]
+    recipe = _abi.recipes()[group["recipe"]]
+    own = (recipe.nonneg if role == _abi.ROLE_NONNEG else recipe.moment).decode()
+    if isinstance(moments, dict):
+        return moments.get(slot, own)
+    return moments if moments and _abi.format_named(moments).roles & role else own
 
 
 class Layout:
@@ -105,19 +177,49 @@ class Layout:
         if group["moments"] and not small:
             _set_moments(row, group["moments"], arrays)
         if group["rounding"] is not None:
-            if group["rounding"] not in _abi.ROUNDINGS:
-                raise UsageError(f"rounding is {group['rounding']!r}; it can be {', '.join(_abi.ROUNDINGS)}")
-            rounding = _abi.ROUNDINGS[group["rounding"]]
-            for a, _, _ in arrays:
-                if _abi.format_at(row.arrays[a].format).rounds(rounding):
-                    row.arrays[a].rounding = rounding
+            _set_rounding(row, group["rounding"], arrays)
         _check_formats(row)
         self.row, self.dtype = row, dtype
         self.arrays = [(a, name, _abi.format_at(row.arrays[a].format)) for a, name, _ in arrays]
+        self.exact = {name for _, name, role in arrays if role == _abi.ROLE_EXACT}
 
     @property
     def formats(self):
         return {name: form.name for _, name, form in self.arrays}
+
+    def as_saved(self, formats, recipe):
+        """The same with moments in the formats that a state has them in. None: it is no such state as is
+        converted, which are those of before a slot had to be exact or a recipe had its formats of now."""
+        if formats == self.formats:
+            return self
+        if formats.keys() != self.formats.keys():
+            return None
+        made = copy.copy(self)
+        made.row, made.arrays = _abi.Tensor.from_buffer_copy(self.row), []
+        for a, name, form in self.arrays:
+            if formats[name] != form.name:
+                if name not in self.exact and (formats[name], form.name) != _FORMER.get(recipe):
+                    return None
+                form = _abi.format_named(formats[name])
+                made.row.arrays[a] = _abi.Array(form.handle)
+            made.arrays.append((a, name, form))
+        _check_formats(made.row)
+        return made
+
+    def misfits(self, rule, group, state, size):
+        """{slot: (format, codes, scales)} of moments that stand in `state` as they were before a
+        hyperparameter asked for exact ones, or stopped asking."""
+        found = {}
+        for _, name, form in self.arrays:
+            codes, scales = state.get(name), state.get(name + "/scale")
+            if not isinstance(codes, torch.Tensor) or (codes.dtype == torch.float32) == (form.name == "fp32"):
+                continue
+            if name in _exact_slots(rule):
+                was = _abi.format_named(_loose_format(rule, group, name) if name in self.exact else "fp32")
+                fits = codes.numel() * codes.element_size() == was.bytes(size)[0]
+                if fits and (scales is not None) == was.has_scales:
+                    found[name] = was, codes, scales
+        return found
 
     def planes(self):
         """(state name, array, attribute of the array, values per entry, dtype) of all that the parameter
@@ -200,9 +302,31 @@ def chunks(row):
         yield first, size, part
 
 
+def _to_nearest(row, array):
+    """Of what is loaded: not drawn, so that values which were codes before become the same codes."""
+    held = row.arrays[array]
+    held.rounding = _abi.format_at(held.format).reads_as(held.rounding)
+
+
 def encode(engine, row, array, values, device):
     """Writes values of any dtype from any device, a piece at a time."""
     values = values.reshape(-1)
     for first, size, part in chunks(row):
         chunk = values[first : first + size].to(device=device, dtype=torch.float32).contiguous()
+        _to_nearest(part, array)
         library.encode(engine, byref(part), array, chunk.data_ptr())
+
+
+def recode(engine, row, array, form, codes, scales, device):
+    """Writes the values that stand in planes of another format, a piece at a time."""
+    planes = [None if plane is None else plane.reshape(-1).view(torch.uint8) for plane in (codes, scales)]
+    for first, size, part in chunks(row):
+        held = [
+            None if plane is None else plane[begin : begin + count].to(device)
+            for plane, begin, count in zip(planes, form.bytes(first), form.bytes(size))
+        ]
+        source = _abi.Tensor.from_buffer_copy(part)
+        source.arrays[array] = _abi.Array(form.handle, *(None if x is None else x.data_ptr() for x in held))
+        values = torch.empty(size, dtype=torch.float32, device=device)
+        library.decode(engine, byref(source), array, values.data_ptr())
+        encode(engine, part, array, values, device)

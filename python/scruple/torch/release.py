@@ -26,6 +26,8 @@ from .shards import groups_of, is_sharded, local
 from .table import check_gradient, mark_changed
 
 POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
+ACCUMULATIONS = {"momentum": ("sgd", "sgdw"), "adama": ("adam", "adamw")}  # by rule
+ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
 BUCKET = 32 << 20  # bytes of gradients that are collected before a call
 
 
@@ -40,7 +42,7 @@ def release_gradients(
     tensor_norm=None,
     adagc=None,
     scaler=None,
-    accumulator="int8",
+    accumulator="root8",
     process_group=None,
 ):
     """From now on backward() takes the steps of `opt` for the parameters of `model`. Returns a handle:
@@ -50,14 +52,14 @@ def release_gradients(
                   "compressed": each is folded into an accumulator and freed; the step comes at the end of the
                   last backward of a step. Accumulation, clipping and loss scaling all work.
     accumulate    backward passes to a step; the mean of their gradients is taken, so do not divide the loss
-    accumulation  released with accumulate > 1: "momentum" (SGD, SGDW) or "adama" (Adam, AdamW);
-                  docs/gradients.md
+    accumulation  released with accumulate > 1: "momentum" (SGD, SGDW) or "adama" (Adam, AdamW), with an
+                  optimizer of moments="fp32"; docs/gradients.md
     max_norm      compressed: limit of the norm of all gradients
     tensor_norm   released: limit of each parameter's own norm
     adagc         released: lambda of AdaGC, such as 1.05
     scaler        a torch.amp.GradScaler (or LossScaler); keep scaler.scale, scaler.step and scaler.update
                   in the loop
-    accumulator   compressed: "int8", "bf16" or "fp32"
+    accumulator   compressed: "root8", "int8", "bf16" or "fp32"
     process_group data parallelism: gradients are averaged over it before they are used. In place of
                   DistributedDataParallel, which keeps every gradient in its buckets. Weights and buffers are
                   taken from its first rank now; buffers go their own ways from there. Every rank must use the
@@ -75,6 +77,8 @@ def release_gradients(
             "no parameter of the model that needs a gradient is in the optimizer; make the optimizer from "
             "this model's parameters"
         )
+    if accumulation is not None and accumulate > 1:
+        _check_moments(opt, params, accumulation)
     if process_group is not None:
         if any(is_sharded(p) for p in params):
             raise UsageError(
@@ -128,7 +132,7 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
             f"policy is {policy!r}; it can be 'released' or 'compressed' (for stored gradients, call "
             "opt.step() after backward as ever)"
         )
-    if accumulation is not None and accumulation not in ("momentum", "adama"):
+    if accumulation is not None and accumulation not in ACCUMULATIONS:
         raise UsageError(
             f"accumulation is {accumulation!r}; it can be 'momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)"
         )
@@ -138,8 +142,8 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
             "optimizer; leave "
             "accumulation out"
         )
-    if accumulator not in ("int8", "bf16", "fp32"):
-        raise UsageError(f"accumulator is {accumulator!r}; it can be 'int8', 'bf16' or 'fp32'")
+    if accumulator not in ACCUMULATORS:
+        raise UsageError(f"accumulator is {accumulator!r}; it can be {', '.join(map(repr, ACCUMULATORS))}")
     if policy == "released" and max_norm:
         raise UsageError(
             "policy 'released' with max_norm: parameters are stepped before the norm of all is known; use "
@@ -155,6 +159,23 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
         raise UsageError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler or a LossScaler"
         )
+
+
+def _check_moments(opt, params, accumulation):
+    """Accumulated in the moments, a micro-batch is far smaller than a code of theirs."""
+    if opt.rule not in ACCUMULATIONS[accumulation]:
+        raise UsageError(
+            f"accumulation={accumulation!r} with rule {opt.rule!r}; 'momentum' is for sgd and sgdw, 'adama' "
+            "for adam and adamw: use policy='compressed' for any other"
+        )
+    for p in params:
+        for a, name, form in opt._layout(p).arrays:
+            if a != _abi.WEIGHT and form.name != "fp32":
+                raise UsageError(
+                    f"accumulation={accumulation!r} adds micro-batches to the moments, and {name} is kept in "
+                    f"{form.name}, in whose rounding they would be lost; make the optimizer with "
+                    "moments='fp32', or use policy='compressed'"
+                )
 
 
 class Steps:
@@ -302,7 +323,8 @@ class Sink:
         self.addresses = [entry.address for entry in entries]
         rows = (_abi.Tensor * len(params))(*(entry.row for entry in entries))
         form = _abi.format_named(accumulator)
-        rounding = _abi.DITHER if form.rounds(_abi.DITHER) else _abi.NEAREST
+        # Unbiased, so that small gradients add up over micro-batches: the best of what the format can.
+        rounding = max(r for r in (_abi.NEAREST, _abi.STOCHASTIC, _abi.DITHER) if form.rounds(r))
         for row in rows:
             row.arrays[_abi.GRADIENT] = _abi.Array(form.handle, None, None, rounding)
         self.adagc = options["adagc"] > 0

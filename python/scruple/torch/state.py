@@ -17,14 +17,13 @@ import contextlib
 import copy
 import math
 import sys
-from ctypes import byref
 
 import torch
 
 from .. import _abi
-from .._abi import UsageError, library
+from .._abi import UsageError
 from .engines import engine_for
-from .planes import NAMES, chunks, decode, encode
+from .planes import NAMES, chunks, decode, encode, recode
 from .shards import is_run, is_sharded, like, local, offset_of, part_of
 
 VERSION = 1
@@ -78,6 +77,8 @@ def _asked_by_checkpoint():
 
 def _planes(opt, p, by_rows):
     layout, state = opt._layout(p), opt.state[p]
+    if any(name not in state for name, *_ in layout.planes()):  # asked for since the last step
+        opt._entry(p)
     saved = {"step": torch.tensor(state["step"], device="cpu")}
     if "adagc_norm" in state:
         saved["adagc_norm"] = torch.tensor(state["adagc_norm"], dtype=torch.float64, device="cpu")
@@ -208,11 +209,10 @@ def _read_ours(opt, p, number, state, source):
     """Checks one parameter's planes, and returns what writes them."""
     layout, weight = opt._layout(p), local(p)
     formats = (source.get("formats") or {}).get(NAMES[p.dtype])
-    if (
-        formats is not None
-        and formats != layout.formats
-        and p.numel() > _abi.recipes()[source["recipe"]].small
-    ):
+    stored = layout  # what the planes in the state are
+    if formats is not None and p.numel() > _abi.recipes()[source["recipe"]].small:
+        stored = layout.as_saved(formats, source["recipe"])
+    if stored is None:
         raise UsageError(
             f"parameter {number}: the state has formats {formats} and recipe {source['recipe']!r} means "
             f"{layout.formats} here; load what state_dict(as_='torch') gives"
@@ -226,9 +226,9 @@ def _read_ours(opt, p, number, state, source):
     if "step" not in state:
         raise UsageError(f"parameter {number}: the state lacks 'step'; it has {', '.join(map(str, state))}")
     planes, values = {}, {}
-    for name, a, plane, per, dtype in layout.planes():
+    for name, a, plane, per, dtype in stored.planes():
         slot = name.partition("/")[0]
-        if _is_values(state.get(slot), layout, slot):
+        if _is_values(state.get(slot), stored, slot):
             values[slot] = part_of(p, state[slot])
             continue
         if not isinstance(state.get(name), torch.Tensor):
@@ -245,12 +245,12 @@ def _read_ours(opt, p, number, state, source):
                 planes[name] = _packed(part_of(p, bits), _extra_bits(layout), dtype)
             elif slot not in values:
                 planes.pop(slot, None)
-                values[slot] = part_of(p, _decoded_whole(p, layout, slot, state)).clone()
+                values[slot] = part_of(p, _decoded_whole(p, stored, slot, state)).clone()
             continue
         found = _plane_part(p, state[name], per)
         if dtype == torch.int16 and found.shape == (*weight.shape, 2):
             found = _from_bytes(found)
-        shape = layout.shape(weight, per, dtype, a, plane)
+        shape = stored.shape(weight, per, dtype, a, plane)
         if found.dtype != dtype or found.numel() != math.prod(shape):
             raise UsageError(
                 f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and "
@@ -269,13 +269,17 @@ def _read_ours(opt, p, number, state, source):
             )
 
     def write():
-        entry = _ready(opt, p, int(state["step"]))
+        engine, entry = engine_for(weight.device), _ready(opt, p, int(state["step"]))
         if "adagc_norm" in state:
             opt.state[p]["adagc_norm"] = float(state["adagc_norm"])
+        for a, slot, form in stored.arrays:
+            if form.name != layout.formats[slot] and slot not in values:
+                codes, scales = planes.pop(slot), planes.pop(slot + "/scale", None)
+                recode(engine, entry.row, a, form, codes, scales, weight.device)
         for name, found in planes.items():
             opt.state[p][name].copy_(found.reshape(opt.state[p][name].shape))
         for slot, found in values.items():
-            encode(engine_for(weight.device), entry.row, layout.index(slot), found, weight.device)
+            encode(engine, entry.row, layout.index(slot), found, weight.device)
 
     return write
 
@@ -436,18 +440,8 @@ def _ready(opt, p, steps):
 
 def _load_flash(engine, row, array, codes, scales, device):
     """FlashOptim's moments are our format flash8, with its fp16 scales at times under the name of bf16."""
-    codes = codes.reshape(-1)
-    scales = (scales.view(torch.float16) if scales.dtype == torch.bfloat16 else scales).reshape(-1)
-    codes = codes.to(torch.int16) if codes.is_floating_point() else codes
-    flash = _abi.format_named("flash8")
-    for first, size, part in chunks(row):
-        code = codes[first : first + size].to(device).to(torch.uint8).contiguous()
-        scale = scales[first // flash.group : math.ceil((first + size) / flash.group)].to(device).contiguous()
-        source = _abi.Tensor.from_buffer_copy(part)
-        source.arrays[array] = _abi.Array(flash.handle, code.data_ptr(), scale.data_ptr())
-        values = torch.empty(size, device=device)
-        library.decode(engine, byref(source), array, values.data_ptr())
-        library.encode(engine, byref(part), array, values.data_ptr())
+    codes = codes.to(torch.int16).to(torch.uint8) if codes.element_size() > 1 else codes
+    recode(engine, row, array, _abi.format_named("flash8"), codes, scales, device)
 
 
 def _load_error_bits(engine, row, weight, errors, source):
@@ -464,4 +458,4 @@ def _load_error_bits(engine, row, weight, errors, source):
         log_ulp = torch.where(high == 0, least, (exponent - 1).clamp(min=least)) - bits
         code = errors[first : first + size].to(weight.device).float()
         values = high + torch.ldexp(code / top, log_ulp - 1)
-        library.encode(engine, byref(part), _abi.WEIGHT, values.contiguous().data_ptr())
+        encode(engine, part, _abi.WEIGHT, values, weight.device)
