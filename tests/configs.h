@@ -54,7 +54,9 @@ inline std::vector<Config> recipe_configs(bool busy = true) {
     for (int recipe = 0; recipe < scruple_recipe_count(); ++recipe) {
       scruple_recipe_info info{};
       CHECK_OK(scruple_recipe_at(recipe, &info));
-      const Optimizer optimizer(rule_name(rule).c_str());
+      Optimizer optimizer(rule_name(rule).c_str());
+      for (const auto& [name, value] : hypers)
+        optimizer.set(name.c_str(), value);  // some slots must be exact
       scruple_tensor row{};
       row.optimizer = optimizer;
       row.size = std::int64_t{1} << 30;
@@ -96,10 +98,10 @@ struct GradientKind {
   const char* format;
   int rounding;
 };
-inline constexpr GradientKind kGradientKinds[] = {{"fp32", SCRUPLE_NEAREST},    {"bf16", SCRUPLE_NEAREST},
-                                                  {"bf16", SCRUPLE_STOCHASTIC}, {"fp16", SCRUPLE_NEAREST},
-                                                  {"int8", SCRUPLE_NEAREST},    {"int8", SCRUPLE_STOCHASTIC},
-                                                  {"int8", SCRUPLE_DITHER}};
+inline constexpr GradientKind kGradientKinds[] = {
+    {"fp32", SCRUPLE_NEAREST}, {"bf16", SCRUPLE_NEAREST},  {"bf16", SCRUPLE_STOCHASTIC},
+    {"fp16", SCRUPLE_NEAREST}, {"int8", SCRUPLE_NEAREST},  {"int8", SCRUPLE_STOCHASTIC},
+    {"int8", SCRUPLE_DITHER},  {"root8", SCRUPLE_NEAREST}, {"root8", SCRUPLE_STOCHASTIC}};
 inline Config with_gradient(Config config, const GradientKind& kind) {
   put(config, SCRUPLE_GRADIENT, scruple_format_find(kind.format), kind.rounding);
   config.name += std::string(", gradient ") + kind.format + " " + std::to_string(kind.rounding);

@@ -213,7 +213,11 @@ TEST_F(Scaled, every_code_returns) {
       // so.
       EXPECT_LE(moved, c.rounding == SCRUPLE_NEAREST ? 0 : 1 + values.size() / 200)
           << c.name() << " scale " << scale;
-      EXPECT_TRUE(c.rounding != SCRUPLE_NEAREST || same_bytes(t.codes(c.array).bytes(), codes))
+      Bytes expected = codes;
+      if (c.info.code_bits == 8)  // a sign beside a magnitude of zero is not kept
+        for (std::size_t i = 0; i < values.size(); ++i)
+          if (values[i] == 0) expected[i] = 0;
+      EXPECT_TRUE(c.rounding != SCRUPLE_NEAREST || same_bytes(t.codes(c.array).bytes(), expected))
           << c.name() << " scale " << scale;
     }
   }
@@ -240,7 +244,7 @@ TEST_F(Scaled, re_encoding_does_not_drift) {
 
 TEST_F(Scaled, the_most_negative_code_is_never_written) {
   for (const Case& c : cases) {
-    if (!is_scaled(c)) continue;
+    if (!is_scaled(c) || c.rounding == SCRUPLE_DITHER) continue;  // a dithered level depends on its coin
     const std::vector<bool> beyond = beyond_top(levels(c, 1.0f));
     if (std::find(beyond.begin(), beyond.end(), true) == beyond.end()) continue;
     std::vector<float> values = ordinary(c, 20 * c.group(), 5);
@@ -394,7 +398,8 @@ TEST_F(Scaled, codes_are_packed_as_one_bit_string) {
 template <class Half>
 float joined(int rounding, std::uint32_t visible, std::uint32_t extra, int k) {
   switch (rounding) {
-    case SCRUPLE_NEAREST: return Half::value(scruple::join<scruple::kNearest>(visible, extra, k));
+    case SCRUPLE_NEAREST:
+    case SCRUPLE_WIDE: return Half::value(scruple::join<scruple::kNearest>(visible, extra, k));
     case SCRUPLE_TRUNCATE: return Half::value(scruple::join<scruple::kTruncate>(visible, extra, k));
     default: return Half::value(scruple::join<scruple::kStochastic>(visible, extra, k));
   }

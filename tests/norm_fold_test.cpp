@@ -22,7 +22,7 @@ std::vector<Kind> kinds(std::uint32_t role) {
   for (int f = 0; f < scruple_format_count(); ++f) {
     const scruple_format_info info = info_of(scruple_format_at(f));
     if ((info.roles & role) == 0) continue;
-    for (int r = 0; r <= SCRUPLE_DITHER; ++r)
+    for (int r = 0; r <= SCRUPLE_WIDE; ++r)
       if ((info.roundings >> r & 1u) != 0)
         list.push_back({scruple_format_at(f), r, std::string(info.name) + " rounding " + std::to_string(r)});
   }

@@ -60,8 +60,8 @@ class Planes : public Files {
     const Optimizer again = optimizer_of(checkpoint.manifest().groups[0]);
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const io::TensorState& stored = checkpoint.manifest().tensors[i];
-      Tensor fresh(engine, row_of(stored, again));
-      load(checkpoint, stored, fresh.raw());
+      Tensor fresh(engine, row_of(stored, again.raw()));
+      load(engine, checkpoint, stored, fresh.raw());
       EXPECT_EQ(fresh.raw().id, rows[i].id);
       for (std::size_t a = 0; a < stored.arrays.size(); ++a)
         for (std::size_t p = 0; p < stored.arrays[a].planes.size(); ++p) {
@@ -131,11 +131,11 @@ TEST_F(Planes, OfAnotherFormatAreRefused) {
   scruple_tensor row = described(adamw, 100, 0);
   check(scruple_tensor_use(&row, "scruple"));
   const io::TensorState good = stored_form("t", {100}, row);
-  EXPECT_EQ(message_of([&] { row_of(good, adamw); }), "no error");
+  EXPECT_EQ(message_of([&] { row_of(good, adamw.raw()); }), "no error");
   const auto refused = [&](const char* words, const auto& change) {
     io::TensorState bad = good;
     change(bad);
-    expect_words(message_of([&] { row_of(bad, adamw); }), words, words);
+    expect_words(message_of([&] { row_of(bad, adamw.raw()); }), words, words);
   };
   refused("nosuch", [](io::TensorState& t) { t.arrays[0].format = "nosuch"; });
   refused("nosuch", [](io::TensorState& t) { t.arrays[0].rounding = "nosuch"; });

@@ -1,7 +1,8 @@
-// Stochastic rounding and dither, for every format and role that has them: unbiased, addressed by (seed,
+// Stochastic and wide rounding and dither, for every format and role that has them: unbiased, addressed by (seed,
 // step, id, array, element) alone, and so independent of threads, views, chunks, shards and alignment.
 #include <algorithm>
 
+#include "engine/coins.h"
 #include "formats/all.h"
 #include "tests/support.h"
 
@@ -128,7 +129,7 @@ TEST_F(Stochastic, the_mean_over_steps_and_ids_is_the_value) {
 TEST_F(Stochastic, the_mean_of_the_visible_half_is_the_weight) {
   constexpr std::size_t n = 256;
   for (const Case& c : cases) {
-    if (!is_half_of_a_split(c)) continue;
+    if (!is_half_of_a_split(c) || c.rounding != SCRUPLE_STOCHASTIC) continue;
     const bool bf16 = std::string(c.info.name).starts_with("bf16");
     const std::vector<float> values = inside(c, n, 5);
     std::vector<double> gap(n);
@@ -171,7 +172,7 @@ void expect_top_is_safe(bool nonneg, const char* name) {
     const float absmax = float_from(bits(1e-4f) + random.next32() % (bits(1e4f) - bits(1e-4f)));
     const auto scale = Codec::scale(absmax);
     const float gain = Codec::gain(absmax, scale), unit = Codec::unit(scale);
-    for (const std::uint32_t coin : {1u, 3u, 0x10000u, 0x1fffdu, 0x1ffffu})
+    for (const std::uint32_t coin : {0x10000u, 0x80000000u, 0xffff0000u, 0xffffffffu})
       for (const float x : {absmax, -absmax}) {
         if (nonneg && x < 0) continue;
         const std::uint32_t code = Codec::encode(x, gain, coin);
@@ -196,7 +197,8 @@ TEST_F(Stochastic, the_largest_value_never_leaves_the_codes) {
   expect_top_is_safe<scruple::Flash8>(false, "flash8");
   expect_top_is_safe<scruple::Flash8Nonneg>(true, "flash8, non-negative");
   expect_top_is_safe<scruple::Nf4>(false, "nf4");
-  expect_top_is_safe<scruple::Log4>(true, "log4");
+  expect_top_is_safe<scruple::Log<4>>(true, "log4");
+  expect_top_is_safe<scruple::Log<5>>(true, "log5");
 }
 
 // Subtractive dither: the error is uniform over one unit, whatever the value.
@@ -264,27 +266,10 @@ TEST_F(Stochastic, dither_survives_folding) {
   }
 }
 
-// ---- Which random numbers -----------------------------------------------------------------------
-// Philox4x32-10 and its addressing as engine/philox.h documents them, written a second time.
-std::uint16_t documented_bits(const scruple_tensor& t, std::uint64_t seed, int array, std::uint64_t element) {
-  const std::uint64_t number = element / 8;
-  std::array<std::uint32_t, 4> c = {
-      static_cast<std::uint32_t>(number),
-      static_cast<std::uint32_t>(number >> 32) | static_cast<std::uint32_t>(array) << 28,
-      static_cast<std::uint32_t>(t.step), t.id};
-  auto key0 = static_cast<std::uint32_t>(seed), key1 = static_cast<std::uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round, key0 += 0x9e3779b9u, key1 += 0xbb67ae85u) {
-    const std::uint64_t a = std::uint64_t{0xd2511f53u} * c[0], b = std::uint64_t{0xcd9e8d57u} * c[2];
-    c = {static_cast<std::uint32_t>(b >> 32) ^ c[1] ^ key0, static_cast<std::uint32_t>(b),
-         static_cast<std::uint32_t>(a >> 32) ^ c[3] ^ key1, static_cast<std::uint32_t>(a)};
-  }
-  const std::uint32_t word = c[element % 8 / 2];
-  return static_cast<std::uint16_t>(element % 2 == 0 ? word : word >> 16);
-}
-
-// bf16 adds 16 random bits to the pattern and drops the lower half: the engine's bits are the documented
-// ones.
-TEST_F(Stochastic, element_e_uses_bits_e_mod_8_of_block_e_div_8) {
+// ---- Which coins --------------------------------------------------------------------------------
+// bf16 adds the upper half of the coin to the pattern and drops the lower half: the engine's coins are those of
+// engine/coins.h, at the element's place in the whole tensor.
+TEST_F(Stochastic, element_e_uses_its_place_on_the_lattice) {
   const std::vector<float> values = Random(11).normals(3000);
   for (const std::int64_t offset : {std::int64_t{0}, std::int64_t{13}, (std::int64_t{1} << 40) + 3})
     for (const int array : {SCRUPLE_WEIGHT + 0, SCRUPLE_SLOT + 0, SCRUPLE_SLOT + 1, SCRUPLE_GRADIENT + 0}) {
@@ -294,30 +279,36 @@ TEST_F(Stochastic, element_e_uses_bits_e_mod_8_of_block_e_div_8) {
       t.row.step = 0xfffffffeLL;
       t.row.offset = offset;
       t.encode(engine, array, values);
+      const scruple::Coins coins = scruple::draw_coins(
+          {0x0123456789abcdefu, 0xfffffffeu, 0xdeadbeefu, static_cast<std::uint32_t>(array), 0});
       for (std::size_t i = 0; i < values.size(); ++i) {
-        const std::uint64_t element = static_cast<std::uint64_t>(offset) + i;
-        const std::uint32_t random = documented_bits(t.row, 0x0123456789abcdefu, array, element);
-        ASSERT_EQ(bit_string_get(t.codes(array).data(), i, 16), (bits(values[i]) + random) >> 16)
-            << "element " << element << " of array " << array;
+        const std::uint32_t coin = coins.from(offset + static_cast<std::int64_t>(i)).first;
+        ASSERT_EQ(bit_string_get(t.codes(array).data(), i, 16), (bits(values[i]) + (coin >> 16)) >> 16)
+            << "element " << i << " of array " << array;
       }
     }
 }
 
-// Values half way between two numbers: of two independent draws half agree.
-TEST_F(Stochastic, seed_step_id_array_and_element_each_change_every_coin) {
-  constexpr std::size_t n = 20000;
+// Values half way between two numbers: of two independent draws half agree, at each element over the steps.
+TEST_F(Stochastic, seed_id_and_array_each_change_every_coin) {
+  constexpr std::size_t n = 8;
+  constexpr std::int64_t kSteps = 5000;
   const std::vector<float> values(n, 0x1.01p0f);
-  const auto draw = [&](std::uint64_t seed, std::int64_t at_step, std::uint32_t id, int array,
+  const auto draw = [&](std::uint64_t seed, std::int64_t first, std::uint32_t id, int array,
                         std::int64_t offset) {
     Optimizer optimizer;
     optimizer.seed(seed);
     Tensor t(optimizer, n);
     t.use(array, "bf16", SCRUPLE_STOCHASTIC);
-    t.row.step = at_step;
     t.row.id = id;
     t.row.offset = offset;
-    t.encode(engine, array, values);
-    return t.decode(engine, array);
+    std::vector<float> all;
+    for (t.row.step = first; t.row.step < first + kSteps; ++t.row.step) {
+      t.encode(engine, array, values);
+      const std::vector<float> out = t.decode(engine, array);
+      all.insert(all.end(), out.begin(), out.end());
+    }
+    return all;
   };
   const std::vector<float> base = draw(1, 1, 1, 0, 0);
   const std::vector<std::pair<const char*, std::vector<float>>> others = {
@@ -328,22 +319,23 @@ TEST_F(Stochastic, seed_step_id_array_and_element_each_change_every_coin) {
       {"array", draw(1, 1, 1, 1, 0)},
       {"another array", draw(1, 1, 1, 2, 0)},
       {"gradient array", draw(1, 1, 1, 4, 0)},
-      {"element", draw(1, 1, 1, 0, 1)},
-      {"block", draw(1, 1, 1, 0, 8)},
-      {"element beyond 2^35", draw(1, 1, 1, 0, std::int64_t{1} << 36)},
+      {"element", draw(1, 1, 1, 0, 123457)},
       {"step and id", draw(1, 2, 2, 0, 0)},
   };
   EXPECT_EQ(base, draw(1, 1, 1, 0, 0));
-  for (const auto& [what, other] : others) {
-    double agree = 0;
-    for (std::size_t i = 0; i < n; ++i) agree += base[i] == other[i] ? 1 : 0;
-    EXPECT_NEAR(agree / n, 0.5, 5 * 0.5 / std::sqrt(static_cast<double>(n))) << what;
-  }
+  for (const auto& [what, other] : others)
+    for (std::size_t e = 0; e < n; ++e) {
+      double agree = 0;
+      for (std::size_t i = e; i < base.size(); i += n) agree += base[i] == other[i] ? 1 : 0;
+      EXPECT_NEAR(agree / kSteps, 0.5, 5 * 0.5 / std::sqrt(static_cast<double>(kSteps)))
+          << what << ", element " << e;
+    }
 }
 
 TEST_F(Stochastic, every_case_draws_anew_with_each_step) {
   for (const Case& c : cases) {
-    if (c.info.code_bits == 32) continue;  // fp32 has nothing to round
+    if (c.info.code_bits == 32 || (c.rounding == SCRUPLE_WIDE && c.bound().relative == 0))
+      continue;  // nothing to round
     Tensor t = tensor(c, 4096), next = tensor(c, 4096), other = tensor(c, 4096);
     const std::vector<float> values = inside(c, 4096, 13);
     next.row.step = t.row.step + 1;

@@ -124,10 +124,10 @@ struct Case {
 
   scruple_bound bound() const { return role == SCRUPLE_ROLE_NONNEG ? info.bound_nonneg : info.bound; }
   bool nonneg() const { return role == SCRUPLE_ROLE_NONNEG; }
-  bool random() const { return rounding == SCRUPLE_STOCHASTIC || rounding == SCRUPLE_DITHER; }
+  bool random() const { return rounding >= SCRUPLE_STOCHASTIC; }
   std::size_t group() const { return static_cast<std::size_t>(info.group_size); }
   std::string name() const {
-    constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither"};
+    constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
     return std::string(info.name) + " in array " + std::to_string(array) + ", " + kRoundings[rounding];
   }
 };
@@ -142,7 +142,7 @@ inline std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (int i = 0; i < scruple_format_count(); ++i)
     for (const auto& [role, array] : kArrays)
-      for (int rounding = 0; rounding < 4; ++rounding) {
+      for (int rounding = SCRUPLE_NEAREST; rounding <= SCRUPLE_WIDE; ++rounding) {
         scruple_tensor empty{};
         empty.optimizer = adamw;
         empty.arrays[array].format = scruple_format_at(i);

@@ -90,12 +90,12 @@ void set_busy(scruple_engine* engine, scruple_optimizer* optimizer, int rule) {
 }
 
 // The hash of every plane after ten steps; false where the recipe does not serve the rule.
-bool hash_recipe(scruple_engine* engine, int rule, const char* recipe, Hash& hash) {
+bool hash_recipe(scruple_engine* engine, int rule, const char* recipe, bool busy, Hash& hash) {
   scruple_rule_info info{};
   check(scruple_rule_at(rule, &info));
   scruple_optimizer* optimizer = nullptr;
   check(scruple_optimizer_create(info.name, &optimizer));
-  set_busy(engine, optimizer, rule);
+  if (busy) set_busy(engine, optimizer, rule);
   check(scruple_optimizer_set_seed(optimizer, 0x0123456789abcdefu));
   bool served = true;
   for (const std::int64_t size : kSizes) {
@@ -188,17 +188,19 @@ std::string all_hashes(scruple_engine* engine) {
       scruple_recipe_info recipe{};
       check(scruple_rule_at(rule, &info));
       check(scruple_recipe_at(r, &recipe));
-      Hash hash;
-      if (hash_recipe(engine, rule, recipe.name, hash))
-        add_line(out, std::string(info.name) + " " + recipe.name, hash);
+      for (const bool busy : {true, false}) {
+        Hash hash;
+        if (hash_recipe(engine, rule, recipe.name, busy, hash))
+          add_line(out, std::string(info.name) + (busy ? " " : " (defaults) ") + recipe.name, hash);
+      }
     }
   scruple_optimizer* adam = nullptr;
   check(scruple_optimizer_create("adamw", &adam));
-  constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither"};
+  constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
   for (int f = 0; f < scruple_format_count(); ++f) {
     scruple_format_info info{};
     check(scruple_get_format_info(scruple_format_at(f), &info));
-    for (int rounding = 0; rounding < 4; ++rounding) {
+    for (int rounding = 0; rounding < 5; ++rounding) {
       if ((info.roundings >> rounding & 1u) == 0) continue;
       const std::string name = std::string(info.name) + " " + kRoundings[rounding];
       Hash format, fold;
