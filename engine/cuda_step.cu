@@ -97,16 +97,17 @@ struct StepTile {
       careful = advance<true, false>(row, constants, at, fast, e) || (fast.used && !fast.tame());
     }
     if (careful) {
-      Elements<N> again{};
+      Elements<N> again;
       advance_carefully(row, constants, at, again);
       e = again;
     }
     const auto coins = [&](int array) { return coins_of(row, array, at.first); };
-    if (constants.keep_weight == 0)
-      Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
+    // The weight last: it fills the most registers.
     encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
     encode_array<S1, Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, coins(SCRUPLE_SLOT + 1));
     encode_array<S2, Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, coins(SCRUPLE_SLOT + 2));
+    if (constants.keep_weight == 0)
+      Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
   }
 };
 

@@ -94,6 +94,16 @@ SCRUPLE_HD i32 round_by(float x, u32 coin) {
 #endif
 }
 
+// floor(x gain + coin), for |x gain| < 2^22.
+SCRUPLE_HD i32 round_scaled(float x, float gain, u32 coin) {
+  const float raised = fma(x, gain, float_of(0x3f800000u + (coin >> 9)));  // by 1 + the coin
+#if defined(__CUDA_ARCH__)
+  return static_cast<i32>(bits_of(__fadd_rd(raised, 0x1.8p23f)) - 0x4b400001u);
+#else
+  return static_cast<i32>(__builtin_floorf(raised)) - 1;
+#endif
+}
+
 // a / b, given 1 / b: correctly rounded where nothing underflows or overflows (Markstein, "Computation of
 // elementary functions on the IBM RISC System/6000 processor", 1990). For many a and one b.
 SCRUPLE_HD float quotient(float a, float b, float reciprocal) {

@@ -24,7 +24,7 @@ struct GroupLinear {
   static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const i32 code = round_by(x * gain, coin);
+    const i32 code = round_scaled(x, gain, coin);
     const i32 below = code < top ? code : top;  // absmax itself may land an ulp outside
     return static_cast<u32>(below > -top ? below : -top) & ((1u << Bits) - 1u);
   }

@@ -45,8 +45,9 @@ struct Log {
   static SCRUPLE_HD float unit(Scale scale) { return scale; }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
     const u32 level = (magnitude_bits(v * gain) + (coin >> (32 - shift))) >> shift;
-    const u32 least = level > one - lowest ? level : one - lowest;
-    return one - (least < one ? least : one);  // D itself may land an ulp above
+    const i32 code = static_cast<i32>(one) - static_cast<i32>(level), most = static_cast<i32>(lowest);
+    const i32 held = code < most ? code : most;
+    return static_cast<u32>(held > 0 ? held : 0);  // D itself may land an ulp above
   }
   static SCRUPLE_HD float decode(u32 code, float scale) {
     return float_of((one - (code & lowest)) << shift) * scale;
