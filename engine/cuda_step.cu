@@ -102,12 +102,17 @@ struct StepTile {
       e = again;
     }
     const auto coins = [&](int array) { return coins_of(row, array, at.first); };
-    // The weight last: it fills the most registers.
+    const auto encode_weight = [&] {
+      if (constants.keep_weight == 0)
+        Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
+    };
+    // Beside two moments the weight comes last: it fills the most registers.
+    constexpr bool kLast = (Active & (Active - 1)) != 0;
+    if constexpr (!kLast) encode_weight();
     encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
     encode_array<S1, Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, coins(SCRUPLE_SLOT + 1));
     encode_array<S2, Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, coins(SCRUPLE_SLOT + 2));
-    if (constants.keep_weight == 0)
-      Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
+    if constexpr (kLast) encode_weight();
   }
 };
 

@@ -457,7 +457,7 @@ __device__ void read_gradient(const DeviceArray& a, Place at, Coins coins, float
 // Right wherever `tame` says so: x at least 2^-101 (what is left of it is then exact), a zero or at least
 // 2^-64, the divisor at most 2^60. What leaves the range upwards comes out as NaN, which shows in the weight.
 struct FastMath {
-  float spread;
+  float spread = 1;
   u32 least_x = ~0u, least_a = ~0u, most_divisor = 0;
   bool used = false;
 

@@ -59,7 +59,7 @@ constexpr bool can_be_active(unsigned active) {
 // a / (sqrt(x) scale + eps). `spread`: what the root of a noisy x is multiplied by so that steps are right on
 // average (formats/log.h); 1 for most formats.
 struct IeeeMath {
-  float spread;
+  float spread = 1;
   SCRUPLE_HD float over_root(float a, float x, float scale, float eps) const {
     return a / fma(__builtin_sqrtf(x), scale * spread, eps);
   }

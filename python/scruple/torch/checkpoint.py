@@ -238,7 +238,8 @@ def _others_text(others):
     """Dtypes that no format has: integers (num_batches_tracked), booleans, doubles. Small ones only."""
     made = {}
     for name, x in others.items():
-        data = zlib.compress(bytes(memory_of(flat_bytes(x.detach().cpu().contiguous()))))
+        host = flat_bytes(x.detach().cpu().contiguous())  # kept alive while its memory is read
+        data = zlib.compress(bytes(memory_of(host)))
         made[name] = {
             "dtype": str(x.dtype).removeprefix("torch."),
             "shape": list(x.shape),
