@@ -98,10 +98,11 @@ class Train(Case):
         for number, arguments in enumerate((
                 ("--optimizer", "lion", "--lr", "1e-4"), ("--recipe", "lpmm", "--optimizer", "sgd", "--accumulate", "4"),
                 ("--gradients", "released", "--adagc", "1.05"), ("--gradients", "released", "--clip-tensor", "0.1"),
-                ("--gradients", "released", "--accumulate", "2", "--accumulation", "adama"),
+                ("--gradients", "released", "--accumulate", "2", "--accumulation", "adama", "--moments", "fp32"),
                 ("--gradients", "compressed", "--accumulate", "2", "--clip", "0.5", "--loss-scale", "dynamic"),
                 ("--weights", "fp16+8", "--activations", "fp16"), ("--loss-scale", "128", "--schedule", "linear"),
-                ("--gradients", "compressed", "--gradient-format", "fp32"), ("--rounding", "stochastic"),
+                ("--gradients", "compressed", "--gradient-format", "fp32"),
+                ("--rounding", "stochastic", "--rounding", "exp_avg_sq=nearest"),
                 ("--weight-decay", "0.5", "--warmup", "2", "--schedule", "constant"))):
             self.trained(*arguments, out=f"run{number}")
         scaled = [row["loss_scale"] for row in self.metrics("run6") if "loss" in row]
