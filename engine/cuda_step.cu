@@ -59,79 +59,68 @@ struct StepTile {
   using S1 = decltype(array_of_slot<Rule, Active, 1, N, Moment, Nonneg>());
   using S2 = decltype(array_of_slot<Rule, Active, 2, N, Moment, Nonneg>());
 
-  // Reads, decodes and updates; nothing is written, so it can be done again. True if a weight is not finite. Whole:
-  // every element of the tile is there and every plane aligned.
-  template <bool Whole, bool Careful>
-  static __device__ bool advance(const DeviceRow& row, const Constants& constants, Place at, auto& math,
-                                 Elements<N>& e) {
+  // True if it left everything as it was, because one of its warp's threads met what needs care. Whole: every element
+  // of the tile is there and every plane aligned.
+  template <bool Whole, bool Careful, class Math>
+  static __device__ bool run(const DeviceRow& row, const Constants& constants, Place at) {
     const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
     const auto weight = Weight::template load<Whole>(a[SCRUPLE_WEIGHT], at);
     const auto slot0 = load_array<S0, Whole>(a[SCRUPLE_SLOT], at);
     const auto slot1 = load_array<S1, Whole>(a[SCRUPLE_SLOT + 1], at);
     const auto slot2 = load_array<S2, Whole>(a[SCRUPLE_SLOT + 2], at);
+    const auto coins = [&](int array) { return row.coins[array].from(at.first); };
     float g[N] = {};
-    read_gradient<Whole, N>(a[SCRUPLE_GRADIENT], at, coins_of(row, SCRUPLE_GRADIENT, at.first), g);
+    read_gradient<Whole, N>(a[SCRUPLE_GRADIENT], at, coins(SCRUPLE_GRADIENT), g);
     const auto fetch = [&](int i, auto& before) {
       before.w = Weight::template value<Careful>(weight, i);
       if constexpr (Active & 1) before.s[0] = S0::template value<Careful>(slot0, i);
       if constexpr (Active & 2) before.s[1] = S1::template value<Careful>(slot1, i);
       if constexpr (Active & 4) before.s[2] = S2::template value<Careful>(slot2, i);
     };
-    return update_lane<Rule, Active, N>(fetch, g, constants, Whole ? N : at.n, math, e);
-  }
-
-  // For the ends of tensors, odd addresses and rare values; called, so that its registers are nobody else's.
-  static __device__ __noinline__ void advance_carefully(const DeviceRow& row, const Constants& constants,
-                                                        Place at, Elements<N>& e) {
-    IeeeMath exact{row.spread};
-    if (advance<false, true>(row, constants, at, exact, e)) make_canonical<Active, N>(e);
-  }
-
-  template <bool Whole>
-  static __device__ void run(const DeviceRow& row, const Constants& constants, Place at) {
-    const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
+    Math math{row.spread};
     Elements<N> e{};
-    bool careful = !Whole;
-    if constexpr (Whole) {
-      FastMath fast{row.spread};
-      careful = advance<true, false>(row, constants, at, fast, e) || (fast.used && !fast.tame());
+    const bool odd = update_lane<Rule, Active, N>(fetch, g, constants, Whole ? N : at.n, math, e);
+    if constexpr (Careful) {
+      if (odd) make_canonical<Active, N>(e);
+    } else {
+      if (__any_sync(0xffffffffu, odd || (math.used && !math.tame()))) return true;
     }
-    if (careful) {
-      Elements<N> again;
-      advance_carefully(row, constants, at, again);
-      e = again;
-    }
-    const auto coins = [&](int array) { return coins_of(row, array, at.first); };
-    const auto encode_weight = [&] {
-      if (constants.keep_weight == 0)
-        Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
-    };
-    // Beside two moments the weight comes last: it fills the most registers.
-    constexpr bool kLast = (Active & (Active - 1)) != 0;
-    if constexpr (!kLast) encode_weight();
+    asm volatile("" ::: "memory");  // addresses are read again: kept, they would fill registers
+    if (constants.keep_weight == 0)
+      Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
     encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
     encode_array<S1, Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, coins(SCRUPLE_SLOT + 1));
     encode_array<S2, Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, coins(SCRUPLE_SLOT + 2));
-    if constexpr (kLast) encode_weight();
+    return false;
+  }
+
+  // For the ends of tensors, odd addresses and rare values; called, so that its registers are nobody else's.
+  static __device__ __noinline__ void run_carefully(const DeviceRow& row, const Constants& constants,
+                                                    Place at) {
+    run<false, true, IeeeMath>(row, constants, at);
   }
 };
 
-// Three blocks at a time on a multiprocessor: more registers hide less of the memory's latency than threads.
+// Blocks at a time on a multiprocessor: more hide more of the memory's latency, until registers spill.
+constexpr int blocks_at_once(unsigned active) { return (active & (active - 1)) != 0 ? 3 : 4; }
+
 template <class Rule, unsigned Active, int N, class Weight, class Moment, class Nonneg>
-__global__ void __launch_bounds__(kBlock, 3) step(DeviceTable table, const Constants* constants) {
+__global__ void __launch_bounds__(kBlock, blocks_at_once(Active))
+    step(DeviceTable table, const Constants* constants) {
   fill_array_levels<Weight, Moment, Nonneg>();
-  Cursor cursor;
+  __shared__ Held of_warps[kBlock / 32];
+  Held& held = of_warps[threadIdx.x / 32];
+  const DeviceRow& row = held.row;
+  const Constants& c = held.constants;
+  held.open();
   for (i64 tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
-    cursor.seek(table, tile);
-    const DeviceRow& row = table.rows[cursor.row];
-    const Constants& c = constants[row.constants];
+    held.seek(table, tile, constants);
     if (c.skip != 0) return;
-    const i64 first = cursor.tile * N * kBlock, mine = first + static_cast<i64>(threadIdx.x) * N;
-    if (row.aligned != 0 && first + N * kBlock <= row.size)
-      StepTile<Rule, Active, N, Weight, Moment, Nonneg>::template run<true>(row, c, {mine, N});
-    else
-      StepTile<Rule, Active, N, Weight, Moment, Nonneg>::template run<false>(row, c,
-                                                                             place_of<N>(mine, row.size));
+    const i64 first = (tile - held.begin) * N * kBlock, mine = first + static_cast<i64>(threadIdx.x) * N;
+    using Tile = StepTile<Rule, Active, N, Weight, Moment, Nonneg>;
+    bool careful = row.aligned == 0 || first + N * kBlock > row.size;
+    if (!careful) careful = Tile::template run<true, false, FastMath>(row, c, {mine, N});
+    if (careful) Tile::run_carefully(row, c, place_of<N>(mine, row.size));
   }
 }
 

@@ -391,12 +391,13 @@ struct Known {
   template <bool Careful>
   static __device__ float value(const Raw& raw, int i) {
     static_assert(R != kDither);
-    if constexpr (!Careful && requires { Lane<C, N>::template joined<R, false>(raw, K, i); })
+    constexpr bool kHasty = !Careful && requires { Lane<C, N>::template joined<R, false>(raw, K, i); };
+    if constexpr (kHasty)
       return Lane<C, N>::template joined<R, false>(raw, K, i);
-    if constexpr (requires { C::scales_levels; })
+    else if constexpr (requires { C::scales_levels; })
       return levels<C>()[get<C::bits>(raw.codes, i)] *
              C::unit(__builtin_bit_cast(typename C::Scale, raw.scale));
-    else if constexpr (Careful || !requires { Lane<C, N>::template joined<R, false>(raw, K, i); })
+    else
       return Lane<C, N>::template value<R>(raw, K, Coins{}, i);
   }
   template <bool Whole>
@@ -542,6 +543,42 @@ struct Cursor {
     }
     row = low;
     tile = wanted - table.begins[low];
+  }
+};
+
+// The row that a warp works on, with its constants, in shared memory: near, and out of reach of the step's stores.
+struct Held {
+  int index;
+  i64 begin, end;  // tiles of the row
+  DeviceRow row;
+  Constants constants;
+
+  __device__ void open() {
+    if (threadIdx.x % 32 == 0) index = 0, end = 0;
+    __syncwarp();
+  }
+  __device__ void seek(const DeviceTable& table, i64 tile, const Constants* all) {
+    if (tile < end) return;
+    Cursor cursor{index};
+    cursor.seek(table, tile);
+    const DeviceRow& found = table.rows[cursor.row];
+    __syncwarp();  // all have done with the row before
+    if (threadIdx.x % 32 == 0) {
+      index = cursor.row;
+      begin = table.begins[cursor.row];
+      end = table.begins[cursor.row + 1];
+    }
+    copy(found, row);
+    copy(all[found.constants], constants);
+    __syncwarp();
+  }
+
+ private:
+  template <class T>
+  static __device__ void copy(const T& from, T& to) {
+    static_assert(sizeof(T) % 8 == 0 && alignof(T) >= 8);
+    for (unsigned i = threadIdx.x % 32; i < sizeof(T) / 8; i += 32)
+      reinterpret_cast<u64*>(&to)[i] = reinterpret_cast<const u64*>(&from)[i];
   }
 };
 
