@@ -34,81 +34,108 @@ SCRUPLE_HD Loose<T>* at(u8* plane, i64 index) {
 SCRUPLE_HD u8* at_bit(u8* plane, i64 bit) { return plane + bit / 8; }
 
 // ---- Strings of K bits ----
-// Value i stands at bit i K of a little-endian string; 32 values (K words) are moved at a time.
+// Value i stands at bit i K of a little-endian string; 32 values are moved at a time.
 
+// 8 values of K bits next to each other, and each in a byte of its own.
 template <int K>
-void unpack32(const Loose<u32>* from, u16* to) {
-  if constexpr (K == 4) {  // the same string, in a loop that vectorises
-    const auto* bytes = reinterpret_cast<const Loose<u8>*>(from);
-    for (int i = 0; i < 16; ++i) to[2 * i] = bytes[i] & 15u, to[2 * i + 1] = static_cast<u16>(bytes[i] >> 4);
+SCRUPLE_HD u64 spread8(u64 x) {
+  constexpr u64 kOne = (1u << K) - 1u, kTwo = (u64{1} << 2 * K) - 1u, kFour = (u64{1} << 4 * K) - 1u;
+  x = (x & kFour) | (x & kFour << 4 * K) << (32 - 4 * K);
+  x = (x & kTwo * 0x100000001u) | (x & (kTwo << 2 * K) * 0x100000001u) << (16 - 2 * K);
+  return (x & kOne * 0x1000100010001u) | (x & (kOne << K) * 0x1000100010001u) << (8 - K);
+}
+template <int K>
+SCRUPLE_HD u64 gather8(u64 x) {
+  constexpr u64 kOne = (1u << K) - 1u, kTwo = (u64{1} << 2 * K) - 1u, kFour = (u64{1} << 4 * K) - 1u;
+  x = (x & kOne * 0x1000100010001u) | (x >> (8 - K) & (kOne << K) * 0x1000100010001u);
+  x = (x & kTwo * 0x100000001u) | (x >> (16 - 2 * K) & (kTwo << 2 * K) * 0x100000001u);
+  return (x & kFour) | (x >> (32 - 4 * K) & kFour << 4 * K);
+}
+
+template <int K, class T>
+void unpack32(const u8* from, T* to) {
+  if constexpr (K < 8) {
+    u64 spread[4];
+    for (int j = 0; j < 4; ++j) {
+      constexpr int kLast = K > 2 ? 4 * K - 8 : 0;  // where 8 bytes can still be read
+      const int from_byte = j * K < kLast ? j * K : kLast;
+      u64 string = 0;
+      __builtin_memcpy(&string, from + from_byte, K > 2 ? 8 : 4 * K);
+      spread[j] = spread8<K>(string >> 8 * (j * K - from_byte));
+    }
+    const auto* bytes = reinterpret_cast<const Loose<u8>*>(spread);
+    for (int i = 0; i < 32; ++i) to[i] = bytes[i];
     return;
   }
   u64 window = 0;
   int have = 0;
   for (int i = 0; i < 32; ++i) {
-    if (have < K) {
-      window |= static_cast<u64>(*from++) << have;
-      have += 32;
-    }
-    to[i] = static_cast<u16>(window & ((1u << K) - 1u));
+    for (; have < K; have += 8) window |= static_cast<u64>(*from++) << have;
+    to[i] = static_cast<T>(window & ((1u << K) - 1u));
     window >>= K;
     have -= K;
   }
 }
 
-template <int K>
-void pack32(const u16* from, Loose<u32>* to) {
-  if constexpr (K == 4) {
-    auto* bytes = reinterpret_cast<Loose<u8>*>(to);
-    for (int i = 0; i < 16; ++i) bytes[i] = static_cast<u8>(from[2 * i] | from[2 * i + 1] << 4);
+template <int K, class T>
+void pack32(const T* from, u8* to) {
+  if constexpr (K < 8) {
+    u64 spread[4];
+    auto* bytes = reinterpret_cast<Loose<u8>*>(spread);
+    for (int i = 0; i < 32; ++i) bytes[i] = static_cast<u8>(from[i]);
+    u64 string[4];
+    for (int j = 0; j < 4; ++j) string[j] = gather8<K>(spread[j]);
+    if constexpr (K < 4) {
+      for (int j = 0; j < 4; ++j) __builtin_memcpy(to + j * K, &string[j], K);
+    } else {  // 8 bytes at a time, of which the next covers the last; the last ends where the string does
+      string[3] = string[3] << 8 * (8 - K) | string[2] >> 8 * (2 * K - 8);
+      for (int j = 0; j < 4; ++j) __builtin_memcpy(to + (j < 3 ? j * K : 4 * K - 8), &string[j], 8);
+    }
     return;
   }
   u64 window = 0;
   int have = 0;
   for (int i = 0; i < 32; ++i) {
     window |= static_cast<u64>(from[i]) << have;
-    have += K;
-    if (have >= 32) {
-      *to++ = static_cast<u32>(window);
-      window >>= 32;
-      have -= 32;
-    }
+    for (have += K; have >= 8; have -= 8, window >>= 8) *to++ = static_cast<u8>(window);
   }
 }
 
-using UnpackFn = void (*)(const Loose<u32>*, u16*);
-using PackFn = void (*)(const u16*, Loose<u32>*);
-#define SCRUPLE_BITS(f)                                                                                      \
-  {                                                                                                          \
-    nullptr, f<1>, f<2>, f<3>, f<4>, f<5>, f<6>, f<7>, f<8>, f<9>, f<10>, f<11>, f<12>, f<13>, f<14>, f<15>, \
-        f<16>                                                                                                \
-  }
-constexpr UnpackFn kUnpack[] = SCRUPLE_BITS(unpack32);
-constexpr PackFn kPack[] = SCRUPLE_BITS(pack32);
-#undef SCRUPLE_BITS
-
-// `to` has room for a multiple of 32 values.
-void unpack(const u8* from, int k, int n, u16* to) {
+template <int K, class T>
+void unpack(const u8* from, int n, T* to) {  // `to` has room for a multiple of 32 values
   int i = 0;
-  for (; i + 32 <= n; i += 32) kUnpack[k](reinterpret_cast<const Loose<u32>*>(from + i / 8 * k), to + i);
+  for (; i + 32 <= n; i += 32) unpack32<K>(from + i / 8 * K, to + i);
   if (i == n) return;
   u8 last[64] = {};
-  const int bytes = ((n - i) * k + 7) / 8;
-  for (int j = 0; j < bytes; ++j) last[j] = from[i / 8 * k + j];
-  kUnpack[k](reinterpret_cast<const Loose<u32>*>(last), to + i);
+  const int bytes = ((n - i) * K + 7) / 8;
+  for (int j = 0; j < bytes; ++j) last[j] = from[i / 8 * K + j];
+  unpack32<K>(last, to + i);
 }
 
-void pack(const u16* from, int k, int n, u8* to) {
+template <int K, class T>
+void pack(const T* from, int n, u8* to) {
   int i = 0;
-  for (; i + 32 <= n; i += 32) kPack[k](from + i, reinterpret_cast<Loose<u32>*>(to + i / 8 * k));
+  for (; i + 32 <= n; i += 32) pack32<K>(from + i, to + i / 8 * K);
   if (i == n) return;
-  u16 padded[32] = {};
+  T padded[32] = {};
   for (int j = 0; j < n - i; ++j) padded[j] = from[i + j];  // NOLINT(*uninitialized.Assign): all n are set
   u8 last[64] = {};
-  kPack[k](padded, reinterpret_cast<Loose<u32>*>(last));
-  const int bytes = ((n - i) * k + 7) / 8;
-  for (int j = 0; j < bytes; ++j) to[i / 8 * k + j] = last[j];
+  pack32<K>(padded, last);
+  const int bytes = ((n - i) * K + 7) / 8;
+  for (int j = 0; j < bytes; ++j) to[i / 8 * K + j] = last[j];
 }
+
+// Extra bits of weights come in any width from 1 to 16.
+using UnpackFn = void (*)(const u8*, int, u16*);
+using PackFn = void (*)(const u16*, int, u8*);
+#define SCRUPLE_BITS(f)                                                                               \
+  {                                                                                                   \
+    nullptr, f<1, u16>, f<2, u16>, f<3, u16>, f<4, u16>, f<5, u16>, f<6, u16>, f<7, u16>, f<8, u16>,  \
+        f<9, u16>, f<10, u16>, f<11, u16>, f<12, u16>, f<13, u16>, f<14, u16>, f<15, u16>, f<16, u16> \
+  }
+constexpr UnpackFn kUnpack[] = SCRUPLE_BITS(unpack);
+constexpr PackFn kPack[] = SCRUPLE_BITS(pack);
+#undef SCRUPLE_BITS
 
 // ---- Codecs over a tile ----
 
@@ -192,7 +219,7 @@ struct Tile<Split<Half>> {
     if (k == 8) return join_all<R, u8>(visible, at<u8>(p.aux, first), n, 8, out);
     if (k == 16) return join_all<R, u16>(visible, at<u16>(p.aux, first), n, 16, out);
     u16 extra[kTile];
-    unpack(at_bit(p.aux, first * k), k, n, extra);
+    kUnpack[k](at_bit(p.aux, first * k), n, extra);
     join_all<R, u16>(visible, extra, n, k, out);
   }
   template <Rounding R>
@@ -202,7 +229,7 @@ struct Tile<Split<Half>> {
     if (k == 16) return split_all<R, u16>(in, n, 16, coins, visible, at<u16>(p.aux, first));
     u16 extra[kTile];
     split_all<R, u16>(in, n, k, coins, visible, extra);
-    pack(extra, k, n, at_bit(p.aux, first * k));
+    kPack[k](extra, n, at_bit(p.aux, first * k));
   }
 };
 
@@ -211,7 +238,7 @@ template <class C>
 struct Tile {
   static constexpr int G = C::group;
   static_assert(kTile % G == 0 && kAlign % G == 0 && G % 16 == 0);
-  using Code = std::conditional_t<C::bits == 8, u8, u16>;
+  using Code = std::conditional_t<C::bits <= 8, u8, u16>;
   using Scale = typename C::Scale;
 
   template <Rounding R>
@@ -228,7 +255,7 @@ struct Tile {
   // Magnitudes compare as integers: exact, in any order, and a NaN wins. In two rounds, so that the first has
   // no chain.
   static SCRUPLE_HD float absmax_of(const float* __restrict in) {
-    constexpr int kLanes = 16;
+    constexpr int kLanes = 8;
     i32 lanes[kLanes];
     for (int j = 0; j < kLanes; ++j) {
       i32 largest = 0;
@@ -265,12 +292,12 @@ struct Tile {
   template <Rounding R>
   static void decode(Planes p, i64 first, int n, int, float* out, Coins coins) {
     const auto* scales = at<Scale>(p.aux, first / G);
-    u16 unpacked[C::bits == 8 ? 1 : kTile];
+    Code unpacked[C::bits == 8 ? 1 : kTile];
     const Code* codes;
     if constexpr (C::bits == 8) {
       codes = p.codes + first;
     } else {
-      unpack(at_bit(p.codes, first * C::bits), C::bits, n, unpacked);
+      unpack<C::bits>(at_bit(p.codes, first * C::bits), n, unpacked);
       codes = unpacked;
     }
     int i = 0;
@@ -302,7 +329,7 @@ struct Tile {
     }
 
     const Sixteen sixteen(coins);
-    u16 unpacked[C::bits == 8 ? 1 : kTile];
+    Code unpacked[C::bits == 8 ? 1 : kTile];
     Code* codes;
     if constexpr (C::bits == 8)
       codes = p.codes + first;
@@ -317,7 +344,7 @@ struct Tile {
                    sixteen, last);
       for (int j = whole * G; j < n; ++j) codes[j] = last[j - whole * G];
     }
-    if constexpr (C::bits != 8) pack(unpacked, C::bits, n, at_bit(p.codes, first * C::bits));
+    if constexpr (C::bits != 8) pack<C::bits>(unpacked, n, at_bit(p.codes, first * C::bits));
   }
 };
 
@@ -358,7 +385,7 @@ void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, 
   auto* __restrict s1 = reinterpret_cast<Loose<float>*>(slots_at[1]);
   auto* __restrict s2 = reinterpret_cast<Loose<float>*>(slots_at[2]);
   const IeeeMath math{spread};
-  u32 bad = 0;
+  i32 largest = 0;
   for (int i = 0; i < n; ++i) {
     Elem<kSlots> e{};
     e.w = w[i];
@@ -366,13 +393,14 @@ void update_loop(float* w_at, float* const* slots_at, const float* g_at, int n, 
     if constexpr (Active & 2) e.s[1] = s1[i];
     if constexpr (Active & 4) e.s[2] = s2[i];
     e = Rule::template update<Active>(e, Scaled ? g[i] * multiplier : g[i], k, math);
-    bad |= e.w == e.w ? 0u : 1u;
+    const i32 magnitude = static_cast<i32>(magnitude_bits(e.w));
+    largest = magnitude > largest ? magnitude : largest;
     w[i] = e.w;
     if constexpr (Active & 1) s0[i] = e.s[0];
     if constexpr (Active & 2) s1[i] = e.s[1];
     if constexpr (Active & 4) s2[i] = e.s[2];
   }
-  if (bad == 0) return;
+  if (largest <= 0x7f800000) return;
   // A NaN anywhere shows in the weight (optim/optimizer.h), so only then are there any to make canonical.
   for (int i = 0; i < n; ++i) {
     w[i] = canonical(w[i]);

@@ -30,9 +30,13 @@ struct MuLaw {
   static SCRUPLE_HD float gain(float unit) {
     return unit > 0 ? float_of(bits_of(tame_reciprocal(unit)) + 2u) : 0.0f;
   }
-  // Where 1 + t stands, rounded by the coin: the code from bit 19 on.
+  // Where 1 + t stands, rounded by the coin: over the pattern of 1, the code from bit 19 on.
   static SCRUPLE_HD u32 place(float x, float gain, u32 coin) {
-    return bits_of(fma(magnitude(x), gain, 1.0f)) - one + ((coin & 0xffff0000u) >> 13);
+    return bits_of(fma(magnitude(x), gain, 1.0f)) + ((coin & 0xffff0000u) >> 13);
+  }
+  // The code in the upper 8 bits of 16.
+  static SCRUPLE_HD u16 code(u32 place) {
+    return static_cast<u16>(static_cast<u16>(upper(place) - (one >> 16)) << 5);
   }
   static SCRUPLE_HD u16 upper(u32 bits) { return static_cast<u16>(bits >> 16); }
   static SCRUPLE_HD float from_upper(u16 bits) { return float_of(static_cast<u32>(bits) << 16); }
@@ -53,12 +57,11 @@ struct Companded8 {
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   // The code in the uppermost byte. As encode below, which stays in 16 bits for the sake of the CPU's vectors.
   static SCRUPLE_HD u32 encode_upper(float x, float gain, u32 coin) {
-    return bits_of(with_sign_of(x, float_of(MuLaw::place(x, gain, coin) << 5)));
+    return bits_of(with_sign_of(x, float_of((MuLaw::place(x, gain, coin) - MuLaw::one) << 5)));
   }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const u16 code = static_cast<u16>(MuLaw::upper(MuLaw::place(x, gain, coin)) << 5);
     const u16 sign = MuLaw::upper(bits_of(x));
-    return static_cast<u16>((code & 0x7fffu) | (sign & 0x8000u)) >> 8;
+    return static_cast<u16>(MuLaw::code(MuLaw::place(x, gain, coin)) | (sign & 0x8000u)) >> 8;
   }
   // F su - su, su the unit with the code's sign: in 16 bits for the CPU's vectors, by products on a GPU.
   static SCRUPLE_HD float decode(u32 code, float unit) {
@@ -66,9 +69,9 @@ struct Companded8 {
     const float su = float_of(bits_of(unit) ^ (code & 0x80u) << 24);
     return fma(float_of((code & 0x7fu) * 0x80000u + MuLaw::one), su, -su);
 #else
-    const u16 magnitude = static_cast<u16>(((code & 0x7fu) << 3) + (MuLaw::one >> 16));
-    const float f = MuLaw::from_upper(static_cast<u16>(magnitude | (~code & 0x80u) << 8));
-    return fma(-f, unit, with_sign_of(f, unit));
+    const float f = MuLaw::from_upper(static_cast<u16>(((code & 0x7fu) << 3) + (MuLaw::one >> 16)));
+    const float su = float_of(bits_of(unit) | static_cast<u32>(static_cast<u16>((~code & 0x80u) << 8)) << 16);
+    return fma(-f, su, su);
 #endif
   }
 };
@@ -87,11 +90,11 @@ struct Companded8Nonneg {
   static SCRUPLE_HD float gain(float, Scale unit) { return MuLaw::gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode_upper(float v, float gain, u32 coin) {
-    const u32 code = MuLaw::place(v, gain, coin) << 5;
+    const u32 code = (MuLaw::place(v, gain, coin) - MuLaw::one) << 5;
     return code > 1u << 24 ? code : 1u << 24;
   }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
-    const u16 code = static_cast<u16>(MuLaw::upper(MuLaw::place(v, gain, coin)) << 5) >> 8;
+    const u16 code = MuLaw::code(MuLaw::place(v, gain, coin)) >> 8;
     return code > 1u ? code : 1u;
   }
   static SCRUPLE_HD float decode(u32 code, float unit) {
