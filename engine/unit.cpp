@@ -193,14 +193,13 @@ struct Tile<Split<Half>> {
   template <Rounding R, class Extra>
   static SCRUPLE_HD void join_all(const Loose<u16>* __restrict visible, const Loose<Extra>* __restrict extra,
                                   int n, int k, float* __restrict out) {
-    u16 least = 0xffffu;  // a weight of zero needs care, is rare, and costs nothing where there is none
+    u16 least = 0xffffu;  // a weight of zero needs care and is rare: then all is read again
     for (int i = 0; i < n; ++i) {
       const u16 magnitude = static_cast<u16>(visible[i] << 1);
       least = magnitude < least ? magnitude : least;
+      out[i] = Half::value(join<R, false>(visible[i], extra[i], k));
     }
-    if (least != 0)
-      for (int i = 0; i < n; ++i) out[i] = Half::value(join<R, false>(visible[i], extra[i], k));
-    else
+    if (least == 0)
       for (int i = 0; i < n; ++i) out[i] = Half::value(join<R>(visible[i], extra[i], k));
   }
   template <Rounding R, class Extra>
