@@ -221,9 +221,8 @@ void check_parts(const scruple_tensor& t, i64 index) {
       continue;
     fail(SCRUPLE_UNSUPPORTED, Where{index, array_name(t, a)},
          ": parts of a step would be lost in the rounding of ", t.arrays[a].format->name,
-         ", since each is far smaller than a code; keep the moments in fp32, or fold the micro-batches into "
-         "an "
-         "accumulator first (policy compressed or stored)");
+         ", since each is far smaller than a code; keep the moments in fp32, or fold the micro-batches "
+         "into an accumulator first (policy compressed or stored)");
   }
 }
 

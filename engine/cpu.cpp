@@ -38,7 +38,7 @@ struct alignas(64) TileBuffers {
   float weight[kTile], gradient[kTile], slots[kMaxSlots][kTile];
 };
 
-// `write`: which of this step it is; each has coins of its own.
+// `write`: which of this step it is; each has coins of its own. Only accumulators are written more than once.
 ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_array& array, int which,
                      i64 write) {
   ArrayWork work;
@@ -228,11 +228,11 @@ class CpuEngine final : public scruple_engine {
   TensorWork tensor_work(const scruple_tensor& t, float multiplier,
                          const scruple_step_options& options) const {
     TensorWork work{};
-    work.weight = array_work(unit_, t, t.arrays[SCRUPLE_WEIGHT], SCRUPLE_WEIGHT, options.part);
+    work.weight = array_work(unit_, t, t.arrays[SCRUPLE_WEIGHT], SCRUPLE_WEIGHT, 0);
     work.gradient = gradient_work(unit_, t);
     for (int s = 0; s < kMaxSlots; ++s)
       if (is_used(t, SCRUPLE_SLOT + s))
-        work.slots[s] = array_work(unit_, t, t.arrays[SCRUPLE_SLOT + s], SCRUPLE_SLOT + s, options.part);
+        work.slots[s] = array_work(unit_, t, t.arrays[SCRUPLE_SLOT + s], SCRUPLE_SLOT + s, 0);
     work.update = unit_.update[t.optimizer->rule().index][t.optimizer->active()];
     work.step = t.optimizer->prepare(t.step, options.part == 0);
     work.keep_weight = options.part + 1 < options.parts;

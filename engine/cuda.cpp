@@ -550,7 +550,8 @@ class CudaEngine final : public scruple_engine {
     }
   }
 
-  // The coins of the image's rows for this call. They lie among the rows, where upload() does not look for changes.
+  // The coins of the image's rows for this call. They lie among the rows, where upload() does not look for
+  // changes.
   void draw(const Image& image) {
     const int rows = static_cast<int>(image.rows.size());
     if (rows == 0) return;

@@ -33,7 +33,6 @@ __global__ void prepare(const __grid_constant__ PrepareInput in) {
   to.t = static_cast<u32>(t);
   to.rule = from.rule;
   to.seed = from.seed;
-  to.part = in.part;
   to.keep_weight = in.keep_weight;
   to.skip = value_or(in.found_inf, 0.0f) != 0 ? 1u : 0u;
   // In the order that the CPU takes: the sign of `maximize` comes last and is exact.
@@ -58,7 +57,7 @@ __global__ void draw(DeviceRow* rows, int count, const Constants* constants) {
   DeviceRow& row = rows[i / kEach];
   const Constants& c = constants[row.constants];
   const int which = i % kEach, array = which == kNextFold ? +SCRUPLE_GRADIENT : which;
-  const u32 write = array != SCRUPLE_GRADIENT ? c.part : which == kNextFold ? row.folds + 1 : row.folds;
+  const u32 write = array != SCRUPLE_GRADIENT ? 0 : which == kNextFold ? row.folds + 1 : row.folds;
   row.coins[which] = draws_coins(row.arrays[array].rounding)
                          ? draw_coins({c.seed, c.t, row.id, static_cast<u32>(array), write}).from(row.offset)
                          : Coins{};

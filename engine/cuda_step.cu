@@ -59,8 +59,8 @@ struct StepTile {
   using S1 = decltype(array_of_slot<Rule, Active, 1, N, Moment, Nonneg>());
   using S2 = decltype(array_of_slot<Rule, Active, 2, N, Moment, Nonneg>());
 
-  // True if it left everything as it was, because one of its warp's threads met what needs care. Whole: every element
-  // of the tile is there and every plane aligned.
+  // True if it left everything as it was, because one of its warp's threads met what needs care. Whole: every
+  // element of the tile is there and every plane aligned.
   template <bool Whole, bool Careful, class Math>
   static __device__ bool run(const DeviceRow& row, const Constants& constants, Place at) {
     const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
@@ -200,8 +200,9 @@ constexpr bool can_round(Rounding rounding) {
   return (C::roundings >> rounding & 1u) != 0;
 }
 
-// A recipe's formats with each way of rounding a weight that is read in two halves, truncation apart; any other
-// weight rounds by its coins alone. And its moments beside weights in fp32, as PyTorch's parameters often are.
+// A recipe's formats with each way of rounding a weight that is read in two halves, truncation apart; any
+// other weight rounds by its coins alone. And its moments beside weights in fp32, as PyTorch's parameters
+// often are.
 template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg>
 void add_roundings(std::vector<StepKernel>& list) {
   using W = FormatRow<Weight>;

@@ -22,8 +22,8 @@ struct DeviceArray {
   u8 unused[4];
 };
 
-// One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants, or written on
-// the device: the coins.
+// One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants, or
+// written on the device: the coins.
 inline constexpr int kNextFold = SCRUPLE_ARRAYS;  // the coins of an accumulator once this fold is written
 struct DeviceRow {
   i64 size, offset;
@@ -46,7 +46,6 @@ struct Constants {
   u32 t;
   u32 skip;
   i32 rule;
-  u32 part;         // of the step; 0: the first, or the whole
   u32 keep_weight;  // another part follows
 };
 struct ConstantsSource {

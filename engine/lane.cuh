@@ -25,8 +25,8 @@ struct Place {
 
 // ---- Coins ----
 
-// Those of an array from element `first` on. No kernel that reads them writes rows, and saying so lets the load go
-// ahead of stores.
+// Those of an array from element `first` on. No kernel that reads them writes rows, and saying so lets the
+// load go ahead of stores.
 __device__ inline Coins coins_of(const DeviceRow& row, int array, i64 first) {
   const uint2 drawn = __ldg(reinterpret_cast<const uint2*>(&row.coins[array]));
   return Coins{drawn.x, drawn.y}.from(first);
@@ -529,8 +529,8 @@ struct Cursor {
   int row = 0;
   i64 tile = 0;  // within the row
 
-  // Each thread of a warp asks about one row, so that a thousand tensors take two rounds. (A block could do it
-  // in one, but its barrier costs AdamW a fifth of its speed.)
+  // Each thread of a warp asks about one row, so that a thousand tensors take two rounds. (A block could do
+  // it in one, but its barrier costs AdamW a fifth of its speed.)
   __device__ void seek(const DeviceTable& table, i64 wanted) {
     int low = row, high = table.count;  // begins[low] <= wanted < begins[high]
     if (wanted < table.begins[low + 1]) high = low + 1;
@@ -546,7 +546,8 @@ struct Cursor {
   }
 };
 
-// The row that a warp works on, with its constants, in shared memory: near, and out of reach of the step's stores.
+// The row that a warp works on, with its constants, in shared memory: near, and out of reach of the step's
+// stores.
 struct Held {
   int index;
   i64 begin, end;  // tiles of the row

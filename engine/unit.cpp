@@ -269,7 +269,8 @@ struct Tile {
     for (int j = 0; j < kLanes; ++j) largest = lanes[j] > largest ? lanes[j] : largest;
     return float_of(static_cast<u32>(largest));
   }
-  // The coins of 16 elements from element 0 on, which each run of 16 shifts: nothing is built anew for a group.
+  // The coins of 16 elements from element 0 on, which each run of 16 shifts: nothing is built anew for a
+  // group.
   struct Sixteen {
     u32 at[16];
     explicit Sixteen(Coins coins) {
@@ -309,8 +310,8 @@ struct Tile {
     for (int j = 0; j < n - i; ++j) out[i + j] = values[j];
   }
 
-  // All scales of the tile first, so that their divisions overlap. One loop for every rounding: nearest is coins
-  // that stand still.
+  // All scales of the tile first, so that their divisions overlap. One loop for every rounding: nearest is
+  // coins that stand still.
   static void encode_by_coins(const float* in, Planes p, i64 first, int n, int, Coins coins) {
     constexpr int kGroups = kTile / G;
     const int whole = n / G, groups = (n + G - 1) / G;

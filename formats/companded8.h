@@ -9,9 +9,9 @@
 // Adam divides each element by its own history, so it is the relative error of small elements that counts;
 // codes of even steps (linear8) or of sqrt(v) (flash8) lose it. What else it mends in flash8: group maxima
 // from 1e-30 to 1e30 work; an fp32 unit carries the decay of an EMA however slow; values are divided by the
-// unit as stored; groups of zeros decode to zeros; a group with a NaN or an infinity decodes to NaN.
-// Rounded to nearest, an element stands still while its moment moves by less than half a code a step, which at
-// beta2 = 0.999 is always: round moments stochastically.
+// unit as stored; groups of zeros decode to zeros; a group with a NaN or an infinity decodes to NaN. Rounded
+// to nearest, an element stands still while its moment moves by less than half a code a step, which at beta2
+// = 0.999 is always: round moments stochastically.
 #pragma once
 
 #include "formats/codec.h"
@@ -25,8 +25,9 @@ inline namespace SCRUPLE_UNIT {
 struct MuLaw {
   static constexpr u32 one = 127u << 23;
 
-  // The reciprocal two ulps up: a value that stands on a level lands there or up to 7 ulps above, never below. 16 bits of
-  // the coin leave 8 to the next code, so such a value stays, whatever the coin, and the group's maximum with it.
+  // The reciprocal two ulps up: a value that stands on a level lands there or up to 7 ulps above, never
+  // below. 16 bits of the coin leave 8 to the next code, so such a value stays, whatever the coin, and the
+  // group's maximum with it.
   static SCRUPLE_HD float gain(float unit) {
     return unit > 0 ? float_of(bits_of(tame_reciprocal(unit)) + 2u) : 0.0f;
   }
@@ -55,7 +56,8 @@ struct Companded8 {
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
   static SCRUPLE_HD float gain(float, Scale unit) { return MuLaw::gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
-  // The code in the uppermost byte. As encode below, which stays in 16 bits for the sake of the CPU's vectors.
+  // The code in the uppermost byte. As encode below, which stays in 16 bits for the sake of the CPU's
+  // vectors.
   static SCRUPLE_HD u32 encode_upper(float x, float gain, u32 coin) {
     return bits_of(with_sign_of(x, float_of((MuLaw::place(x, gain, coin) - MuLaw::one) << 5)));
   }

@@ -1,6 +1,6 @@
 // fp16: IEEE half precision; 5 exponent bits, 11 significant bits, subnormals down to 2^-24. As a weight a
-// finite value beyond 65504 is stored as 65504: nobody trains on infinities. As a gradient it becomes infinity, as
-// in IEEE, or loss scaling could not see that it overflowed.
+// finite value beyond 65504 is stored as 65504: nobody trains on infinities. As a gradient it becomes
+// infinity, as in IEEE, or loss scaling could not see that it overflowed.
 #pragma once
 
 #include "formats/codec.h"

@@ -1,8 +1,8 @@
-// root8: 8-bit gradient accumulators. Groups of 64 share an fp32 unit = absmax / 127^2; the code is a sign and a
-// magnitude k of 7 bits that stands for k^2 units (k as two's complement). Steps grow with the root of a value: in
-// an even group it errs a little more than int8, whose steps are even, and an element of 1/1000 of its group's
-// maximum keeps its digits where int8 would drown it in the noise of the largest. Stochastic rounding is between
-// two neighbours in value, and so exactly unbiased.
+// root8: 8-bit gradient accumulators. Groups of 64 share an fp32 unit = absmax / 127^2; the code is a sign
+// and a magnitude k of 7 bits that stands for k^2 units (k as two's complement). Steps grow with the root of
+// a value: in an even group it errs a little more than int8, whose steps are even, and an element of 1/1000
+// of its group's maximum keeps its digits where int8 would drown it in the noise of the largest. Stochastic
+// rounding is between two neighbours in value, and so exactly unbiased.
 #pragma once
 
 #include "formats/codec.h"

@@ -36,7 +36,8 @@ struct Halves {
 template <Rounding R>
 SCRUPLE_HD Halves split_in_place(u32 p, int k, u32 coin) {
   if constexpr (R == kStochastic) {
-    // The coin's upper bits round the wide value; those below decide the direction: up where the rest is above them.
+    // The coin's upper bits round the wide value; those below decide the direction: up where the rest is
+    // above them.
     const u32 dropped = (1u << (17 - k)) - 1u;
     const u32 wide = (p + (coin >> 15 >> k)) & ~dropped;
     const u32 visible = wide + ((~(coin >> (k - 1)) | dropped) & 0xffffu);
