@@ -5,8 +5,8 @@ set -u
 folder=${1:?usage: sanitize_gpu.sh FOLDER}
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-# Left out: what makes CUDA fail on purpose. Races need shared memory, which only flash8's levels and norms use,
-# and their check is slow: those tests alone.
+# Left out: what makes CUDA fail on purpose. Races need shared memory (levels, norms, the rows that warps hold),
+# and their check is slow: a few tests alone.
 provoking='CudaErrors.*:CudaGraph.ATable*:CudaGraph.Handing*'
 sharing='CudaParity.LargeTensors:CudaParity.AThousandTensors:CudaNorm.Equals*:CudaNorm.Tables*:CudaLoop.Measure*'
 status=0
