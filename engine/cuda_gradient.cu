@@ -29,6 +29,8 @@ __global__ void prepare(const __grid_constant__ PrepareInput in) {
   if (i >= in.count) return;
   const ConstantsSource& from = in.sources[i];
   Constants& to = in.to[i];
+  for (unsigned word = 0; word < sizeof(Constants) / sizeof(u64); ++word)  // all of it: kernels copy words
+    reinterpret_cast<u64*>(&to)[word] = 0;
   const i64 t = from.t + value_or(in.steps, i64{0});
   to.t = static_cast<u32>(t);
   to.rule = from.rule;

@@ -27,6 +27,14 @@ using Loose = typename LooseOf<T>::type;
 #define SCRUPLE_KEEP_LOOP _Pragma("GCC unroll 1")
 #endif
 
+#if defined(__AVX512BW__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
 template <class T>
 SCRUPLE_HD Loose<T>* at(u8* plane, i64 index) {
   return reinterpret_cast<Loose<T>*>(plane + index * static_cast<i64>(sizeof(T)));
@@ -254,7 +262,7 @@ struct Tile {
   // Magnitudes compare as integers: exact, in any order, and a NaN wins. In two rounds, so that the first has
   // no chain.
   static SCRUPLE_HD float absmax_of(const float* __restrict in) {
-    constexpr int kLanes = 8;
+    constexpr int kLanes = kVectorBytes / 4 > 8 ? kVectorBytes / 4 : 8;
     i32 lanes[kLanes];
     for (int j = 0; j < kLanes; ++j) {
       i32 largest = 0;
@@ -269,23 +277,24 @@ struct Tile {
     for (int j = 0; j < kLanes; ++j) largest = lanes[j] > largest ? lanes[j] : largest;
     return float_of(static_cast<u32>(largest));
   }
-  // The coins of 16 elements from element 0 on, which each run of 16 shifts: nothing is built anew for a
-  // group.
-  struct Sixteen {
-    u32 at[16];
-    explicit Sixteen(Coins coins) {
-      for (int j = 0; j < 16; ++j) at[j] = coins[j];
+  // The coins of the first elements, a vector of bytes long, which each run of as many shifts: nothing is built
+  // anew for a group.
+  static constexpr int kRun = G < kVectorBytes ? G : kVectorBytes;
+  struct Run {
+    u32 at[kRun];
+    explicit Run(Coins coins) {
+      for (int j = 0; j < kRun; ++j) at[j] = coins[j];
     }
   };
   static SCRUPLE_HD void encode_group(const float* __restrict in, float absmax, float gain, u32 shift,
-                                      u32 step, const Sixteen& __restrict coins, Code* __restrict codes) {
+                                      u32 step, const Run& __restrict coins, Code* __restrict codes) {
     if (magnitude_bits(absmax) >= 0x7f800000u) {  // not finite: the scale says so, and codes are zero
       for (int i = 0; i < G; ++i) codes[i] = 0;
       return;
     }
     SCRUPLE_KEEP_LOOP
-    for (int i = 0; i < G; i += 16, shift += 16 * step)
-      for (int j = 0; j < 16; ++j)
+    for (int i = 0; i < G; i += kRun, shift += kRun * step)
+      for (int j = 0; j < kRun; ++j)
         codes[i + j] = static_cast<Code>(C::encode(in[i + j], gain, shift + coins.at[j]));
   }
 
@@ -328,7 +337,7 @@ struct Tile {
       gain[i] = C::gain(absmax[i], scale);
     }
 
-    const Sixteen sixteen(coins);
+    const Run run(coins);
     Code unpacked[C::bits == 8 ? 1 : kTile];
     Code* codes;
     if constexpr (C::bits == 8)
@@ -336,12 +345,12 @@ struct Tile {
     else
       codes = unpacked;
     for (int i = 0; i < whole; ++i)
-      encode_group(in + i * G, absmax[i], gain[i], static_cast<u32>(i * G) * coins.step, coins.step, sixteen,
+      encode_group(in + i * G, absmax[i], gain[i], static_cast<u32>(i * G) * coins.step, coins.step, run,
                    codes + i * G);
     if (whole < groups) {
       Code last[G];
       encode_group(padded, absmax[whole], gain[whole], static_cast<u32>(whole * G) * coins.step, coins.step,
-                   sixteen, last);
+                   run, last);
       for (int j = whole * G; j < n; ++j) codes[j] = last[j - whole * G];
     }
     if constexpr (C::bits != 8) pack<C::bits>(unpacked, n, at_bit(p.codes, first * C::bits));
