@@ -1,6 +1,7 @@
 // What formats/codec.h builds from other operations is what IEEE's own would give.
 #include "formats/codec.h"
 
+#include "formats/companded8.h"
 #include "tests/support.h"
 
 namespace scruple_tests {
@@ -25,6 +26,33 @@ TEST(Codec, AQuotientFromTheReciprocalIsTheDivision) {
     }
     EXPECT_EQ(wrong, 0u) << "over " << b;
   }
+}
+
+// What stands on a level of companded8 stays there, whatever the coin: an EMA that does not move is not moved by
+// rounding, and a group's maximum does not creep.
+template <class Format>
+void levels_stay(const char* name, std::uint32_t first_code) {
+  Random random(12);
+  std::vector<float> maxima = {1e-30f, 1.0f, Format::top, 1e30f, float_from(0x3fffffffu)};
+  for (int i = 0; i < 4000; ++i) maxima.push_back(static_cast<float>(random.lognormal(8)));
+  std::uint64_t moved = 0;
+  for (const float largest : maxima) {
+    const float unit = Format::unit(Format::scale(largest)), gain = Format::gain(largest, unit);
+    const float top = Format::decode(Format::encode(largest, gain, scruple::kHalf), unit);
+    for (const std::uint32_t coin : {0u, 0xffffu, 0x10000u, scruple::kHalf, 0xffff0000u, 0xffffffffu}) {
+      for (std::uint32_t code = first_code; code < 256; ++code)
+        moved += Format::encode(Format::decode(code, unit), gain, coin) ==
+                         (code == 0x80 && first_code == 0 ? 0 : code)
+                     ? 0
+                     : 1;
+      moved += Format::decode(Format::encode(largest, gain, coin), unit) == top ? 0 : 1;
+    }
+  }
+  EXPECT_EQ(moved, 0u) << name;
+}
+TEST(Codec, WhatStandsOnALevelOfCompanded8StaysWhateverTheCoin) {
+  levels_stay<scruple::Companded8>("signed", 0);
+  levels_stay<scruple::Companded8Nonneg>("non-negative", 1);
 }
 
 }  // namespace
