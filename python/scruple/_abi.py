@@ -4,10 +4,12 @@ The library is the one that SCRUPLE_LIBRARY names, or the one inside this packag
 build` left in the source tree.
 """
 
+import contextlib
 import ctypes
 import os
 import pathlib
 import threading
+import types
 from ctypes import (
     CFUNCTYPE,
     POINTER,
@@ -149,6 +151,48 @@ SinkReport = _struct(
     skipped=c_int64,
     scaler=Scaler,
 )
+Plane = _struct(
+    "Plane", kind=c_char_p, dtype=c_char_p, shape=POINTER(c_int64), dimensions=c_int64, bytes=c_int64
+)
+StoredArray = _struct(
+    "StoredArray",
+    name=c_char_p,
+    format=c_char_p,
+    rounding=c_char_p,
+    fits=c_int64,
+    planes=POINTER(Plane),
+    plane_count=c_int64,
+)
+StoredTensor = _struct(
+    "StoredTensor",
+    name=c_char_p,
+    shape=POINTER(c_int64),
+    dimensions=c_int64,
+    group=c_int64,
+    step=c_int64,
+    id=c_int64,
+    adagc_norm=c_double,
+    arrays=POINTER(StoredArray),
+    array_count=c_int64,
+)
+Hyper = _struct("Hyper", name=c_char_p, value=c_double)
+Group = _struct("Group", optimizer=c_char_p, seed=c_uint64, hypers=POINTER(Hyper), hyper_count=c_int64)
+Scale = _struct("Scale", scale=c_double, growth=c_double, backoff=c_double, interval=c_int64, clean=c_int64)
+Note = _struct("Note", name=c_char_p, text=c_void_p, bytes=c_int64)
+Contents = _struct(
+    "Contents",
+    folder=c_char_p,
+    library=c_char_p,
+    recipe=c_char_p,
+    step=c_int64,
+    groups=POINTER(Group),
+    group_count=c_int64,
+    loss_scale=POINTER(Scale),
+    notes=POINTER(Note),
+    note_count=c_int64,
+    tensors=POINTER(StoredTensor),
+    tensor_count=c_int64,
+)
 
 # Those that return a status; the others are below.
 _CALLS = {
@@ -180,6 +224,12 @@ _CALLS = {
     "sink_end": [c_void_p],
     "sink_read": [c_void_p, POINTER(SinkReport)],
     "sink_read_tensors": [c_void_p, c_void_p, c_void_p],
+    "checkpoint_open": [c_char_p, POINTER(c_void_p)],
+    "checkpoint_verify": [c_void_p, c_int64],
+    "checkpoint_read": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64],
+    "checkpoint_begin": [c_char_p, POINTER(Contents), c_int64, POINTER(c_void_p)],
+    "checkpoint_write": [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64],
+    "checkpoint_commit": [c_void_p],
 }
 _OTHERS = {
     "version": (c_char_p, []),
@@ -196,6 +246,9 @@ _OTHERS = {
     "optimizer_destroy": (None, [c_void_p]),
     "sink_destroy": (None, [c_void_p]),
     "sink_found_inf": (c_void_p, [c_void_p]),
+    "checkpoint_manifest": (POINTER(Contents), [c_void_p]),
+    "checkpoint_close": (None, [c_void_p]),
+    "checkpoint_abandon": (None, [c_void_p]),
 }
 
 
@@ -396,3 +449,137 @@ class Rule:
     def __del__(self):
         if getattr(self, "handle", None):
             library.optimizer_destroy(self.handle)
+
+
+# ---- Checkpoints ----
+
+
+def _utf8(text, what, zeros=False):
+    try:
+        made = text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} {text!r} is not valid Unicode; no file can hold it") from None
+    if b"\0" in made and not zeros:
+        raise UsageError(f"{what} {text!r} has a zero in it, which no name may have")
+    return made
+
+
+def _path(path):
+    path = os.fsencode(path)
+    if b"\0" in path:
+        raise UsageError(f"the path {os.fsdecode(path)!r} has a zero in it, which no name may have")
+    return path
+
+
+class Checkpoint:
+    """An open checkpoint: folder, recipe, groups, loss_scale, notes and tensors, with names for keys. A plane is
+    (number of the tensor, of the array, of the plane)."""
+
+    def __init__(self, path):
+        self.handle = c_void_p()
+        library.checkpoint_open(_path(path), byref(self.handle))
+        found = library.checkpoint_manifest(self.handle).contents
+        self.folder, self.recipe = os.fsdecode(found.folder), found.recipe.decode()
+        self.groups = [
+            types.SimpleNamespace(
+                optimizer=group.optimizer.decode(),
+                seed=group.seed,
+                hypers={x.name.decode(): x.value for x in group.hypers[: group.hyper_count]},
+            )
+            for group in found.groups[: found.group_count]
+        ]
+        scale = found.loss_scale.contents if found.loss_scale else None
+        self.loss_scale = scale and {name: getattr(scale, name) for name, _ in Scale._fields_}
+        self.notes = {
+            note.name.decode(): ctypes.string_at(note.text, note.bytes).decode()
+            for note in found.notes[: found.note_count]
+        }
+        self.tensors = {
+            tensor.name.decode(): types.SimpleNamespace(
+                number=t,
+                name=tensor.name.decode(),
+                shape=tuple(tensor.shape[: tensor.dimensions]),
+                group=tensor.group,
+                step=tensor.step,
+                id=tensor.id,
+                adagc_norm=tensor.adagc_norm,
+                arrays=[self._array(array, (t, a)) for a, array in enumerate(tensor.arrays[: tensor.array_count])],
+            )
+            for t, tensor in enumerate(found.tensors[: found.tensor_count])
+        }
+
+    def _array(self, array, place):
+        return types.SimpleNamespace(
+            name=array.name.decode(),
+            format=array.format.decode(),
+            rounding=array.rounding.decode(),
+            fits=bool(array.fits),  # the planes are those of the format
+            planes=[(*place, p) for p in range(array.plane_count)],
+            bytes=[plane.bytes for plane in array.planes[: array.plane_count]],
+        )
+
+    def verify(self):
+        for tensor in self.tensors.values():
+            library.checkpoint_verify(self.handle, tensor.number)
+
+    def read(self, plane, address, size, first=0):
+        library.checkpoint_read(self.handle, *plane, first, address, size)
+
+    def close(self):
+        library.checkpoint_close(self.handle)
+        self.handle = c_void_p()
+
+    __del__ = close
+
+
+def _list(kind, items):
+    """For a struct's two fields: the items, and how many."""
+    items = [kind(*item) for item in items]
+    return (kind * len(items))(*items), len(items)
+
+
+def _arrays(arrays):
+    made = (
+        (_utf8(name, "array"), form.encode(), ROUNDING_NAMES[rounding].encode())
+        for name, form, rounding in arrays
+    )
+    return _list(StoredArray, made)
+
+
+def _tensor(name, shape, group, step, number, norm, arrays):
+    shape = (c_int64 * len(shape))(*shape)
+    return _utf8(name, "tensor"), shape, len(shape), group, step, number, norm, *_arrays(arrays)
+
+
+@contextlib.contextmanager
+def new_checkpoint(path, *, recipe, step, groups, loss_scale, notes, tensors):
+    """A checkpoint that is there when the block ends well: completely, or not at all. The block is given
+    write(number of the tensor, of the array, of the plane, address, bytes).
+
+    groups      of (optimizer, seed, {hyperparameter: value})
+    loss_scale  {field of Scale: value} or None
+    tensors     of (name, shape, group, step, id, adagc_norm, [(array, format, rounding)])
+    """
+    groups = [
+        (name.encode(), seed, *_list(Hyper, ((_utf8(x, "hyperparameter"), value) for x, value in hypers.items())))
+        for name, seed, hypers in groups
+    ]
+    texts = {_utf8(name, "note"): _utf8(text, "note", zeros=True) for name, text in notes.items()}
+    notes = [(name, ctypes.cast(text, c_void_p), len(text)) for name, text in texts.items()]
+    contents = Contents(
+        None,
+        None,
+        _utf8(recipe, "recipe"),
+        step,
+        *_list(Group, groups),
+        ctypes.pointer(Scale(**loss_scale)) if loss_scale else None,
+        *_list(Note, notes),
+        *_list(StoredTensor, (_tensor(*tensor) for tensor in tensors)),
+    )
+    writer = c_void_p()
+    library.checkpoint_begin(_path(path), byref(contents), 1, byref(writer))
+    try:
+        yield lambda *plane: library.checkpoint_write(writer, *plane)
+        library.checkpoint_commit(writer)
+    finally:
+        library.checkpoint_abandon(writer)

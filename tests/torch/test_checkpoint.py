@@ -25,7 +25,7 @@ import torch
 import older
 import scruple
 import test_state
-from scruple.torch import checkpoint_files as files
+from scruple.torch import checkpoint as files
 from support import (
     DEVICE,
     Case,
