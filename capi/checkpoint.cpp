@@ -59,7 +59,6 @@ struct Contents {
   std::vector<scruple_checkpoint_plane> planes;
   std::vector<scruple_checkpoint_array> arrays;
   std::vector<scruple_checkpoint_tensor> tensors;
-  scruple_checkpoint_scale scale = {};
   scruple_checkpoint_contents all = {};
 
   explicit Contents(const io::Checkpoint& checkpoint) : folder(checkpoint.folder()) {
@@ -69,20 +68,13 @@ struct Contents {
     for (const auto& [name, text] : from.trainer)
       notes.push_back({c_name(name), text.c_str(), count_of(text)});
     for (const io::TensorState& tensor : from.tensors) add(tensor);
-    if (from.loss_scale)
-      scale = {from.loss_scale->scale, from.loss_scale->growth, from.loss_scale->backoff,
-               from.loss_scale->interval, from.loss_scale->clean};
-    all = {folder.c_str(),
-           c_name(from.library),
-           c_name(from.recipe),
-           from.step,
-           groups.data(),
-           count_of(groups),
-           from.loss_scale ? &scale : nullptr,
-           notes.data(),
-           count_of(notes),
-           tensors.data(),
-           count_of(tensors)};
+    scruple_checkpoint_scale scale = {};
+    if (const auto& found = from.loss_scale)
+      scale = {found->scale, found->growth, found->backoff, found->interval, found->clean};
+    all = {folder.c_str(), c_name(from.library), c_name(from.recipe),
+           from.step,      groups.data(),        count_of(groups),
+           scale,          notes.data(),         count_of(notes),
+           tensors.data(), count_of(tensors)};
   }
 
  private:
@@ -185,11 +177,11 @@ io::Manifest manifest_of(const scruple_checkpoint_contents& from) {
       group.hyperparameters[text_of(name, "a hyperparameter's name")] = value;
     manifest.groups.push_back(std::move(group));
   }
-  if (const scruple_checkpoint_scale* const scale = from.loss_scale; scale != nullptr) {
-    if (scale->interval < 0 || scale->clean < 0)
-      fail(SCRUPLE_INVALID, "the loss scale has interval ", scale->interval, " and clean ", scale->clean,
+  if (const scruple_checkpoint_scale& scale = from.loss_scale; scale.scale != 0) {
+    if (scale.interval < 0 || scale.clean < 0)
+      fail(SCRUPLE_INVALID, "the loss scale has interval ", scale.interval, " and clean ", scale.clean,
            "; both must be at least 0");
-    manifest.loss_scale = {scale->scale, scale->growth, scale->backoff, scale->interval, scale->clean};
+    manifest.loss_scale = {scale.scale, scale.growth, scale.backoff, scale.interval, scale.clean};
   }
   for (const scruple_checkpoint_note& note : listed(from.notes, from.note_count, "notes")) {
     const std::span<const char> text = listed(note.text, note.bytes, "bytes of a note");

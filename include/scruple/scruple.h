@@ -519,7 +519,8 @@ typedef struct scruple_checkpoint_group {
 
 /* The fields of scruple_scaler, in double. */
 typedef struct scruple_checkpoint_scale {
-  double scale, growth, backoff;
+  double scale; /* 0: there was none */
+  double growth, backoff;
   int64_t interval, clean;
 } scruple_checkpoint_scale;
 
@@ -537,7 +538,7 @@ typedef struct scruple_checkpoint_contents {
   int64_t step;        /* taken */
   const scruple_checkpoint_group* groups;
   int64_t group_count;
-  const scruple_checkpoint_scale* loss_scale; /* NULL: none */
+  scruple_checkpoint_scale loss_scale;
   const scruple_checkpoint_note* notes;
   int64_t note_count;
   const scruple_checkpoint_tensor* tensors;

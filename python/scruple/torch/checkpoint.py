@@ -137,11 +137,11 @@ def _write(write, plane, tensor, chunk):
     """A tensor as a plane; `chunk` gives memory for what the host cannot read."""
     source = tensor.detach().contiguous()  # by a name: the library reads its memory
     if _on_host(source):
-        write(*plane, source.data_ptr(), source.nbytes)
+        write(plane, source.data_ptr(), source.nbytes)
         return
     for part in _flat(source).split(CHUNK):
         chunk()[: part.numel()].copy_(part)
-        write(*plane, chunk().data_ptr(), part.numel())
+        write(plane, chunk().data_ptr(), part.numel())
 
 
 def _read(checkpoint, plane, tensor, chunk):
@@ -160,11 +160,11 @@ def _read(checkpoint, plane, tensor, chunk):
         tensor.copy_(to)
 
 
-def _read_host(checkpoint, array):
+def _read_host(checkpoint, number, array):
     """An array's planes as bytes in the host's memory, and None where it has one."""
-    planes = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in array.bytes]
-    for plane, to in zip(array.planes, planes):
-        checkpoint.read(plane, to.data_ptr(), to.nbytes)
+    planes = [torch.empty(plane.bytes, dtype=torch.uint8, device="cpu") for plane in array.planes]
+    for i, to in enumerate(planes):
+        checkpoint.read((*number, i), to.data_ptr(), to.nbytes)
     return [*planes, None][:2]
 
 
@@ -186,19 +186,20 @@ def save(opt, model, path, *, scaler=None, notes=None):
     }
     plain = {name: x for name, x in rest.items() if x.dtype in NAMES}
     tensors = [_held_entry(opt, name, p) for name, p in held.items()]
-    for number, (name, x) in enumerate(plain.items(), len(opt._number)):
-        array = ("weight", NAMES[x.dtype], _abi.NEAREST)
-        tensors.append((name, x.shape, len(opt.param_groups), 1, number, 0.0, [array]))
+    tensors += [
+        _entry(name, x, len(opt.param_groups), number, 1, 0.0, [("weight", NAMES[x.dtype], _abi.NEAREST)])
+        for number, (name, x) in enumerate(plain.items(), len(opt._number))
+    ]
+    contents = {
+        "recipe": opt.param_groups[0]["recipe"],
+        "step": max((tensor["step"] - 1 for tensor in tensors), default=0),
+        "groups": [_group_entry(opt, group) for group in opt.param_groups] + [_rest_group()] * bool(plain),
+        "loss_scale": _loss_scale(scaler),
+        "notes": [{"name": name, "text": text} for name, text in notes.items()],
+        "tensors": tensors,
+    }
     chunk = functools.cache(_new_chunk)
-    with _abi.new_checkpoint(
-        path,
-        recipe=opt.param_groups[0]["recipe"],
-        step=max((tensor[3] - 1 for tensor in tensors), default=0),
-        groups=[_group_entry(opt, group) for group in opt.param_groups] + [_rest_group()] * bool(plain),
-        loss_scale=_loss_scale(scaler),
-        notes=notes,
-        tensors=tensors,
-    ) as write:
+    with _abi.new_checkpoint(path, contents) as write:
         for t, p in enumerate(held.values()):
             _write_held(opt, p, t, write, chunk)
         for t, x in enumerate(plain.values(), len(held)):
@@ -259,29 +260,39 @@ def _others_text(others):
 
 def _group_entry(opt, group):
     hypers = {**_abi.rules()[opt.rule][2], **opt._hypers(group), "lr": group["lr"]}
-    return opt.rule, int(group["seed"]) % (1 << 64), {name: float(value) for name, value in hypers.items()}
+    return _group(opt.rule, int(group["seed"]) % (1 << 64), hypers)
 
 
 def _rest_group():
-    hypers = {name: float(value) for name, value in _abi.rules()["sgd"][2].items()}
-    return "sgd", 0, {**hypers, "lr": 0.0}
+    return _group("sgd", 0, {**_abi.rules()["sgd"][2], "lr": 0})
+
+
+def _group(rule, seed, hypers):
+    hypers = [{"name": name, "value": float(value)} for name, value in hypers.items()]
+    return {"optimizer": rule, "seed": seed, "hypers": hypers}
 
 
 def _loss_scale(scaler):
-    found = {} if scaler is None else scaler.state_dict()
-    if not found:  # none, or one that is not enabled
-        return None
-    return {
-        field: int(found[name]) if field in ("interval", "clean") else float(found[name])
-        for field, name in _SCALER.items()
-    }
+    found = {} if scaler is None else scaler.state_dict()  # empty also of one that is not enabled
+    return {field: found[name] for field, name in _SCALER.items() if found}
 
 
 def _held_entry(opt, name, p):
     state, (number, index) = opt.state.get(p) or {}, opt._number[p]
     norm = state.get("adagc_norm", 0.0)
     norm = norm if norm > 0 and math.isfinite(norm) else 0.0
-    return name, p.shape, index, state.get("step", 0) + 1, number, norm, _arrays_of(opt._layout(p))
+    return _entry(name, p, index, number, state.get("step", 0) + 1, norm, _arrays_of(opt._layout(p)))
+
+
+def _entry(name, x, group, number, step, norm, arrays):
+    arrays = [
+        {"name": array, "format": form, "rounding": _abi.ROUNDING_NAMES[rounding]}
+        for array, form, rounding in arrays
+    ]
+    return {
+        **{"name": name, "shape": x.shape, "group": group, "id": number, "step": step},
+        **{"adagc_norm": norm, "arrays": arrays},
+    }
 
 
 def _write_held(opt, p, t, write, chunk):
@@ -313,17 +324,20 @@ def load(opt, model, path, *, scaler=None):
         )
     held, rest = _contents(opt, model)
     with contextlib.closing(_abi.Checkpoint(path)) as checkpoint:
-        folder, stored, ours = checkpoint.folder, checkpoint.tensors, _Trainer(checkpoint)
-        _check_scaler(checkpoint.loss_scale, scaler, folder)
+        found = checkpoint.contents
+        folder, stored, ours = found.folder, {x.name: x for x in found.tensors}, _Trainer(found)
+        for number, tensor in enumerate(found.tensors):
+            tensor.number = number
+        _check_scaler(found.loss_scale, scaler, folder)
         _check_present(held, rest, stored, ours, folder)
         others = {name: ours.other(name, x) for name, x in rest.items() if name not in stored}
         opt._settle()
         with unchanged_on_error(opt):
-            _load_groups(opt, held, checkpoint, ours)
+            _load_groups(opt, held, stored, found.groups, ours, folder)
             opt._forget_tables()
             opt._update_rules()
             for name, p in held.items():
-                _check_fits(opt, name, p, stored[name], checkpoint)
+                _check_fits(opt, name, p, stored[name], found)
                 if ours.groups is not None:
                     _check_order(opt, name, p, stored[name], folder)
             for name in rest:
@@ -346,16 +360,17 @@ def load(opt, model, path, *, scaler=None):
                 f"{folder} changed or could not be read while it was loaded ({problem}); model and optimizer "
                 "are part old, part new: load again before going on"
             ) from problem
-        _load_scaler(checkpoint.loss_scale, scaler)
+        if found.loss_scale.scale and scaler is not None:
+            scaler.load_state_dict({name: getattr(found.loss_scale, x) for x, name in _SCALER.items()})
         return ours.notes
 
 
 class _Trainer:
     """What the writer has put into `trainer`: one of ours, or another program's."""
 
-    def __init__(self, checkpoint):
-        entries = checkpoint.notes
-        self.folder, self.groups, self.others = checkpoint.folder, None, {}
+    def __init__(self, found):
+        entries = {note.name: note.text for note in found.notes}
+        self.folder, self.groups, self.others = found.folder, None, {}
         self.notes = dict(entries)
         if entries.get("writer") != _WRITER:
             return
@@ -448,9 +463,9 @@ def _check_present(held, rest, stored, trainer, folder):
             + ". Make the optimizer from the same parameters"
         )
     for name, x in (*held.items(), *rest.items()):
-        if name in stored and stored[name].shape != x.shape:
+        if name in stored and stored[name].shape != list(x.shape):
             raise UsageError(
-                f"{name} has shape {tuple(x.shape)} in the model and {stored[name].shape} in "
+                f"{name} has shape {tuple(x.shape)} in the model and {tuple(stored[name].shape)} in "
                 f"{folder}; load into the model that it was saved from"
             )
         if name in stored and x.dtype not in NAMES:
@@ -459,11 +474,11 @@ def _check_present(held, rest, stored, trainer, folder):
             )
 
 
-def _load_groups(opt, held, checkpoint, trainer):
+def _load_groups(opt, held, stored, groups, trainer, folder):
     """Seeds, hyperparameters and what schedulers keep, as torch brings lr; formats stay."""
-    names, folder = {p: name for name, p in held.items()}, checkpoint.folder
+    names = {p: name for name, p in held.items()}
     for index, group in enumerate(opt.param_groups):
-        firsts = {checkpoint.tensors[names[p]].group: names[p] for p in reversed(group["params"])}
+        firsts = {stored[names[p]].group: names[p] for p in reversed(group["params"])}
         if len(firsts) > 1:
             raise UsageError(
                 f"parameter group {index} of the optimizer has parameters of {len(firsts)} groups of "
@@ -471,7 +486,7 @@ def _load_groups(opt, held, checkpoint, trainer):
                 "optimizer with the same groups"
             )
         for number in firsts:
-            source = checkpoint.groups[number]
+            source = groups[number]
             if source.optimizer != opt.rule:
                 raise UsageError(
                     f"{folder} is of optimizer {source.optimizer!r}, and this is {opt.rule!r}; load it into "
@@ -494,7 +509,7 @@ def _check_values(opt, group, folder):
 
 def _from_hypers(group, source, folder):
     """The library's names and numbers as this optimizer spells them."""
-    hypers, made = dict(source.hypers), {"seed": source.seed}
+    hypers, made = {x.name: x.value for x in source.hypers}, {"seed": source.seed}
     if "betas" in group:
         made["betas"] = tuple(hypers.pop(name, was) for name, was in zip(("beta1", "beta2"), group["betas"]))
     if "max_lr" in hypers:
@@ -506,9 +521,9 @@ def _from_hypers(group, source, folder):
     return made
 
 
-def _check_fits(opt, name, p, tensor, checkpoint):
+def _check_fits(opt, name, p, tensor, contents):
     """The arrays in the file are those that the optimizer keeps of this parameter, or are converted."""
-    group, folder = opt.param_groups[opt._number[p][1]], checkpoint.folder
+    group, folder = opt.param_groups[opt._number[p][1]], contents.folder
     stored = _stored(opt, p, tensor)
     # An fp32 parameter takes a weight of any format: all their values are fp32 numbers.
     first = 1 if p.dtype is torch.float32 else 0
@@ -519,7 +534,7 @@ def _check_fits(opt, name, p, tensor, checkpoint):
         asked = ", ".join(f"{a} in {f} ({_abi.ROUNDING_NAMES[r]})" for a, f, r in _arrays_of(opt._layout(p)))
         raise UsageError(
             f"{name}: {folder} has {said}, and the optimizer keeps {asked}; the checkpoint is of recipe "
-            f"{checkpoint.recipe!r} and the optimizer of {group['recipe']!r}: make the optimizer (and cast "
+            f"{contents.recipe!r} and the optimizer of {group['recipe']!r}: make the optimizer (and cast "
             "the model) as it was saved, or change the file with "
             f"'scruple checkpoint convert {folder} --recipe {group['recipe']} --out NEW'"
         )
@@ -609,20 +624,22 @@ def _read_held(checkpoint, opt, p, tensor, chunk):
     if tensor.adagc_norm:
         state["adagc_norm"] = tensor.adagc_norm
     formats = opt._layout(p).formats
-    for (a, name, form), array in zip(stored.arrays, tensor.arrays):
+    for number, ((a, name, form), array) in enumerate(zip(stored.arrays, tensor.arrays)):
+        place = tensor.number, number
         if array.format == formats[name]:
-            for plane in array.planes:
-                _read(checkpoint, plane, state.get(_state_name(name, plane[-1]), p), chunk)
+            for i in range(len(array.planes)):
+                _read(checkpoint, (*place, i), state.get(_state_name(name, i), p), chunk)
         elif a == _abi.WEIGHT:
             _read_weight(checkpoint, p, tensor)
         else:
-            recode(engine_for(p.device), opt._entry(p).row, a, form, *_read_host(checkpoint, array), p.device)
+            planes = _read_host(checkpoint, place, array)
+            recode(engine_for(p.device), opt._entry(p).row, a, form, *planes, p.device)
 
 
 def _read_weight(checkpoint, x, tensor):
     """The weight alone, of any format, into a tensor of any dtype that has its values."""
     array = tensor.arrays[0]
-    codes, aux = _read_host(checkpoint, array)
+    codes, aux = _read_host(checkpoint, (tensor.number, 0), array)
     if array.format == NAMES.get(x.dtype):
         x.copy_(codes.view(x.dtype).view(x.shape))
         return
@@ -639,13 +656,8 @@ def _read_weight(checkpoint, x, tensor):
     x.copy_(values)
 
 
-def _load_scaler(found, scaler):
-    if found is not None and scaler is not None:
-        scaler.load_state_dict({name: found[field] for field, name in _SCALER.items()})
-
-
 def _check_scaler(found, scaler, folder):
-    if scaler is not None and scaler.is_enabled() and found is None:
+    if scaler is not None and scaler.is_enabled() and not found.scale:
         raise UsageError(f"{folder} has no loss scale: it was saved without scaler=; load it without")
-    if scaler is None and found is not None:
+    if scaler is None and found.scale:
         warnings.warn(f"{folder} has a loss scale; give scaler= to restore it", stacklevel=5)
