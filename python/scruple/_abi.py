@@ -10,22 +10,7 @@ import os
 import pathlib
 import threading
 import types
-from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    byref,
-    c_char,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
 
 ABI_VERSION = 2
 NEAREST, TRUNCATE, STOCHASTIC, DITHER, WIDE = range(5)
@@ -50,9 +35,9 @@ ALLOC = CFUNCTYPE(c_void_p, c_void_p, c_int64)
 FREE = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 REDUCE = CFUNCTYPE(c_int, c_void_p, c_void_p)
 _types = {
-    **{"char*": c_char_p, "void*": c_void_p, "bytes*": POINTER(c_char), "int64*": POINTER(c_int64)},
-    **{"float": c_float, "double": c_double, "size_t": c_size_t, "int": c_int},
-    **{"int32": c_int32, "int64": c_int64, "uint32": c_uint32, "uint64": c_uint64},
+    **{"char*": c_char_p, "void*": c_void_p, "bytes*": POINTER(ctypes.c_char), "int64*": POINTER(c_int64)},
+    **{"float": ctypes.c_float, "double": c_double, "size_t": ctypes.c_size_t, "int": c_int},
+    **{"int32": ctypes.c_int32, "int64": c_int64, "uint32": c_uint32, "uint64": c_uint64},
     **{"alloc": ALLOC, "free": FREE, "reduce": REDUCE},
 }
 
@@ -389,13 +374,13 @@ def _encoded(text, zeros=False):
     except UnicodeEncodeError:
         raise UsageError(f"{text!r} is not valid Unicode; no file can hold it") from None
     if b"\0" in made and not zeros:
-        raise UsageError(f"{text!r} has a zero in it, which no name may have")
+        raise UsageError(f"{str(text)!r} has a zero in it, which no name may have")
     return made
 
 
 def _packed(kind, values):
-    """A struct of {field: value}: text for names, dicts for structs, a list or a long text for a pointer and the
-    count behind it."""
+    """A struct of {field: value}: text for names, dicts for structs, a list or a long text for a pointer and
+    the count behind it."""
     made, fields = kind(), iter(kind._fields_)
     for name, of in fields:
         value = values.get(name)
@@ -431,37 +416,24 @@ def _unpacked(value):
     return made
 
 
-class Checkpoint:
-    """An open checkpoint. A plane is (number of the tensor, of its array, of the array's plane)."""
-
-    def __init__(self, path):
-        self.handle = c_void_p()
-        library.checkpoint_open(_encoded(pathlib.Path(path)), byref(self.handle))
-        self.contents = _unpacked(library.checkpoint_manifest(self.handle).contents)
-
-    def verify(self):
-        for tensor in range(len(self.contents.tensors)):
-            library.checkpoint_verify(self.handle, tensor)
-
-    def read(self, plane, address, size, first=0):
-        library.checkpoint_read(self.handle, *plane, first, address, size)
-
-    def close(self):
-        if getattr(self, "handle", None):
-            library.checkpoint_close(self.handle)
-            self.handle = None
-
-    __del__ = close
+@contextlib.contextmanager
+def open_checkpoint(path):
+    """A handle and what is in the checkpoint, while the block runs."""
+    handle = c_void_p()
+    library.checkpoint_open(_encoded(pathlib.Path(path)), byref(handle))
+    try:
+        yield handle, _unpacked(library.checkpoint_manifest(handle).contents)
+    finally:
+        library.checkpoint_close(handle)
 
 
 @contextlib.contextmanager
 def new_checkpoint(path, contents):
-    """A checkpoint that is there when the block ends well: completely, or not at all. The block gets
-    write(plane, address, size)."""
+    """A writer of a checkpoint that is there when the block ends well: completely, or not at all."""
     writer, packed = c_void_p(), _packed(Contents, contents)
     library.checkpoint_begin(_encoded(pathlib.Path(path)), byref(packed), 1, byref(writer))
     try:
-        yield lambda plane, address, size: library.checkpoint_write(writer, *plane, address, size)
+        yield writer
         library.checkpoint_commit(writer)
     finally:
         library.checkpoint_abandon(writer)

@@ -1,15 +1,14 @@
 """Checkpoints as folders of safetensors files: what `scruple.save` and `scruple.load` do.
 
-The library reads and writes the files (docs/checkpoint.md); this knows torch: what of a model and an optimizer
-goes into them, and where it belongs when it comes back. Neither function holds more than one plane beside the
-state itself, and of a plane on a GPU only a chunk.
+The library reads and writes the files (docs/checkpoint.md); this knows torch: what of a model and an
+optimizer goes into them, and where it belongs when it comes back. Neither function holds more than one plane
+beside the state itself, and of a plane on a GPU only a chunk.
 
 What the optimizer does not hold (frozen parameters, statistics) is stored too: fp32, bf16 and fp16 as
 tensors of a last group, whose rule has no moments and whose lr is 0; other dtypes as text in `trainer`.
 """
 
 import base64
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -37,13 +36,9 @@ _NOTE = "note."
 # Formats are the optimizer's own, and compared with the file's: `scruple checkpoint convert` changes those.
 _FORMATS = ("recipe", "weights", "moments", "rounding")
 _NOT_SAVED = ("params", "formats", "version")
-_SCALER = {  # torch's names for the fields of loss_scale
-    "scale": "scale",
-    "growth": "growth_factor",
-    "backoff": "backoff_factor",
-    "interval": "growth_interval",
-    "clean": "_growth_tracker",
-}
+# torch's names for the fields of loss_scale
+_SCALER = dict(scale="scale", growth="growth_factor", backoff="backoff_factor")
+_SCALER.update(interval="growth_interval", clean="_growth_tracker")
 
 
 # ---- The model and the optimizer ----
@@ -96,14 +91,6 @@ def _contents(opt, model):
     return held, rest
 
 
-def _check_between_steps(opt):
-    if opt._handle is not None and getattr(opt._handle._path, "batches", 0):
-        raise UsageError(
-            "save in the middle of a step: gradients of earlier micro-batches wait in the accumulators, and "
-            "a checkpoint has none; save after the last micro-batch"
-        )
-
-
 def _arrays_of(layout):
     """(name, format, rounding) of each."""
     return [(name, form.name, layout.row.arrays[a].rounding) for a, name, form in layout.arrays]
@@ -116,12 +103,7 @@ def _state_name(array, plane):
     return array + "/scale" if plane else array
 
 
-# ---- Memory ----
-
-
-def _flat(tensor):
-    """A tensor's memory as bytes; it must be one run."""
-    return tensor.detach().view(-1).view(torch.uint8)
+# ---- Between the library's files and the memory of tensors ----
 
 
 def _on_host(tensor):
@@ -133,38 +115,44 @@ def _new_chunk():
     return torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
 
-def _write(write, plane, tensor, chunk):
+def _parts(tensor):
+    """(first byte, bytes) of a tensor that is one run of memory, chunk by chunk."""
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    return ((first, flat[first : first + CHUNK]) for first in range(0, flat.numel(), CHUNK))
+
+
+def _write(writer, plane, tensor, chunk):
     """A tensor as a plane; `chunk` gives memory for what the host cannot read."""
     source = tensor.detach().contiguous()  # by a name: the library reads its memory
     if _on_host(source):
-        write(plane, source.data_ptr(), source.nbytes)
+        library.checkpoint_write(writer, *plane, source.data_ptr(), source.nbytes)
         return
-    for part in _flat(source).split(CHUNK):
+    for _, part in _parts(source):
         chunk()[: part.numel()].copy_(part)
-        write(plane, chunk().data_ptr(), part.numel())
+        library.checkpoint_write(writer, *plane, chunk().data_ptr(), part.numel())
 
 
-def _read(checkpoint, plane, tensor, chunk):
+def _read(handle, plane, tensor, chunk):
     """A plane into a tensor of as many bytes."""
-    to = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    to = tensor
+    if not tensor.is_contiguous():
+        to = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if _on_host(to):
-        checkpoint.read(plane, to.data_ptr(), to.nbytes)
+        library.checkpoint_read(handle, *plane, 0, to.data_ptr(), to.nbytes)
         torch.autograd.graph.increment_version(to)
     else:
-        first = 0
-        for part in _flat(to).split(CHUNK):
-            checkpoint.read(plane, chunk().data_ptr(), part.numel(), first)
+        for first, part in _parts(to):
+            library.checkpoint_read(handle, *plane, first, chunk().data_ptr(), part.numel())
             part.copy_(chunk()[: part.numel()])
-            first += part.numel()
     if to is not tensor:
         tensor.copy_(to)
 
 
-def _read_host(checkpoint, number, array):
+def _read_host(handle, place, array):
     """An array's planes as bytes in the host's memory, and None where it has one."""
     planes = [torch.empty(plane.bytes, dtype=torch.uint8, device="cpu") for plane in array.planes]
     for i, to in enumerate(planes):
-        checkpoint.read((*number, i), to.data_ptr(), to.nbytes)
+        library.checkpoint_read(handle, *place, i, 0, to.data_ptr(), to.nbytes)
     return [*planes, None][:2]
 
 
@@ -174,7 +162,11 @@ def _read_host(checkpoint, number, array):
 @torch.no_grad()
 def save(opt, model, path, *, scaler=None, notes=None):
     _check_arguments(opt, model, scaler)
-    _check_between_steps(opt)
+    if opt._handle is not None and getattr(opt._handle._path, "batches", 0):
+        raise UsageError(
+            "save in the middle of a step: gradients of earlier micro-batches wait in the accumulators, and "
+            "a checkpoint has none; save after the last micro-batch"
+        )
     held, rest = _contents(opt, model)
     opt._settle()
     opt._update_rules()
@@ -185,25 +177,25 @@ def save(opt, model, path, *, scaler=None, notes=None):
         **_checked_notes(notes),
     }
     plain = {name: x for name, x in rest.items() if x.dtype in NAMES}
+    groups = [_group_entry(opt.rule, x["seed"], opt._hypers(x), x["lr"]) for x in opt.param_groups]
     tensors = [_held_entry(opt, name, p) for name, p in held.items()]
-    tensors += [
-        _entry(name, x, len(opt.param_groups), number, 1, 0.0, [("weight", NAMES[x.dtype], _abi.NEAREST)])
-        for number, (name, x) in enumerate(plain.items(), len(opt._number))
-    ]
+    for number, (name, x) in enumerate(plain.items(), len(opt._number)):
+        arrays = [("weight", NAMES[x.dtype], _abi.NEAREST)]
+        tensors.append(_entry(arrays, name=name, shape=x.shape, group=len(groups), id=number, step=1))
     contents = {
         "recipe": opt.param_groups[0]["recipe"],
         "step": max((tensor["step"] - 1 for tensor in tensors), default=0),
-        "groups": [_group_entry(opt, group) for group in opt.param_groups] + [_rest_group()] * bool(plain),
+        "groups": groups + [_group_entry("sgd", 0, {}, 0)] * bool(plain),
         "loss_scale": _loss_scale(scaler),
         "notes": [{"name": name, "text": text} for name, text in notes.items()],
         "tensors": tensors,
     }
     chunk = functools.cache(_new_chunk)
-    with _abi.new_checkpoint(path, contents) as write:
+    with _abi.new_checkpoint(path, contents) as writer:
         for t, p in enumerate(held.values()):
-            _write_held(opt, p, t, write, chunk)
+            _write_held(opt, p, t, writer, chunk)
         for t, x in enumerate(plain.values(), len(held)):
-            _write(write, (t, 0, 0), x, chunk)
+            _write(writer, (t, 0, 0), x, chunk)
 
 
 def _checked_notes(notes):
@@ -258,18 +250,10 @@ def _others_text(others):
     return text
 
 
-def _group_entry(opt, group):
-    hypers = {**_abi.rules()[opt.rule][2], **opt._hypers(group), "lr": group["lr"]}
-    return _group(opt.rule, int(group["seed"]) % (1 << 64), hypers)
-
-
-def _rest_group():
-    return _group("sgd", 0, {**_abi.rules()["sgd"][2], "lr": 0})
-
-
-def _group(rule, seed, hypers):
+def _group_entry(rule, seed, hypers, lr):
+    hypers = {**_abi.rules()[rule][2], **hypers, "lr": lr}
     hypers = [{"name": name, "value": float(value)} for name, value in hypers.items()]
-    return {"optimizer": rule, "seed": seed, "hypers": hypers}
+    return {"optimizer": rule, "seed": int(seed) % (1 << 64), "hypers": hypers}
 
 
 def _loss_scale(scaler):
@@ -278,24 +262,21 @@ def _loss_scale(scaler):
 
 
 def _held_entry(opt, name, p):
-    state, (number, index) = opt.state.get(p) or {}, opt._number[p]
+    state, (number, group) = opt.state.get(p) or {}, opt._number[p]
     norm = state.get("adagc_norm", 0.0)
-    norm = norm if norm > 0 and math.isfinite(norm) else 0.0
-    return _entry(name, p, index, number, state.get("step", 0) + 1, norm, _arrays_of(opt._layout(p)))
+    return _entry(
+        _arrays_of(opt._layout(p)),
+        **dict(name=name, shape=p.shape, group=group, id=number, step=state.get("step", 0) + 1),
+        adagc_norm=norm if norm > 0 and math.isfinite(norm) else 0.0,
+    )
 
 
-def _entry(name, x, group, number, step, norm, arrays):
-    arrays = [
-        {"name": array, "format": form, "rounding": _abi.ROUNDING_NAMES[rounding]}
-        for array, form, rounding in arrays
-    ]
-    return {
-        **{"name": name, "shape": x.shape, "group": group, "id": number, "step": step},
-        **{"adagc_norm": norm, "arrays": arrays},
-    }
+def _entry(arrays, **fields):
+    arrays = [dict(name=a, format=form, rounding=_abi.ROUNDING_NAMES[r]) for a, form, r in arrays]
+    return {**fields, "arrays": arrays}
 
 
-def _write_held(opt, p, t, write, chunk):
+def _write_held(opt, p, t, writer, chunk):
     fresh = not opt.state.get(p)
     if fresh or p not in opt._entries:
         opt._entry(p)  # refuses planes that do not fit the parameter any more
@@ -303,7 +284,7 @@ def _write_held(opt, p, t, write, chunk):
         for a, (_, array, form) in enumerate(opt._layout(p).arrays):
             for plane in range(2 if form.aux_bits else 1):
                 name = _state_name(array, plane)
-                _write(write, (t, a, plane), opt.state[p][name] if name else p, chunk)
+                _write(writer, (t, a, plane), opt.state[p][name] if name else p, chunk)
     finally:
         if fresh:
             # One that was never stepped gets its first values for the file alone: to keep them would fix its
@@ -323,36 +304,37 @@ def load(opt, model, path, *, scaler=None):
             "loading while release_gradients is at work; handle.remove() first, load, and call it again"
         )
     held, rest = _contents(opt, model)
-    with contextlib.closing(_abi.Checkpoint(path)) as checkpoint:
-        found = checkpoint.contents
-        folder, stored, ours = found.folder, {x.name: x for x in found.tensors}, _Trainer(found)
-        for number, tensor in enumerate(found.tensors):
+    with _abi.open_checkpoint(path) as (handle, contents):
+        folder, ours = contents.folder, _Trainer(contents)
+        for number, tensor in enumerate(contents.tensors):
             tensor.number = number
-        _check_scaler(found.loss_scale, scaler, folder)
+        stored = {tensor.name: tensor for tensor in contents.tensors}
+        _check_scaler(contents.loss_scale, scaler, folder)
         _check_present(held, rest, stored, ours, folder)
         others = {name: ours.other(name, x) for name, x in rest.items() if name not in stored}
         opt._settle()
         with unchanged_on_error(opt):
-            _load_groups(opt, held, stored, found.groups, ours, folder)
+            _load_groups(opt, held, stored, contents.groups, ours, folder)
             opt._forget_tables()
             opt._update_rules()
             for name, p in held.items():
-                _check_fits(opt, name, p, stored[name], found)
+                _check_fits(opt, name, p, stored[name], contents)
                 if ours.groups is not None:
                     _check_order(opt, name, p, stored[name], folder)
             for name in rest:
                 if name in stored:
                     _check_weight(stored[name], folder)
-            checkpoint.verify()
+            for tensor in contents.tensors:
+                library.checkpoint_verify(handle, tensor.number)
             for p in held.values():
                 _make_state(opt, p)
         try:
             chunk = functools.cache(_new_chunk)
             for name, p in held.items():
-                _read_held(checkpoint, opt, p, stored[name], chunk)
+                _read_held(handle, opt, p, stored[name], chunk)
             for name, x in rest.items():
                 if name in stored:
-                    _read_weight(checkpoint, x, stored[name])
+                    _read_weight(handle, x, stored[name], chunk)
                 else:
                     x.copy_(others[name])
         except Error as problem:  # every checksum was right a moment ago
@@ -360,17 +342,17 @@ def load(opt, model, path, *, scaler=None):
                 f"{folder} changed or could not be read while it was loaded ({problem}); model and optimizer "
                 "are part old, part new: load again before going on"
             ) from problem
-        if found.loss_scale.scale and scaler is not None:
-            scaler.load_state_dict({name: getattr(found.loss_scale, x) for x, name in _SCALER.items()})
+        if contents.loss_scale.scale and scaler is not None:
+            scaler.load_state_dict({name: getattr(contents.loss_scale, x) for x, name in _SCALER.items()})
         return ours.notes
 
 
 class _Trainer:
     """What the writer has put into `trainer`: one of ours, or another program's."""
 
-    def __init__(self, found):
-        entries = {note.name: note.text for note in found.notes}
-        self.folder, self.groups, self.others = found.folder, None, {}
+    def __init__(self, contents):
+        entries = {note.name: note.text for note in contents.notes}
+        self.folder, self.groups, self.others = contents.folder, None, {}
         self.notes = dict(entries)
         if entries.get("writer") != _WRITER:
             return
@@ -379,9 +361,7 @@ class _Trainer:
             self.groups = [dict(group) for group in json.loads(entries["param_groups"])]
             self.others = dict(json.loads(entries["others"]))
         except (KeyError, TypeError, ValueError, RecursionError) as problem:
-            raise Error(
-                f"{self.folder}: what {_WRITER} wrote into trainer cannot be read: {problem}"
-            ) from None
+            raise Error(f"{self.folder}: what {_WRITER} wrote cannot be read: {problem}") from None
 
     def holds(self, tensor):
         """Whether an optimizer stepped it."""
@@ -437,30 +417,28 @@ def _few(names):
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def _said(*pairs):
+    """The sentences whose names there are; "{}" is where these stand."""
+    return "; ".join(sentence.format(_few(names)) for sentence, names in pairs if names)
+
+
 def _check_present(held, rest, stored, trainer, folder):
     known = set(stored) | set(trainer.others)
     missing = [name for name in (*held, *rest) if name not in known]
     unknown = [name for name in (*stored, *trainer.others) if name not in held and name not in rest]
     if missing or unknown:
+        found = _said(("it lacks {}", missing), ("it has {}, which the model has not", unknown))
         raise UsageError(
-            f"{folder} is not of this model: "
-            + "; ".join(
-                [f"it lacks {_few(missing)}"] * bool(missing)
-                + [f"it has {_few(unknown)}, which the model has not"] * bool(unknown)
-            )
-            + ". Names are those of model.named_parameters(); of a wrapped model pass the one inside "
-            "(model.module, model._orig_mod), as when it was saved"
+            f"{folder} is not of this model: {found}. Names are those of model.named_parameters(); of a wrapped "
+            "model pass the one inside (model.module, model._orig_mod), as when it was saved"
         )
     frozen = [name for name in rest if name in stored and trainer.holds(stored[name])]
     thawed = [name for name in held if name not in stored or not trainer.holds(stored[name])]
     if frozen or thawed:
+        had, has = "{} had an optimizer's state and is in none now", "{} had none and is in the optimizer now"
         raise UsageError(
-            f"{folder} was saved with another choice of parameters: "
-            + "; ".join(
-                [f"{_few(frozen)} had an optimizer's state and is in none now"] * bool(frozen)
-                + [f"{_few(thawed)} had none and is in the optimizer now"] * bool(thawed)
-            )
-            + ". Make the optimizer from the same parameters"
+            f"{folder} was saved with another choice of parameters: {_said((had, frozen), (has, thawed))}. Make "
+            "the optimizer from the same parameters"
         )
     for name, x in (*held.items(), *rest.items()):
         if name in stored and stored[name].shape != list(x.shape):
@@ -602,7 +580,9 @@ def _check_weight(tensor, folder):
 def _check_planes(tensor, array, folder):
     """The library reads planes by their format's rules, so they must be long enough."""
     if not array.fits:
-        raise Error(f"{folder}: tensor {tensor.name!r}: the planes of {array.name} are not those of {array.format}")
+        raise Error(
+            f"{folder}: tensor {tensor.name!r}: the planes of {array.name} are not those of {array.format}"
+        )
 
 
 def _make_state(opt, p):
@@ -617,7 +597,7 @@ def _make_state(opt, p):
         opt._entry(p)
 
 
-def _read_held(checkpoint, opt, p, tensor, chunk):
+def _read_held(handle, opt, p, tensor, chunk):
     state, stored = opt.state[p], _stored(opt, p, tensor)
     state["step"] = tensor.step - 1
     state.pop("adagc_norm", None)
@@ -628,21 +608,21 @@ def _read_held(checkpoint, opt, p, tensor, chunk):
         place = tensor.number, number
         if array.format == formats[name]:
             for i in range(len(array.planes)):
-                _read(checkpoint, (*place, i), state.get(_state_name(name, i), p), chunk)
+                _read(handle, (*place, i), state.get(_state_name(name, i), p), chunk)
         elif a == _abi.WEIGHT:
-            _read_weight(checkpoint, p, tensor)
+            _read_weight(handle, p, tensor, chunk)
         else:
-            planes = _read_host(checkpoint, place, array)
+            planes = _read_host(handle, place, array)
             recode(engine_for(p.device), opt._entry(p).row, a, form, *planes, p.device)
 
 
-def _read_weight(checkpoint, x, tensor):
+def _read_weight(handle, x, tensor, chunk):
     """The weight alone, of any format, into a tensor of any dtype that has its values."""
-    array = tensor.arrays[0]
-    codes, aux = _read_host(checkpoint, (tensor.number, 0), array)
+    array, place = tensor.arrays[0], (tensor.number, 0)
     if array.format == NAMES.get(x.dtype):
-        x.copy_(codes.view(x.dtype).view(x.shape))
+        _read(handle, (*place, 0), x, chunk)
         return
+    codes, aux = _read_host(handle, place, array)
     rule, values = _abi.Rule("sgd"), torch.empty(x.shape, dtype=torch.float32, device="cpu")
     row = _abi.Tensor(optimizer=rule.handle, size=x.numel(), step=1)
     row.arrays[_abi.WEIGHT] = _abi.Array(
