@@ -429,16 +429,16 @@ def _check_present(held, rest, stored, trainer, folder):
     if missing or unknown:
         found = _said(("it lacks {}", missing), ("it has {}, which the model has not", unknown))
         raise UsageError(
-            f"{folder} is not of this model: {found}. Names are those of model.named_parameters(); of a wrapped "
-            "model pass the one inside (model.module, model._orig_mod), as when it was saved"
+            f"{folder} is not of this model: {found}. Names are those of model.named_parameters(); of a "
+            "wrapped model pass the one inside (model.module, model._orig_mod), as when it was saved"
         )
     frozen = [name for name in rest if name in stored and trainer.holds(stored[name])]
     thawed = [name for name in held if name not in stored or not trainer.holds(stored[name])]
     if frozen or thawed:
         had, has = "{} had an optimizer's state and is in none now", "{} had none and is in the optimizer now"
         raise UsageError(
-            f"{folder} was saved with another choice of parameters: {_said((had, frozen), (has, thawed))}. Make "
-            "the optimizer from the same parameters"
+            f"{folder} was saved with another choice of parameters: {_said((had, frozen), (has, thawed))}. "
+            "Make the optimizer from the same parameters"
         )
     for name, x in (*held.items(), *rest.items()):
         if name in stored and stored[name].shape != list(x.shape):
