@@ -939,7 +939,10 @@ std::string find_checkpoint(const std::string& path) {
     if (const std::string other = entry.path().filename().string();
         other.starts_with(name + std::string(kPartialName)))
       begun = "; " + other + " beside it is a save that did not end, and can be removed";
-  misuse(path, " is no checkpoint (it has no manifest.json), and no run that has a complete one", begun);
+  misuse(path,
+         " is no checkpoint (it has no manifest.json), and no run that has a complete one ('scruple train "
+         "--save-every N' saves them)",
+         begun);
 }
 
 }  // namespace scruple::io
