@@ -323,8 +323,17 @@ TEST_F(Checkpoints, WhatIsNoneIsRefused) {
   refuse_open(path("c"), SCRUPLE_FILE, "two tensors");
   with("\"optimizer\":\"lion\"", "\"optimizer\":\"li\\u0000n\"");
   refuse_open(path("c"), SCRUPLE_FILE, "zero byte");
-  for (const char* format : {"bf16+7", "fp32", "nosuch"}) {
-    with("\"format\":\"bf16+8\"", "\"format\":\"" + std::string(format) + "\"");
+  const auto field = [](const std::string& name, const std::string& value) {
+    return "\"" + name + "\":\"" + value + "\"";
+  };
+  for (const auto& [format, rounding] :
+       std::vector<std::pair<std::string, std::string>>{{"bf16+7", "nearest"},
+                                                        {"fp32", "nearest"},
+                                                        {"nosuch", "nearest"},
+                                                        {"bf16+8", "dither"},
+                                                        {"bf16+8", "x"}}) {
+    with(field("format", "bf16+8") + "," + field("rounding", "nearest"),
+         field("format", format) + "," + field("rounding", rounding));
     const Reader checkpoint = open(path("c"));
     const scruple_checkpoint_contents& found = *scruple_checkpoint_manifest(checkpoint.get());
     EXPECT_EQ(found.tensors[0].arrays[0].fits, 0) << format;

@@ -485,8 +485,8 @@ typedef struct scruple_checkpoint_plane {
 typedef struct scruple_checkpoint_array {
   const char* name;              /* "weight" first, then the slots: "exp_avg" */
   const char *format, *rounding; /* names of the registry: "bf16+8", "nearest" */
-  /* out: 1 where this library has the format, and the planes are those that it has of such a tensor. Only then
-   * may they be read as that format. */
+  /* out: 1 where this library has the format, which can round so and be a weight where this is one, and the planes
+   * are those that it has of such a tensor. Only then may they be read as that format. */
   int64_t fits;
   const scruple_checkpoint_plane* planes; /* out: when writing they follow from the format */
   int64_t plane_count;                    /* out */

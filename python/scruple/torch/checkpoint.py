@@ -182,11 +182,12 @@ def save(opt, model, path, *, scaler=None, notes=None):
     for number, (name, x) in enumerate(plain.items(), len(opt._number)):
         arrays = [("weight", NAMES[x.dtype], _abi.NEAREST)]
         tensors.append(_entry(arrays, name=name, shape=x.shape, group=len(groups), id=number, step=1))
+    scale = {} if scaler is None else scaler.state_dict()  # empty also of one that is not enabled
     contents = {
         "recipe": opt.param_groups[0]["recipe"],
         "step": max((tensor["step"] - 1 for tensor in tensors), default=0),
         "groups": groups + [_group_entry("sgd", 0, {}, 0)] * bool(plain),
-        "loss_scale": _loss_scale(scaler),
+        "loss_scale": {field: scale[name] for field, name in _SCALER.items() if scale},
         "notes": [{"name": name, "text": text} for name, text in notes.items()],
         "tensors": tensors,
     }
@@ -256,11 +257,6 @@ def _group_entry(rule, seed, hypers, lr):
     return {"optimizer": rule, "seed": int(seed) % (1 << 64), "hypers": hypers}
 
 
-def _loss_scale(scaler):
-    found = {} if scaler is None else scaler.state_dict()  # empty also of one that is not enabled
-    return {field: found[name] for field, name in _SCALER.items() if found}
-
-
 def _held_entry(opt, name, p):
     state, (number, group) = opt.state.get(p) or {}, opt._number[p]
     norm = state.get("adagc_norm", 0.0)
@@ -317,13 +313,12 @@ def load(opt, model, path, *, scaler=None):
             _load_groups(opt, held, stored, contents.groups, ours, folder)
             opt._forget_tables()
             opt._update_rules()
+            for tensor in contents.tensors:
+                _check_known(tensor, folder)
             for name, p in held.items():
                 _check_fits(opt, name, p, stored[name], contents)
                 if ours.groups is not None:
                     _check_order(opt, name, p, stored[name], folder)
-            for name in rest:
-                if name in stored:
-                    _check_weight(stored[name], folder)
             for tensor in contents.tensors:
                 library.checkpoint_verify(handle, tensor.number)
             for p in held.values():
@@ -474,15 +469,10 @@ def _load_groups(opt, held, stored, groups, trainer, folder):
             if trainer.groups is not None:
                 saved.update(trainer.group(number, group))
             group.update(saved)
-        if firsts:
-            _check_values(opt, group, folder)
-
-
-def _check_values(opt, group, folder):
-    try:
-        opt._new_rule(group)  # the library looks at them
-    except (ArithmeticError, LookupError, TypeError, ValueError, ctypes.ArgumentError) as problem:
-        raise Error(f"{folder}: a parameter group has values that no optimizer takes: {problem}") from None
+        try:
+            opt._new_rule(group)  # the library looks at the values
+        except (ArithmeticError, LookupError, TypeError, ValueError, ctypes.ArgumentError) as problem:
+            raise Error(f"{folder}: a group has values that no optimizer takes: {problem}") from None
 
 
 def _from_hypers(group, source, folder):
@@ -505,9 +495,9 @@ def _check_fits(opt, name, p, tensor, contents):
     stored = _stored(opt, p, tensor)
     # An fp32 parameter takes a weight of any format: all their values are fp32 numbers.
     first = 1 if p.dtype is torch.float32 else 0
-    found = [(a.name, a.format, _rounding_of(a)) for a in tensor.arrays]
-    wanted = [] if stored is None else _arrays_of(stored)
-    if list(map(_as_read, found[first:])) != list(map(_as_read, wanted[first:])) or not wanted:
+    found = [_as_read(a.name, a.format, _rounding_of(a)) for a in tensor.arrays]
+    wanted = [] if stored is None else [_as_read(*a) for a in _arrays_of(stored)]
+    if found[first:] != wanted[first:] or not wanted:
         said = ", ".join(f"{a.name} in {a.format} ({a.rounding})" for a in tensor.arrays)
         asked = ", ".join(f"{a} in {f} ({_abi.ROUNDING_NAMES[r]})" for a, f, r in _arrays_of(opt._layout(p)))
         raise UsageError(
@@ -516,9 +506,6 @@ def _check_fits(opt, name, p, tensor, contents):
             "the model) as it was saved, or change the file with "
             f"'scruple checkpoint convert {folder} --recipe {group['recipe']} --out NEW'"
         )
-    _check_weight(tensor, folder)
-    for array in tensor.arrays:
-        _check_planes(tensor, array, folder)
 
 
 def _check_order(opt, name, p, tensor, folder):
@@ -546,43 +533,23 @@ def _stored(opt, p, tensor):
         return None
 
 
-def _format_of(name):
-    try:
-        return _abi.format_named(name)
-    except UsageError:
-        return None
-
-
 def _rounding_of(array):
-    """Its number; None where its format cannot round so."""
-    form, names = _format_of(array.format), _abi.ROUNDING_NAMES
-    known = form is not None and array.rounding in names and form.rounds(names.index(array.rounding))
-    return names.index(array.rounding) if known else None
+    return _abi.ROUNDING_NAMES.index(array.rounding)
 
 
-def _as_read(array):
+def _as_read(name, form, rounding):
     """An array without what its values do not depend on."""
-    name, form, rounding = array
-    return name, form, None if rounding is None else _abi.format_named(form).reads_as(rounding)
+    return name, form, _abi.format_named(form).reads_as(rounding)
 
 
-def _check_weight(tensor, folder):
-    array = tensor.arrays[0]
-    form = _format_of(array.format)
-    if form is None or not form.roles & _abi.ROLE_WEIGHT or _rounding_of(array) is None:
-        raise UsageError(
-            f"{tensor.name}: {folder} has its weight in {array.format!r} ({array.rounding!r}), which this "
-            "library has not; use the Scruple that wrote it, or a newer one"
-        )
-    _check_planes(tensor, array, folder)
-
-
-def _check_planes(tensor, array, folder):
-    """The library reads planes by their format's rules, so they must be long enough."""
-    if not array.fits:
-        raise Error(
-            f"{folder}: tensor {tensor.name!r}: the planes of {array.name} are not those of {array.format}"
-        )
+def _check_known(tensor, folder):
+    """The library reads planes by their format's rules, so they must be what it knows by that name."""
+    for array in tensor.arrays:
+        if not array.fits:
+            raise UsageError(
+                f"{tensor.name}: {folder} has its {array.name} in {array.format!r} ({array.rounding!r}), "
+                "which this library has not, or has with other planes; use the Scruple that wrote it"
+            )
 
 
 def _make_state(opt, p):
