@@ -1,24 +1,22 @@
-// scruple.h implemented over the rooms below: checks, then one call. The only place that catches.
+// scruple.h implemented over the rooms below, but for checkpoints: checks, then one call. This room alone catches.
 #include <cmath>
 #include <cstddef>
 #include <cstring>
-#include <new>
 #include <string>
 
+#include "capi/guard.h"
 #include "engine/clip.h"
 #include "engine/engine.h"
-#include "engine/failure.h"
-#include "engine/float_environment.h"
 #include "engine/scaler.h"
 #include "grad/sink.h"
 
 namespace {
 
-using namespace scruple;
-
 thread_local std::string last_error;
 
-scruple_status failed(scruple_status status, const char* message) noexcept {
+}  // namespace
+
+scruple_status scruple::failed(scruple_status status, const char* message) noexcept {
   try {
     last_error = message;
   } catch (...) {
@@ -27,21 +25,9 @@ scruple_status failed(scruple_status status, const char* message) noexcept {
   return status;
 }
 
-// Runs body in the default floating-point environment; turns whatever it throws into a status and a message.
-template <class Body>
-scruple_status guarded(const Body& body) noexcept {
-  const DefaultFloatEnvironment environment;
-  try {
-    body();
-    return SCRUPLE_OK;
-  } catch (const Failure& failure) {
-    return failed(failure.status, failure.what());
-  } catch (const std::bad_alloc&) {
-    return failed(SCRUPLE_OUT_OF_MEMORY, "out of memory");
-  } catch (const std::exception& error) {
-    return failed(SCRUPLE_INTERNAL, error.what());
-  }
-}
+namespace {
+
+using namespace scruple;
 
 // Whether two ranges of bytes share one.
 bool overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
@@ -58,12 +44,6 @@ void check_values(const scruple_tensor& t, int array, const float* values) {
       overlap(values, value_bytes, planes.aux, bytes.aux))
     fail(SCRUPLE_INVALID, "values overlaps the planes of ", array_name(t, array),
          "; give it memory of its own");
-}
-
-template <class T>
-T& required(T* pointer, const char* what) {
-  if (pointer == nullptr) fail(SCRUPLE_INVALID, what, " is null");
-  return *pointer;
 }
 
 // Options as far as the caller's version of the struct goes, over the defaults; `least` bytes must be there.

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <limits>
 #include <memory>
@@ -32,13 +32,6 @@ std::int64_t bytes_before(const Plane& plane, std::int64_t count, std::int64_t e
   return count == elements ? plane.bytes() : count / kBlock * plane.block_bytes;
 }
 
-std::span<const std::byte> part_of(std::span<const std::byte> bytes, const Plane& plane, const Piece& piece,
-                                   std::int64_t elements) {
-  const std::int64_t begin = piece.first == 0 ? 0 : bytes_before(plane, piece.first, elements);
-  return bytes.subspan(static_cast<std::size_t>(begin),
-                       static_cast<std::size_t>(bytes_before(plane, piece.end, elements) - begin));
-}
-
 // As the tensor that the file has of it: its own shape where the piece is all of it, otherwise a flat one.
 TensorInfo info_of(const TensorState& tensor, const Array& array, const Plane& plane, const Piece& piece) {
   TensorInfo info = {plane_name(tensor, array, plane), plane.dtype, plane.shape};
@@ -55,6 +48,7 @@ class Checker {
 
   void check() {
     if (manifest_.files.empty()) refuse("it names no file; there must be at least one");
+    check_entries();
     check_names();
     for (const TensorState& tensor : manifest_.tensors) check_tensor(tensor);
   }
@@ -65,11 +59,26 @@ class Checker {
     fail(path_, ": ", parts...);
   }
 
+  void check_entries() const {
+    const auto limit = [&](const char* what, std::size_t size) {
+      if (size > kMaxEntries) refuse(what, " has ", size, " entries, and the limit is ", kMaxEntries);
+    };
+    limit("groups", manifest_.groups.size());
+    limit("trainer", manifest_.trainer.size());
+    for (const Group& group : manifest_.groups) {
+      limit("hyperparameters", group.hyperparameters.size());
+      for (const auto& [name, value] : group.hyperparameters)
+        if (!std::isfinite(value))
+          refuse("hyperparameter ", shown(name), " is ", value, "; a checkpoint holds finite numbers");
+    }
+  }
+
   // Names of planes follow from those of tensors, so it is enough that none is also a tensor's. No name is
   // copied: a hostile file could ask for its longest one many times.
   void check_names() {
     for (const TensorState& tensor : manifest_.tensors) {
       if (tensor.name.empty()) refuse("a tensor has no name");
+      if (tensor.name == "__metadata__") refuse("no tensor may be called __metadata__: safetensors keep it");
       names_.push_back(tensor.name);
     }
     std::sort(names_.begin(), names_.end());
@@ -263,9 +272,9 @@ FirstLine first_line(std::string_view text, const std::string& path) {
   // Only then: what else a newer version has in this line is its affair.
   if (line.version == 0) refuse();
   if (line.version > kCheckpointVersion)
-    fail(path, " is of version ", line.version, " of the checkpoint format, written by Scruple ",
-         shown(line.library), "; this one reads versions up to ", kCheckpointVersion,
-         ": use that Scruple or a newer one");
+    misuse(path, " is of version ", line.version, " of the checkpoint format, written by Scruple ",
+           shown(line.library), "; this one reads versions up to ", kCheckpointVersion,
+           ": use that Scruple or a newer one");
   const std::string between = "\"," + std::string(kCrcKey);
   if (!rest.starts_with(between)) refuse();
   rest.remove_prefix(between.size());
@@ -448,6 +457,34 @@ class ManifestReader {
 
 }  // namespace
 
+std::vector<Plane> planes_of(const StoredFormat& format, const std::vector<std::int64_t>& shape) {
+  constexpr int kFloat = 32, kHalf = 16;
+  const std::int64_t elements = TensorInfo{format.name, Dtype::u8, shape}.bytes();
+  const auto plane = [&](const char* kind, Dtype dtype, std::int64_t bytes, std::int64_t block_bytes) {
+    // One element for each of the tensor's: its shape. Otherwise flat.
+    const std::int64_t count = bytes / bytes_of(dtype);
+    const bool shaped = dtype != Dtype::u8 && count == elements;
+    return Plane{kind, dtype, shaped ? shape : std::vector{count}, block_bytes, {}};
+  };
+  // Codes that are plain numbers are stored as such, all others as bytes.
+  const std::string_view visible = std::string_view(format.name).substr(0, format.name.find('+'));
+  const Dtype codes = visible == "fp32"   ? Dtype::f32
+                      : visible == "bf16" ? Dtype::bf16
+                      : visible == "fp16" ? Dtype::f16
+                                          : Dtype::u8;
+  const Dtype aux = format.aux_bits == kFloat ? Dtype::f32  // a scale, or a master copy
+                    : format.aux_is_scale && format.aux_bits == kHalf ? Dtype::f16
+                                                                      : Dtype::u8;
+  std::vector<Plane> planes = {plane("codes", codes, format.codes, format.block_codes)};
+  if (format.block_aux > 0)
+    planes.push_back(plane(format.aux_is_scale ? "scale" : "extra", aux, format.aux, format.block_aux));
+  return planes;
+}
+
+bool same_form(const Plane& a, const Plane& b) {
+  return a.kind == b.kind && a.dtype == b.dtype && a.shape == b.shape && a.block_bytes == b.block_bytes;
+}
+
 std::string plane_name(const TensorState& tensor, const Array& array, const Plane& plane) {
   return tensor.name + (array.name == "weight" ? "" : "/" + array.name) +
          (plane.kind == "codes" ? "" : "/" + plane.kind);
@@ -478,6 +515,9 @@ std::string to_text(const Manifest& manifest) {
             hex(manifest.files[i].header_crc) + "\"}";
   text += "],\n\"tensors\":[" +
           joined(manifest.tensors, ",\n", [](const TensorState& tensor) { return text_of(tensor); }) + "]}\n";
+  if (text.size() > kMaxManifest)
+    fail("the manifest would take ", text.size(), " bytes, and the limit is ", kMaxManifest,
+         "; shorten what goes into trainer");
   text.replace(text.find(kCrcKey) + kCrcKey.size(), kCrcDigits, hex(manifest_crc(text)));
   return text;
 }
@@ -544,24 +584,25 @@ std::uint64_t Checkpoint::bytes() const {
   return sum;
 }
 
-// In chunks that stay in the cache between the checksum and the copy.
-void Checkpoint::each_chunk(const TensorState& tensor, const Array& array, const Plane& plane,
-                            const std::function<void(std::span<const std::byte>)>& take) const {
-  constexpr std::size_t kChunk = std::size_t{1} << 18;
+void Checkpoint::read_range(const TensorState& tensor, const Array& array, const Plane& plane,
+                            std::uint64_t first, std::span<std::byte> to) const {
   const std::string name = plane_name(tensor, array, plane);
+  const auto bytes = static_cast<std::uint64_t>(plane.bytes());
+  if (first > bytes || to.size() > bytes - first)
+    misuse("plane ", shown(name), " has ", bytes, " bytes, and ", to.size(), " from ", first,
+           " on were asked for");
+  std::uint64_t begin = 0;
   for (const Piece& piece : plane.pieces) {
-    std::span<const std::byte> data = files_[piece.file].at(name).data;
-    std::uint32_t crc = 0;
-    while (!data.empty()) {
-      const std::span<const std::byte> chunk = data.first(std::min(kChunk, data.size()));
-      crc = crc32(chunk, crc);
-      take(chunk);
-      data = data.subspan(chunk.size());
+    const Safetensors& file = files_[piece.file];
+    const StoredTensor& stored = file.at(name);
+    const std::uint64_t end = begin + stored.data.size();
+    if (first < end && !to.empty()) {
+      const std::span<std::byte> part = to.first(std::min<std::uint64_t>(to.size(), end - first));
+      file.read(stored, first - begin, part);
+      first += part.size();
+      to = to.subspan(part.size());
     }
-    if (crc != piece.crc)
-      fail(files_[piece.file].path(), ": tensor ", shown(name), ": its checksum is ", hex(crc),
-           " and should be ", hex(piece.crc),
-           "; its data is damaged: take another checkpoint, or another copy of this one");
+    begin = end;
   }
 }
 
@@ -570,14 +611,59 @@ void Checkpoint::read(const TensorState& tensor, const Array& array, const Plane
   if (to.size() != static_cast<std::size_t>(plane.bytes()))
     fail("plane ", shown(plane_name(tensor, array, plane)), " has ", plane.bytes(), " bytes, and ", to.size(),
          " were asked for");
-  each_chunk(tensor, array, plane, [&](std::span<const std::byte> chunk) {
-    std::memcpy(to.data(), chunk.data(), chunk.size());
-    to = to.subspan(chunk.size());
-  });
+  PlaneReader(*this, tensor, array, plane).read(to);
 }
 
+namespace {
+
+constexpr std::size_t kReadChunk = std::size_t{1} << 18;  // stays in the cache between copy and checksum
+
+}  // namespace
+
 void Checkpoint::verify(const TensorState& tensor, const Array& array, const Plane& plane) const {
-  each_chunk(tensor, array, plane, [](std::span<const std::byte>) {});
+  const auto bytes = static_cast<std::uint64_t>(plane.bytes());
+  std::vector<std::byte> memory(std::min<std::uint64_t>(kReadChunk, bytes));
+  PlaneReader reader(*this, tensor, array, plane);
+  do reader.read(std::span(memory).first(std::min<std::uint64_t>(memory.size(), bytes - reader.at())));
+  while (reader.at() < bytes);
+}
+
+PlaneReader::PlaneReader(const Checkpoint& checkpoint, const TensorState& tensor, const Array& array,
+                         const Plane& plane)
+    : checkpoint_(checkpoint),
+      tensor_(tensor),
+      array_(array),
+      plane_(plane),
+      bytes_(static_cast<std::uint64_t>(plane.bytes())) {}
+
+void PlaneReader::read(std::span<std::byte> to) {
+  do {
+    std::span<std::byte> part = to.first(std::min(kReadChunk, to.size()));
+    if (piece_ < plane_.pieces.size()) {
+      const auto end =
+          static_cast<std::uint64_t>(bytes_before(plane_, plane_.pieces[piece_].end, tensor_.elements()));
+      part = part.first(std::min<std::uint64_t>(part.size(), end - at_));
+    }
+    checkpoint_.read_range(tensor_, array_, plane_, at_, part);
+    crc_ = crc32(part, crc_);
+    at_ += part.size();
+    to = to.subspan(part.size());
+    compare_checksums();
+  } while (!to.empty());
+}
+
+// Of the pieces that end here; those of a plane without elements end where they begin.
+void PlaneReader::compare_checksums() {
+  while (piece_ < plane_.pieces.size()) {
+    const Piece& piece = plane_.pieces[piece_];
+    if (at_ != static_cast<std::uint64_t>(bytes_before(plane_, piece.end, tensor_.elements()))) return;
+    if (crc_ != piece.crc)
+      fail(checkpoint_.files_[piece.file].path(), ": tensor ", shown(plane_name(tensor_, array_, plane_)),
+           ": its checksum is ", hex(crc_), " and should be ", hex(piece.crc),
+           "; its data is damaged: take another checkpoint, or another copy of this one");
+    crc_ = 0;
+    ++piece_;
+  }
 }
 
 // ---- Writing ----
@@ -619,99 +705,187 @@ void cut(Manifest& manifest, std::size_t shards) {
   manifest.files.assign(shards, {});
 }
 
-class Shards {
- public:
-  Shards(const std::string& folder, const Manifest& manifest) {
-    std::vector<std::vector<TensorInfo>> lists(manifest.files.size());
-    for (const TensorState& tensor : manifest.tensors)
-      for (const Array& array : tensor.arrays)
-        for (const Plane& plane : array.planes)
-          for (const Piece& piece : plane.pieces)
-            lists[piece.file].push_back(info_of(tensor, array, plane, piece));
-    for (std::size_t i = 0; i < lists.size(); ++i)
-      writers_.push_back(std::make_unique<SafetensorsWriter>(folder + "/" + file_name(i, lists.size()),
-                                                             lists[i], metadata(manifest, i)));
-    next_.resize(lists.size());
+// For whoever opens one of the files alone: transformers wants to see "pt".
+Metadata metadata_of(const Manifest& manifest, std::size_t file) {
+  std::string ranges;
+  for (const TensorState& tensor : manifest.tensors)
+    for (const Piece& piece : tensor.arrays.front().planes.front().pieces)
+      if (piece.file == file && manifest.files.size() > 1)
+        ranges += (ranges.empty() ? "" : ",") + json_text(tensor.name) + ":[" + std::to_string(piece.first) +
+                  "," + std::to_string(piece.end) + "]";
+  Metadata all = {{"format", "pt"},
+                  {"scruple_checkpoint", std::to_string(kCheckpointVersion)},
+                  {"library", manifest.library},
+                  {"run", "{" + run_text(manifest) + "}"}};
+  if (manifest.files.size() > 1) {
+    all["shard"] = std::to_string(file + 1) + " of " + std::to_string(manifest.files.size());
+    all["elements"] = "{" + ranges + "}";
   }
+  return all;
+}
 
-  // The file's next tensor, in the order of the list; its checksum comes back.
-  std::uint32_t write(std::size_t file, std::span<const std::byte> bytes) {
-    constexpr std::size_t kChunk = std::size_t{1} << 20;
-    std::uint32_t crc = 0;
-    while (!bytes.empty()) {
-      const std::span<const std::byte> chunk = bytes.first(std::min(kChunk, bytes.size()));
-      crc = crc32(chunk, crc);
-      writers_[file]->write(next_[file], chunk);
-      bytes = bytes.subspan(chunk.size());
-    }
-    ++next_[file];
-    return crc;
+bool is_file_of_checkpoint(const std::string& name) {
+  constexpr std::string_view kDigits = "0123456789";
+  if (name == "manifest.json" || name == file_name(0, 1)) return true;
+  std::string pattern = name;
+  for (char& letter : pattern)
+    if (kDigits.find(letter) != kDigits.npos) letter = '0';
+  return pattern == "model-00000-of-00000.safetensors";
+}
+
+// What a save would remove must be a checkpoint and nothing else.
+void check_replaced(const std::filesystem::path& folder) {
+  if (folder.filename().string().find(kPartialName) != std::string::npos)
+    misuse(folder.string(), " has '", kPartialName,
+           "' in its name, which readers ignore; choose another name");
+  std::error_code ignored;
+  const std::filesystem::file_status status = std::filesystem::symlink_status(folder, ignored);
+  if (!std::filesystem::exists(status)) return;
+  if (!std::filesystem::is_directory(status))
+    misuse(folder.string(), " is there and is not a folder; a checkpoint is one: choose another name");
+  std::set<std::string> others;
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    if (!is_file_of_checkpoint(entry.path().filename().string()))
+      others.insert(entry.path().filename().string());
+  if (!others.empty())
+    misuse(
+        folder.string(), " is there and has ", shown(*others.begin()),
+        " in it, which a save would remove with the rest; choose another name, such as a folder inside it");
+}
+
+// Runs a part of a save; what fails in it says what became of the save.
+template <class Part>
+void saving(const std::string& folder, const Part& part) {
+  try {
+    part();
+  } catch (const Misuse&) {
+    throw;
+  } catch (const std::runtime_error& error) {
+    fail("the checkpoint ", folder, " was not saved, and those before it are as they were: ", error.what());
   }
-
-  void finish(Manifest& manifest) {
-    for (std::size_t i = 0; i < writers_.size(); ++i) {
-      manifest.files[i] = {writers_[i]->bytes(), crc32(std::string_view(writers_[i]->header()))};
-      writers_[i]->finish();
-    }
-  }
-
- private:
-  // For whoever opens one of the files alone: transformers wants to see "pt".
-  static Metadata metadata(const Manifest& manifest, std::size_t file) {
-    std::string ranges;
-    for (const TensorState& tensor : manifest.tensors)
-      for (const Piece& piece : tensor.arrays.front().planes.front().pieces)
-        if (piece.file == file && manifest.files.size() > 1)
-          ranges += (ranges.empty() ? "" : ",") + json_text(tensor.name) + ":[" +
-                    std::to_string(piece.first) + "," + std::to_string(piece.end) + "]";
-    Metadata all = {{"format", "pt"},
-                    {"scruple_checkpoint", std::to_string(kCheckpointVersion)},
-                    {"library", manifest.library},
-                    {"run", "{" + run_text(manifest) + "}"}};
-    if (manifest.files.size() > 1) {
-      all["shard"] = std::to_string(file + 1) + " of " + std::to_string(manifest.files.size());
-      all["elements"] = "{" + ranges + "}";
-    }
-    return all;
-  }
-
-  std::vector<std::unique_ptr<SafetensorsWriter>> writers_;
-  std::vector<std::size_t> next_;
-};
-
-void write_into(NewFolder& folder, Manifest& manifest, const PlaneBytes& bytes) {
-  Shards shards(folder.partial(), manifest);
-  for (std::size_t t = 0; t < manifest.tensors.size(); ++t) {
-    TensorState& tensor = manifest.tensors[t];
-    for (std::size_t a = 0; a < tensor.arrays.size(); ++a)
-      for (std::size_t p = 0; p < tensor.arrays[a].planes.size(); ++p) {
-        Plane& plane = tensor.arrays[a].planes[p];
-        const std::span<const std::byte> whole = bytes(t, a, p);
-        if (whole.size() != static_cast<std::size_t>(plane.bytes()))
-          fail("plane ", shown(plane_name(tensor, tensor.arrays[a], plane)), " takes ", plane.bytes(),
-               " bytes, and ", whole.size(), " were given");
-        for (Piece& piece : plane.pieces)
-          piece.crc = shards.write(piece.file, part_of(whole, plane, piece, tensor.elements()));
-      }
-  }
-  shards.finish(manifest);
-  write_text(manifest_path(folder.partial()), to_text(manifest));
 }
 
 }  // namespace
 
+// How far a plane has come.
+struct NewCheckpoint::Progress {
+  std::uint64_t at = 0;
+  std::size_t piece = 0;
+  std::vector<std::size_t> places;  // of each piece among the tensors of its file
+};
+
+NewCheckpoint::NewCheckpoint(const std::string& folder, Manifest manifest, std::size_t shards)
+    : manifest_(std::move(manifest)) {
+  if (shards < 1 || shards > kMaxShards)
+    misuse("a checkpoint has 1 to ", kMaxShards, " files, and ", shards, " were asked for");
+  try {
+    cut(manifest_, shards);
+    Checker(manifest_, folder).check();
+    to_text(manifest_);  // what no file can hold is found before anything is written
+  } catch (const std::runtime_error& error) {
+    misuse(error.what());
+  }
+  std::filesystem::path path = std::filesystem::weakly_canonical(std::filesystem::absolute(folder));
+  if (path.filename().empty()) path = path.parent_path();  // it was given with a slash at its end
+  check_replaced(path);
+  path_ = path.string();
+  saving(path_, [&] {
+    std::filesystem::create_directories(path.parent_path());
+    folder_ = std::make_unique<NewFolder>(path_);
+    open_files();
+  });
+}
+
+NewCheckpoint::~NewCheckpoint() = default;
+
+void NewCheckpoint::open_files() {
+  std::vector<std::vector<TensorInfo>> lists(manifest_.files.size());
+  for (const TensorState& tensor : manifest_.tensors) {
+    first_plane_.push_back(progress_.size());
+    for (const Array& array : tensor.arrays)
+      for (const Plane& plane : array.planes) {
+        Progress& progress = progress_.emplace_back();
+        for (const Piece& piece : plane.pieces) {
+          progress.places.push_back(lists[piece.file].size());
+          lists[piece.file].push_back(info_of(tensor, array, plane, piece));
+        }
+      }
+  }
+  for (std::size_t i = 0; i < lists.size(); ++i)
+    writers_.push_back(std::make_unique<SafetensorsWriter>(
+        folder_->partial() + "/" + file_name(i, lists.size()), lists[i], metadata_of(manifest_, i)));
+}
+
+NewCheckpoint::Progress& NewCheckpoint::progress_of(std::size_t tensor, std::size_t array,
+                                                    std::size_t plane) {
+  if (tensor >= manifest_.tensors.size() || array >= manifest_.tensors[tensor].arrays.size() ||
+      plane >= manifest_.tensors[tensor].arrays[array].planes.size())
+    misuse("there is no plane ", plane, " of array ", array, " of tensor ", tensor, "; numbers begin at 0");
+  std::size_t number = first_plane_[tensor] + plane;
+  for (std::size_t a = 0; a < array; ++a) number += manifest_.tensors[tensor].arrays[a].planes.size();
+  return progress_[number];
+}
+
+void NewCheckpoint::write(std::size_t tensor, std::size_t array, std::size_t plane,
+                          std::span<const std::byte> bytes) {
+  constexpr std::size_t kChunk = std::size_t{1} << 20;  // stays in the cache between checksum and copy
+  Progress& progress = progress_of(tensor, array, plane);
+  const TensorState& of = manifest_.tensors[tensor];
+  Plane& to = manifest_.tensors[tensor].arrays[array].planes[plane];
+  const std::uint64_t missing = static_cast<std::uint64_t>(to.bytes()) - progress.at;
+  if (bytes.size() > missing)
+    misuse("plane ", shown(plane_name(of, of.arrays[array], to)), " takes ", to.bytes(), " bytes, of which ",
+           missing, " are missing, and ", bytes.size(), " were given");
+  saving(path_, [&] {
+    while (!bytes.empty()) {
+      Piece& piece = to.pieces[progress.piece];
+      const auto end = static_cast<std::uint64_t>(bytes_before(to, piece.end, of.elements()));
+      if (progress.at == end) {
+        ++progress.piece;
+        continue;
+      }
+      const std::span<const std::byte> chunk =
+          bytes.first(std::min<std::uint64_t>({kChunk, bytes.size(), end - progress.at}));
+      piece.crc = crc32(chunk, piece.crc);
+      writers_[piece.file]->write(progress.places[progress.piece], chunk);
+      progress.at += chunk.size();
+      bytes = bytes.subspan(chunk.size());
+    }
+  });
+}
+
+void NewCheckpoint::check_complete() const {
+  std::size_t number = 0;
+  for (const TensorState& tensor : manifest_.tensors)
+    for (const Array& array : tensor.arrays)
+      for (const Plane& plane : array.planes) {
+        const std::uint64_t written_bytes = progress_[number++].at;
+        if (written_bytes != static_cast<std::uint64_t>(plane.bytes()))
+          misuse("plane ", shown(plane_name(tensor, array, plane)), " lacks ",
+                 static_cast<std::uint64_t>(plane.bytes()) - written_bytes, " of its ", plane.bytes(),
+                 " bytes; write them before finishing");
+      }
+}
+
+void NewCheckpoint::finish() {
+  check_complete();
+  saving(path_, [&] {
+    for (std::size_t i = 0; i < writers_.size(); ++i) {
+      manifest_.files[i] = {writers_[i]->bytes(), crc32(std::string_view(writers_[i]->header()))};
+      writers_[i]->finish();
+    }
+    write_text(manifest_path(folder_->partial()), to_text(manifest_));
+  });
+  folder_->finish();
+}
+
 void write_checkpoint(const std::string& folder, Manifest manifest, std::size_t shards,
                       const PlaneBytes& bytes) {
-  if (shards < 1 || shards > kMaxShards)
-    fail("a checkpoint has 1 to ", kMaxShards, " files, and ", shards, " were asked for");
-  cut(manifest, shards);
-  Checker(manifest, folder).check();
-  NewFolder made(folder);
-  try {
-    write_into(made, manifest, bytes);
-  } catch (const std::runtime_error& error) {
-    fail("the checkpoint ", folder, " was not saved, and those before it are as they were: ", error.what());
-  }
+  NewCheckpoint made(folder, manifest, shards);
+  for (std::size_t t = 0; t < manifest.tensors.size(); ++t)
+    for (std::size_t a = 0; a < manifest.tensors[t].arrays.size(); ++a)
+      for (std::size_t p = 0; p < manifest.tensors[t].arrays[a].planes.size(); ++p)
+        made.write(t, a, p, bytes(t, a, p));
   made.finish();
 }
 
@@ -746,6 +920,29 @@ std::vector<std::int64_t> saved_steps(const std::string& folder) {
       if (entry.path().filename().string() == step_name(*step)) steps.push_back(*step);
   std::sort(steps.begin(), steps.end());
   return steps;
+}
+
+std::string find_checkpoint(const std::string& path) {
+  std::filesystem::path above = std::filesystem::absolute(path).lexically_normal();
+  if (above.filename().empty()) above = above.parent_path();  // it was given with a slash at its end
+  const std::string name = above.filename().string();
+  above = above.parent_path();
+  if (name.find(kPartialName) != std::string::npos)
+    misuse(path, " has the name of a save that did not end; it can be removed");
+  std::error_code ignored;
+  if (std::filesystem::exists(manifest_path(path), ignored)) return path;
+  const std::string run = path + "/checkpoints";
+  const std::vector<std::int64_t> steps = saved_steps(run);
+  if (!steps.empty()) return run + "/" + step_name(steps.back());
+  std::string begun;
+  for (const auto& entry : std::filesystem::directory_iterator(above, ignored))
+    if (const std::string other = entry.path().filename().string();
+        other.starts_with(name + std::string(kPartialName)))
+      begun = "; " + other + " beside it is a save that did not end, and can be removed";
+  misuse(path,
+         " is no checkpoint (it has no manifest.json), and no run that has a complete one ('scruple train "
+         "--save-every N' saves them)",
+         begun);
 }
 
 }  // namespace scruple::io

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -84,6 +85,18 @@ struct Manifest {
   std::vector<TensorState> tensors;
 };
 
+// What a format says of itself: scruple_format_info and scruple_format_bytes, of the whole tensor and of 128 elements.
+struct StoredFormat {
+  std::string name;
+  int aux_bits = 0;
+  bool aux_is_scale = false;
+  std::int64_t codes = 0, aux = 0, block_codes = 0, block_aux = 0;
+};
+// The planes that an array in this format has in the files.
+std::vector<Plane> planes_of(const StoredFormat& format, const std::vector<std::int64_t>& shape);
+// Whether two planes are alike in everything but their pieces.
+bool same_form(const Plane& a, const Plane& b);
+
 // What the plane is called in the files: "layer.weight", "layer.weight/exp_avg/scale".
 std::string plane_name(const TensorState& tensor, const Array& array, const Plane& plane);
 // "model.safetensors", or "model-00002-of-00003.safetensors" for file 1 of 3.
@@ -107,10 +120,12 @@ class Checkpoint {
   void read(const TensorState& tensor, const Array& array, const Plane& plane, std::span<std::byte> to) const;
   // The same without keeping it.
   void verify(const TensorState& tensor, const Array& array, const Plane& plane) const;
+  // Bytes of a plane from `first` on; no checksum is of these alone, so none is compared.
+  void read_range(const TensorState& tensor, const Array& array, const Plane& plane, std::uint64_t first,
+                  std::span<std::byte> to) const;
 
  private:
-  void each_chunk(const TensorState& tensor, const Array& array, const Plane& plane,
-                  const std::function<void(std::span<const std::byte>)>& take) const;
+  friend class PlaneReader;
   void check_files() const;
 
   std::string folder_;
@@ -118,14 +133,62 @@ class Checkpoint {
   std::vector<Safetensors> files_;
 };
 
+// A plane from its first byte to its last, in as many calls as the caller likes. Throws where the checksum of a
+// piece does not fit, in the call that reaches the piece's end. What it reads of must outlive it.
+class PlaneReader {
+ public:
+  PlaneReader(const Checkpoint& checkpoint, const TensorState& tensor, const Array& array,
+              const Plane& plane);
+
+  std::uint64_t at() const { return at_; }  // bytes read so far
+  void read(std::span<std::byte> to);
+
+ private:
+  void compare_checksums();
+
+  const Checkpoint& checkpoint_;
+  const TensorState& tensor_;
+  const Array& array_;
+  const Plane& plane_;
+  std::uint64_t at_ = 0, bytes_ = 0;
+  std::size_t piece_ = 0;
+  std::uint32_t crc_ = 0;
+};
+
+inline constexpr std::size_t kMaxShards = 256;  // all are open at once
+
+// A checkpoint that is there, with finish(), completely or not at all; one of that name is replaced in one step,
+// and any other folder of that name is refused. `files` and `pieces` of the manifest are filled in here: `shards`
+// files with about as many elements each.
+class NewCheckpoint {
+ public:
+  NewCheckpoint(const std::string& folder, Manifest manifest, std::size_t shards);
+  ~NewCheckpoint();
+
+  // The next bytes of a plane of the manifest's tensors[tensor]. Planes may come in any order.
+  void write(std::size_t tensor, std::size_t array, std::size_t plane, std::span<const std::byte> bytes);
+  // Refuses while a plane lacks bytes.
+  void finish();
+
+ private:
+  struct Progress;
+  Progress& progress_of(std::size_t tensor, std::size_t array, std::size_t plane);
+  void open_files();
+  void check_complete() const;
+
+  Manifest manifest_;
+  std::unique_ptr<NewFolder> folder_;
+  std::string path_;
+  std::vector<std::unique_ptr<SafetensorsWriter>> writers_;  // closed before the folder goes
+  std::vector<Progress> progress_;                           // of every plane
+  std::vector<std::size_t> first_plane_;                     // of every tensor, in progress_
+};
+
 // Gives the bytes of a plane of manifest.tensors[tensor]; they are used before the next is asked for.
 using PlaneBytes =
     std::function<std::span<const std::byte>(std::size_t tensor, std::size_t array, std::size_t plane)>;
 
-inline constexpr std::size_t kMaxShards = 256;  // all are open at once
-
-// Writes a checkpoint that is there completely or not at all; one of that name is replaced in one step.
-// `files` and `pieces` of the manifest are filled in here: `shards` files with about as many elements each.
+// The same in one call.
 void write_checkpoint(const std::string& folder, Manifest manifest, std::size_t shards,
                       const PlaneBytes& bytes);
 
@@ -134,5 +197,7 @@ void write_checkpoint(const std::string& folder, Manifest manifest, std::size_t 
 std::string step_name(std::int64_t step);  // "step-00000100"
 // The steps that have a checkpoint, in order; unfinished ones are not seen.
 std::vector<std::int64_t> saved_steps(const std::string& folder);
+// The checkpoint that a user means by a path: itself, or the last one of a run.
+std::string find_checkpoint(const std::string& path);
 
 }  // namespace scruple::io

@@ -43,14 +43,12 @@ std::string folder_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-constexpr std::string_view kPartial = ".partial-";
-
 // Calls `make` with names beside `path` until one is free; 0, or the error that was not "there is one".
 template <class Make>
 int under_partial_name(const std::string& path, std::string& partial, const Make& make) {
   static std::atomic<unsigned> count{0};
   for (;;) {
-    partial = path + std::string(kPartial) + std::to_string(::getpid()) + "-" + std::to_string(count++);
+    partial = path + std::string(kPartialName) + std::to_string(::getpid()) + "-" + std::to_string(count++);
     if (make(partial)) return 0;
     if (errno != EEXIST && errno != ENOTEMPTY) return errno;
   }
@@ -89,9 +87,9 @@ bool swap_names(const std::string& a, const std::string& b) {
 
 // ---- Reading ----
 
-MappedFile::MappedFile(const std::string& path) {
+MappedFile::MappedFile(const std::string& path) : path_(path) {
   // Without O_NONBLOCK, opening a pipe would wait for its writer.
-  const Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
+  Descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
   if (file.value < 0) {
     const int error = errno;
     fail("cannot open ", path, ": ", words_of(error), hint_for(error));
@@ -101,18 +99,36 @@ MappedFile::MappedFile(const std::string& path) {
   if (!S_ISREG(status.st_mode))
     fail(path, " is not a regular file; give the path of a file, not of a folder or device");
   size_ = static_cast<std::size_t>(status.st_size);
-  if (size_ == 0) return;  // an empty mapping is an error of its own
-  void* const memory = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file.value, 0);
-  if (memory == MAP_FAILED) fail("cannot map ", path, " (", size_, " bytes) into memory: ", words_of(errno));
-  memory_ = memory;
+  if (size_ > 0) {  // an empty mapping is an error of its own
+    void* const memory = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, file.value, 0);
+    if (memory == MAP_FAILED)
+      fail("cannot map ", path, " (", size_, " bytes) into memory: ", words_of(errno));
+    memory_ = memory;
+  }
+  descriptor_ = std::exchange(file.value, -1);
 }
 
 MappedFile::~MappedFile() {
   if (memory_ != nullptr) ::munmap(memory_, size_);
+  if (descriptor_ >= 0) ::close(descriptor_);
 }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept
-    : memory_(std::exchange(other.memory_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : path_(std::move(other.path_)),
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      memory_(std::exchange(other.memory_, nullptr)),
+      size_(std::exchange(other.size_, 0)) {}
+
+void MappedFile::read(std::uint64_t offset, std::span<std::byte> to) const {
+  while (!to.empty()) {
+    const ssize_t done = ::pread(descriptor_, to.data(), to.size(), static_cast<off_t>(offset));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) fail("cannot read ", path_, ": ", words_of(errno));
+    if (done == 0) fail(path_, " was shortened while it was read");
+    to = to.subspan(static_cast<std::size_t>(done));
+    offset += static_cast<std::uint64_t>(done);
+  }
+}
 
 // ---- Writing ----
 
@@ -212,7 +228,7 @@ void remove_folder(const std::string& path) {
 void remove_partial(const std::string& folder) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
-    if (entry.path().filename().string().find(kPartial) != std::string::npos)
+    if (entry.path().filename().string().find(kPartialName) != std::string::npos)
       std::filesystem::remove_all(entry.path(), ignored);
 }
 

@@ -19,6 +19,17 @@ template <class... Parts>
   throw std::runtime_error(message.str());
 }
 
+// The caller asked for what cannot be; whatever else is thrown here is of the files and the disk.
+struct Misuse : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+template <class... Parts>
+[[noreturn]] void misuse(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw Misuse(message.str());
+}
+
 // A file's bytes, read only, for as long as this lives. Pages are loaded when they are touched, so a large
 // file costs nothing until then; but a file that another process shortens meanwhile kills the one that
 // touches the lost end. Replacing the file (as NewFile does) is harmless: the mapping keeps the old one.
@@ -30,8 +41,13 @@ class MappedFile {
   MappedFile& operator=(MappedFile&&) = delete;
 
   std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(memory_), size_}; }
+  // Copies bytes from `offset` on, past the mapping: what the disk cannot give, or another process has cut off,
+  // is an error here and not the end of the process.
+  void read(std::uint64_t offset, std::span<std::byte> to) const;
 
  private:
+  std::string path_;
+  int descriptor_ = -1;
   void* memory_ = nullptr;
   std::size_t size_ = 0;
 };
@@ -78,6 +94,9 @@ class NewFolder {
 void remove_folder(const std::string& path);
 // What processes that were killed have left in `folder` of the above.
 void remove_partial(const std::string& folder);
+
+// In the name of whatever is not finished; readers leave it alone.
+inline constexpr std::string_view kPartialName = ".partial-";
 
 // A short text, in the same way.
 void write_text(const std::string& path, std::string_view text);

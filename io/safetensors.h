@@ -77,6 +77,10 @@ class Safetensors {
   const std::vector<StoredTensor>& tensors() const { return tensors_; }  // by name
   const StoredTensor* find(std::string_view name) const;                 // null where there is none
   const StoredTensor& at(std::string_view name) const;  // throws, and names some that are there
+  // Copies from one of tensors(), as MappedFile::read does.
+  void read(const StoredTensor& tensor, std::uint64_t first, std::span<std::byte> to) const {
+    file_.read(static_cast<std::uint64_t>(tensor.data.data() - file_.bytes().data()) + first, to);
+  }
 
  private:
   std::string path_;

@@ -9,7 +9,6 @@
 namespace scruple::train {
 namespace {
 
-using io::Dtype;
 using io::fail;
 
 std::string array_name(const scruple_tensor& row, int array) {
@@ -33,37 +32,13 @@ Bytes bytes_of_planes(const scruple_format* format, std::int64_t size) {
   return bytes;
 }
 
-// Codes that are plain numbers are stored as such, all others as bytes.
-Dtype dtype_of_codes(const std::string& format) {
-  const std::string visible = format.substr(0, format.find('+'));
-  return visible == "fp32"   ? Dtype::f32
-         : visible == "bf16" ? Dtype::bf16
-         : visible == "fp16" ? Dtype::f16
-                             : Dtype::u8;
-}
-
-Dtype dtype_of_aux(const scruple_format_info& info) {
-  constexpr int kFloat = 32, kHalf = 16;
-  const bool scale = info.aux_is_scale != 0;
-  if (info.aux_bits == kFloat) return Dtype::f32;  // a scale, or a master copy
-  return scale && info.aux_bits == kHalf ? Dtype::f16 : Dtype::u8;
-}
-
 std::vector<io::Plane> planes_of(const scruple_format* format, const std::vector<std::int64_t>& shape,
                                  std::int64_t size) {
   const scruple_format_info info = info_of(format);
   const Bytes whole = bytes_of_planes(format, size), block = bytes_of_planes(format, io::kBlock);
-  const auto plane = [&](const char* kind, Dtype dtype, std::int64_t bytes, std::int64_t block_bytes) {
-    // One element for each of the tensor's: its shape. Otherwise flat.
-    const std::int64_t count = bytes / io::bytes_of(dtype);
-    const bool shaped = dtype != Dtype::u8 && count == size;
-    return io::Plane{kind, dtype, shaped ? shape : std::vector{count}, block_bytes, {}};
-  };
-  std::vector<io::Plane> planes = {plane("codes", dtype_of_codes(info.name), whole.codes, block.codes)};
-  if (block.aux > 0)
-    planes.push_back(
-        plane(info.aux_is_scale != 0 ? "scale" : "extra", dtype_of_aux(info), whole.aux, block.aux));
-  return planes;
+  return io::planes_of(
+      {info.name, info.aux_bits, info.aux_is_scale != 0, whole.codes, whole.aux, block.codes, block.aux},
+      shape);
 }
 
 // Which array of the row the checkpoint's is; throws where the optimizer has none of that name.
@@ -71,10 +46,6 @@ int index_of(const scruple_tensor& row, const io::TensorState& tensor, const io:
   for (const int a : stored_arrays(row))
     if (array_name(row, a) == array.name) return a;
   fail("tensor \"", tensor.name, "\" has an array \"", array.name, "\", which its optimizer does not use");
-}
-
-bool same(const io::Plane& a, const io::Plane& b) {
-  return a.kind == b.kind && a.dtype == b.dtype && a.shape == b.shape && a.block_bytes == b.block_bytes;
 }
 
 // Codes mean the same whatever rounded them, but for a weight in two halves.
@@ -100,7 +71,8 @@ void check_planes(const io::TensorState& tensor, const scruple_tensor& row, bool
            "), and ", asked.format, " (", asked.rounding,
            ") was asked for; 'scruple checkpoint convert' changes it");
     }
-    if (!std::equal(found.planes.begin(), found.planes.end(), asked.planes.begin(), asked.planes.end(), same))
+    if (!std::equal(found.planes.begin(), found.planes.end(), asked.planes.begin(), asked.planes.end(),
+                    io::same_form))
       fail("tensor \"", tensor.name, "\": the planes of ", found.name, " are not those of ", found.format);
   }
 }
@@ -208,15 +180,7 @@ Optimizer optimizer_of(const io::Group& group) {
 
 std::string checkpoints_of(const std::string& run) { return run + "/checkpoints"; }
 
-std::string find_checkpoint(const std::string& folder) {
-  if (std::filesystem::exists(folder + "/manifest.json")) return folder;
-  const std::vector<std::int64_t> steps = io::saved_steps(checkpoints_of(folder));
-  if (steps.empty())
-    fail(folder,
-         " is no checkpoint (it has no manifest.json), and no run that has a complete one; 'scruple train "
-         "--save-every N' saves them");
-  return checkpoints_of(folder) + "/" + io::step_name(steps.back());
-}
+std::string find_checkpoint(const std::string& folder) { return io::find_checkpoint(folder); }
 
 void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes, const std::string& run,
           std::int64_t keep) {

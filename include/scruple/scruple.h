@@ -1,4 +1,4 @@
-/* Scruple's whole C interface: number formats, optimizers and the fused step over raw pointers.
+/* Scruple's whole C interface: number formats, optimizers, the fused step over raw pointers, checkpoints.
  *
  * The model in four sentences. A `scruple_tensor` is a table row: one parameter tensor with the arrays that
  * belong to it (weight, moments, gradient), each array in a format of its own, in memory that the caller or
@@ -9,8 +9,8 @@
  *
  * Conventions
  * - Functions return a `scruple_status`; on failure `scruple_last_error()` of the same thread says what was
- *   asked, what was found and what to do, and nothing has been written (except with SCRUPLE_DEVICE, where
- *   CUDA failed on the way).
+ *   asked, what was found and what to do, and nothing has been written (except with SCRUPLE_DEVICE and
+ *   SCRUPLE_FILE, where CUDA or a disk failed on the way).
  * - The library never prints, aborts or exits. Names are UTF-8 and live as long as the library.
  * - Engines never change the bits: same inputs, same outputs on every instruction set, thread count and
  *   device.
@@ -51,7 +51,8 @@ typedef enum scruple_status {
   SCRUPLE_OUT_OF_MEMORY = 3,
   SCRUPLE_UNAVAILABLE = 4, /* this machine cannot run that engine; the message says why */
   SCRUPLE_INTERNAL = 5,
-  SCRUPLE_DEVICE = 6 /* CUDA reported an error; the message has its words */
+  SCRUPLE_DEVICE = 6, /* CUDA reported an error; the message has its words */
+  SCRUPLE_FILE = 7    /* a file is damaged, or cannot be read or written; the message names it */
 } scruple_status;
 
 SCRUPLE_API const char* scruple_version(void);
@@ -466,6 +467,121 @@ SCRUPLE_API scruple_status scruple_sink_read_tensors(scruple_sink* sink, int64_t
 SCRUPLE_API const float* scruple_sink_loss_scale(const scruple_sink* sink);
 /* Where the last step's flag stands in the engine's memory, as found_inf in scruple_sink_report. */
 SCRUPLE_API const float* scruple_sink_found_inf(const scruple_sink* sink);
+
+/* ---- Checkpoints ---- */
+
+/* A checkpoint is a folder of safetensors files with a manifest; docs/checkpoint.md is the specification. The
+ * structs below say what is in one: given to scruple_checkpoint_begin, and handed out by
+ * scruple_checkpoint_manifest. Names are UTF-8 without a zero byte. "out": filled in when reading, ignored when
+ * writing. */
+
+typedef struct scruple_checkpoint_plane {
+  const char* kind;  /* "codes", then "scale" or "extra" where the format has one */
+  const char* dtype; /* as safetensors spell it */
+  const int64_t* shape;
+  int64_t dimensions, bytes;
+} scruple_checkpoint_plane;
+
+typedef struct scruple_checkpoint_array {
+  const char* name;              /* "weight" first, then the slots: "exp_avg" */
+  const char *format, *rounding; /* names of the registry: "bf16+8", "nearest" */
+  /* out: 1 where this library has the format, which can round so and be a weight where this is one, and the planes
+   * are those that it has of such a tensor. Only then may they be read as that format. */
+  int64_t fits;
+  const scruple_checkpoint_plane* planes; /* out: when writing they follow from the format */
+  int64_t plane_count;                    /* out */
+} scruple_checkpoint_array;
+
+typedef struct scruple_checkpoint_tensor {
+  const char* name;
+  const int64_t* shape;
+  int64_t dimensions;
+  int64_t group; /* index into groups */
+  int64_t step;  /* about to be taken */
+  int64_t id;
+  double adagc_norm; /* what AdaGC remembers; 0: nothing */
+  const scruple_checkpoint_array* arrays;
+  int64_t array_count;
+} scruple_checkpoint_tensor;
+
+typedef struct scruple_checkpoint_hyper {
+  const char* name;
+  double value;
+} scruple_checkpoint_hyper;
+
+/* Tensors that share an optimizer and its hyperparameters. */
+typedef struct scruple_checkpoint_group {
+  const char* optimizer;
+  uint64_t seed;
+  const scruple_checkpoint_hyper* hypers;
+  int64_t hyper_count;
+} scruple_checkpoint_group;
+
+/* The fields of scruple_scaler, in double. */
+typedef struct scruple_checkpoint_scale {
+  double scale; /* 0: there was none */
+  double growth, backoff;
+  int64_t interval, clean;
+} scruple_checkpoint_scale;
+
+/* What the writer needs to go on, or the user wants to keep. */
+typedef struct scruple_checkpoint_note {
+  const char* name;
+  const char* text;
+  int64_t bytes; /* of the text, which may hold zeros */
+} scruple_checkpoint_note;
+
+typedef struct scruple_checkpoint_contents {
+  const char* folder;  /* out: where it is; of a run, its last checkpoint */
+  const char* library; /* out: the version that wrote it */
+  const char* recipe;  /* the name it was made with; the arrays' own formats rule */
+  int64_t step;        /* taken */
+  const scruple_checkpoint_group* groups;
+  int64_t group_count;
+  scruple_checkpoint_scale loss_scale;
+  const scruple_checkpoint_note* notes;
+  int64_t note_count;
+  const scruple_checkpoint_tensor* tensors;
+  int64_t tensor_count;
+} scruple_checkpoint_contents;
+
+/* One that is open. A handle is for one thread at a time. */
+typedef struct scruple_checkpoint scruple_checkpoint;
+
+/* Opens the checkpoint in the folder `path`, or the last one of the run there, and checks whatever can be checked
+ * without reading planes. SCRUPLE_INVALID: there is none, or a newer Scruple wrote it. */
+SCRUPLE_API scruple_status scruple_checkpoint_open(const char* path, scruple_checkpoint** out);
+SCRUPLE_API void scruple_checkpoint_close(scruple_checkpoint* checkpoint);
+/* What is in it; lives as long as the handle. */
+SCRUPLE_API const scruple_checkpoint_contents* scruple_checkpoint_manifest(
+    const scruple_checkpoint* checkpoint);
+/* Compares the checksums of all planes of one tensor; this reads them all. */
+SCRUPLE_API scruple_status scruple_checkpoint_verify(scruple_checkpoint* checkpoint, int64_t tensor);
+/* Copies `bytes` bytes of a plane (an index into `planes`), from byte `first` on, to host memory. Checksums are
+ * compared where a plane is read from its first byte on, call after call, in the calls that reach the end of what
+ * they are of; a part that is read alone is not checked. */
+SCRUPLE_API scruple_status scruple_checkpoint_read(scruple_checkpoint* checkpoint, int64_t tensor,
+                                                   int64_t array, int64_t plane, int64_t first, void* to,
+                                                   int64_t bytes);
+
+/* One that is being written. It appears under its name with scruple_checkpoint_commit, complete and on the disk, and
+ * replaces one of that name in one step; until then an older one is there as it was. */
+typedef struct scruple_checkpoint_writer scruple_checkpoint_writer;
+
+/* Checks all of `contents`, which is copied, and begins. `files`: how many the planes are spread over, 1 to 256. A
+ * folder of that name that holds anything but a checkpoint is refused. */
+SCRUPLE_API scruple_status scruple_checkpoint_begin(const char* path,
+                                                    const scruple_checkpoint_contents* contents,
+                                                    int64_t files, scruple_checkpoint_writer** out);
+/* The next bytes of a plane (0: codes; 1: its scales or extra bits), from host memory. Planes may come in any order, each
+ * whole or in parts; scruple_format_bytes says how long they are. */
+SCRUPLE_API scruple_status scruple_checkpoint_write(scruple_checkpoint_writer* writer, int64_t tensor,
+                                                    int64_t array, int64_t plane, const void* from,
+                                                    int64_t bytes);
+/* Refuses while a plane lacks bytes. Where anything fails, what was there is as it was; abandon it then. */
+SCRUPLE_API scruple_status scruple_checkpoint_commit(scruple_checkpoint_writer* writer);
+/* Frees the writer, and removes what it has begun unless that is committed. */
+SCRUPLE_API void scruple_checkpoint_abandon(scruple_checkpoint_writer* writer);
 
 #ifdef __cplusplus
 }

@@ -4,25 +4,13 @@ The library is the one that SCRUPLE_LIBRARY names, or the one inside this packag
 build` left in the source tree.
 """
 
+import contextlib
 import ctypes
 import os
 import pathlib
 import threading
-from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    byref,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+import types
+from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
 
 ABI_VERSION = 2
 NEAREST, TRUNCATE, STOCHASTIC, DITHER, WIDE = range(5)
@@ -43,111 +31,81 @@ class UsageError(Error, ValueError):
     """An argument is wrong, or a combination does not exist."""
 
 
-def _struct(kind, /, **fields):
-    return type(kind, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-Array = _struct("Array", format=c_void_p, codes=c_void_p, aux=c_void_p, rounding=c_int32, owned=c_int32)
-Tensor = _struct(
-    "Tensor",
-    optimizer=c_void_p,
-    size=c_int64,
-    step=c_int64,
-    offset=c_int64,
-    folds=c_int64,
-    id=c_uint32,
-    reserved=c_uint32,
-    arrays=Array * ARRAYS,
-)
-Bound = _struct("Bound", relative=c_double, group=c_double, absolute=c_double)
-FormatInfo = _struct(
-    "FormatInfo",
-    name=c_char_p,
-    doc=c_char_p,
-    roles=c_uint32,
-    roundings=c_uint32,
-    group_size=c_int32,
-    code_bits=c_int32,
-    aux_bits=c_int32,
-    aux_is_scale=c_int32,
-    bits_per_value=c_double,
-    bound=Bound,
-    bound_nonneg=Bound,
-)
-RecipeInfo = _struct(
-    "RecipeInfo",
-    name=c_char_p,
-    doc=c_char_p,
-    weight=c_char_p,
-    moment=c_char_p,
-    nonneg=c_char_p,
-    gradient=c_char_p,
-    weight_rounding=c_int,
-    moment_rounding=c_int,
-    nonneg_rounding=c_int,
-    gradient_rounding=c_int,
-    small=c_int64,
-)
-RuleInfo = _struct("RuleInfo", name=c_char_p, doc=c_char_p, slots=c_int32, hypers=c_int32)
-SlotInfo = _struct("SlotInfo", name=c_char_p, role=c_int32, optional=c_int32)
-HyperInfo = _struct("HyperInfo", name=c_char_p, doc=c_char_p, value=c_double, flag=c_int32)
-EngineInfo = _struct("EngineInfo", name=c_char_p, doc=c_char_p, available=c_int32, reason=c_char_p)
-StepOptions = _struct(
-    "StepOptions",
-    struct_size=c_size_t,
-    multiplier=c_float,
-    found_inf=c_void_p,
-    clip=c_void_p,
-    loss_scale=c_void_p,
-    steps=c_void_p,
-    part=c_int32,
-    parts=c_int32,
-)
-MeasureOptions = _struct(
-    "MeasureOptions",
-    struct_size=c_size_t,
-    max_norm=c_double,
-    loss_scale=c_void_p,
-    steps=c_void_p,
-    norm=c_void_p,
-    found_inf=c_void_p,
-    clip=c_void_p,
-    sum_before=c_void_p,
-    sum=c_void_p,
-    adagc=c_double,
-    gamma=c_void_p,
-)
-Scaler = _struct("Scaler", scale=c_float, growth=c_float, backoff=c_float, interval=c_int32, clean=c_int32)
 ALLOC = CFUNCTYPE(c_void_p, c_void_p, c_int64)
 FREE = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 REDUCE = CFUNCTYPE(c_int, c_void_p, c_void_p)
+_types = {
+    **{"char*": c_char_p, "void*": c_void_p, "bytes*": POINTER(ctypes.c_char), "int64*": POINTER(c_int64)},
+    **{"float": ctypes.c_float, "double": c_double, "size_t": ctypes.c_size_t, "int": c_int},
+    **{"int32": ctypes.c_int32, "int64": c_int64, "uint32": c_uint32, "uint64": c_uint64},
+    **{"alloc": ALLOC, "free": FREE, "reduce": REDUCE},
+}
+
+
+def _struct(kind, fields):
+    """A struct of scruple.h; `fields` as there: "double scale, growth; int32 clean"."""
+    made = []
+    for declaration in fields.split(";"):
+        of, _, names = declaration.strip().partition(" ")
+        made += [(name.strip(), _types[of]) for name in names.split(",")]
+    _types[kind] = type(kind, (ctypes.Structure,), {"_fields_": made})
+    _types[kind + "*"] = POINTER(_types[kind])
+    return _types[kind]
+
+
+Array = _struct("Array", "void* format, codes, aux; int32 rounding, owned")
+_types["arrays"] = Array * ARRAYS
+Tensor = _struct(
+    "Tensor", "void* optimizer; int64 size, step, offset, folds; uint32 id, reserved; arrays arrays"
+)
+Bound = _struct("Bound", "double relative, group, absolute")
+FormatInfo = _struct(
+    "FormatInfo",
+    "char* name, doc; uint32 roles, roundings; int32 group_size, code_bits, aux_bits, aux_is_scale;"
+    "double bits_per_value; Bound bound, bound_nonneg",
+)
+RecipeInfo = _struct(
+    "RecipeInfo",
+    "char* name, doc, weight, moment, nonneg, gradient;"
+    "int weight_rounding, moment_rounding, nonneg_rounding, gradient_rounding; int64 small",
+)
+RuleInfo = _struct("RuleInfo", "char* name, doc; int32 slots, hypers")
+SlotInfo = _struct("SlotInfo", "char* name; int32 role, optional")
+HyperInfo = _struct("HyperInfo", "char* name, doc; double value; int32 flag")
+EngineInfo = _struct("EngineInfo", "char* name, doc; int32 available; char* reason")
+StepOptions = _struct(
+    "StepOptions",
+    "size_t struct_size; float multiplier; void* found_inf, clip, loss_scale, steps; int32 part, parts",
+)
+MeasureOptions = _struct(
+    "MeasureOptions",
+    "size_t struct_size; double max_norm; void* loss_scale, steps, norm, found_inf, clip, sum_before, sum;"
+    "double adagc; void* gamma",
+)
+Scaler = _struct("Scaler", "float scale, growth, backoff; int32 interval, clean")
 SinkOptions = _struct(
     "SinkOptions",
-    struct_size=c_size_t,
-    policy=c_int,
-    accumulation=c_int,
-    micro_batches=c_int32,
-    max_norm=c_double,
-    tensor_norm=c_double,
-    adagc=c_double,
-    scaler=c_void_p,
-    adagc_norms=c_void_p,
-    memory_context=c_void_p,
-    alloc=ALLOC,
-    free=FREE,
-    loss_scale=c_void_p,
-    reduce_context=c_void_p,
-    reduce=REDUCE,
+    "size_t struct_size; int policy, accumulation; int32 micro_batches; double max_norm, tensor_norm, adagc;"
+    "void* scaler, adagc_norms, memory_context; alloc alloc; free free; void* loss_scale, reduce_context;"
+    "reduce reduce",
 )
-Piece = _struct("Piece", tensor=c_int64, first=c_int64, size=c_int64, gradient=Array)
-SinkReport = _struct(
-    "SinkReport",
-    norm=c_double,
-    found_inf=c_float,
-    clip=c_float,
-    steps=c_int64,
-    skipped=c_int64,
-    scaler=Scaler,
+Piece = _struct("Piece", "int64 tensor, first, size; Array gradient")
+SinkReport = _struct("SinkReport", "double norm; float found_inf, clip; int64 steps, skipped; Scaler scaler")
+_struct("Plane", "char* kind, dtype; int64* shape; int64 dimensions, bytes")
+_struct("StoredArray", "char* name, format, rounding; int64 fits; Plane* planes; int64 plane_count")
+_struct(
+    "StoredTensor",
+    "char* name; int64* shape; int64 dimensions, group, step, id; double adagc_norm;"
+    "StoredArray* arrays; int64 array_count",
+)
+_struct("Hyper", "char* name; double value")
+_struct("Group", "char* optimizer; uint64 seed; Hyper* hypers; int64 hyper_count")
+_struct("Scale", "double scale, growth, backoff; int64 interval, clean")
+_struct("Note", "char* name; bytes* text; int64 bytes")
+Contents = _struct(
+    "Contents",
+    "char* folder, library, recipe; int64 step; Group* groups; int64 group_count; Scale loss_scale;"
+    "Note* notes; int64 note_count; StoredTensor* tensors; int64 tensor_count",
 )
 
 # Those that return a status; the others are below.
@@ -180,6 +138,12 @@ _CALLS = {
     "sink_end": [c_void_p],
     "sink_read": [c_void_p, POINTER(SinkReport)],
     "sink_read_tensors": [c_void_p, c_void_p, c_void_p],
+    "checkpoint_open": [c_char_p, POINTER(c_void_p)],
+    "checkpoint_verify": [c_void_p, c_int64],
+    "checkpoint_read": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64],
+    "checkpoint_begin": [c_char_p, POINTER(Contents), c_int64, POINTER(c_void_p)],
+    "checkpoint_write": [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64],
+    "checkpoint_commit": [c_void_p],
 }
 _OTHERS = {
     "version": (c_char_p, []),
@@ -196,6 +160,9 @@ _OTHERS = {
     "optimizer_destroy": (None, [c_void_p]),
     "sink_destroy": (None, [c_void_p]),
     "sink_found_inf": (c_void_p, [c_void_p]),
+    "checkpoint_manifest": (POINTER(Contents), [c_void_p]),
+    "checkpoint_close": (None, [c_void_p]),
+    "checkpoint_abandon": (None, [c_void_p]),
 }
 
 
@@ -396,3 +363,77 @@ class Rule:
     def __del__(self):
         if getattr(self, "handle", None):
             library.optimizer_destroy(self.handle)
+
+
+# ---- Checkpoints ----
+
+
+def _encoded(text, zeros=False):
+    try:
+        made = os.fsencode(text) if isinstance(text, os.PathLike) else text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{text!r} is not valid Unicode; no file can hold it") from None
+    if b"\0" in made and not zeros:
+        raise UsageError(f"{str(text)!r} has a zero in it, which no name may have")
+    return made
+
+
+def _packed(kind, values):
+    """A struct of {field: value}: text for names, dicts for structs, a list or a long text for a pointer and
+    the count behind it."""
+    made, fields = kind(), iter(kind._fields_)
+    for name, of in fields:
+        value = values.get(name)
+        if issubclass(of, ctypes._Pointer):
+            if isinstance(value, str):
+                value = _encoded(value, zeros=True)
+                value = (of._type_ * len(value)).from_buffer_copy(value)
+            else:
+                value = [_packed(of._type_, x) if isinstance(x, dict) else x for x in value or ()]
+                value = (of._type_ * len(value))(*value)
+            setattr(made, next(fields)[0], len(value))
+        elif isinstance(value, str):
+            value = _encoded(value)
+        elif isinstance(value, dict):
+            value = _packed(of, value)
+        if value is not None:
+            setattr(made, name, value)
+    return made
+
+
+def _unpacked(value):
+    """The same back, as objects with these fields."""
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")  # a folder need not be UTF-8
+    if not isinstance(value, ctypes.Structure):
+        return value
+    made, fields = types.SimpleNamespace(), iter(value._fields_)
+    for name, of in fields:
+        found = getattr(value, name)
+        if issubclass(of, ctypes._Pointer):
+            found = found[: getattr(value, next(fields)[0])]
+        setattr(made, name, list(map(_unpacked, found)) if isinstance(found, list) else _unpacked(found))
+    return made
+
+
+@contextlib.contextmanager
+def open_checkpoint(path):
+    """A handle and what is in the checkpoint, while the block runs."""
+    handle = c_void_p()
+    library.checkpoint_open(_encoded(pathlib.Path(path)), byref(handle))
+    try:
+        yield handle, _unpacked(library.checkpoint_manifest(handle).contents)
+    finally:
+        library.checkpoint_close(handle)
+
+
+@contextlib.contextmanager
+def new_checkpoint(path, contents):
+    """A writer of a checkpoint that is there when the block ends well: completely, or not at all."""
+    writer, packed = c_void_p(), _packed(Contents, contents)
+    library.checkpoint_begin(_encoded(pathlib.Path(path)), byref(packed), 1, byref(writer))
+    try:
+        yield writer
+        library.checkpoint_commit(writer)
+    finally:
+        library.checkpoint_abandon(writer)

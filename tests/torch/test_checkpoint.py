@@ -6,10 +6,11 @@ SCRUPLE_CLI names the command line; without it the tests that need it are skippe
 
 import contextlib
 import copy
-import errno
+import ctypes
 import itertools
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import unittest
 import warnings
+import weakref
 import zlib
 from unittest import mock
 
@@ -25,7 +27,7 @@ import torch
 import older
 import scruple
 import test_state
-from scruple.torch import checkpoint_files as files
+from scruple.torch import checkpoint
 from support import (
     DEVICE,
     Case,
@@ -361,13 +363,53 @@ class Resume(Folder):
         self.assertSame(picture(opt, model), picture(other, twin))
 
     def test_in_chunks(self):
-        """Planes longer than a chunk, on both ways."""
-        with mock.patch.object(files, "CHUNK", 1 << 7):
-            model, opt = self.saved()
+        """Planes longer than a chunk, on both ways, as those on a GPU go."""
+        model, opt = self.saved("whole")
+        with (
+            mock.patch.object(checkpoint, "CHUNK", 1 << 7),
+            mock.patch.object(checkpoint, "_on_host", lambda tensor: False),
+        ):
+            scruple.save(opt, model, self.path("a"))
             twin = mlp(torch.bfloat16, seed=5)
             other = st.AdamW(twin.parameters())
             scruple.load(other, twin, self.path("a"))
         self.assertSame(picture(opt, model), picture(other, twin))
+        self.assertEqual(read(self.path("a/model.safetensors")), read(self.path("whole/model.safetensors")))
+        self.assertEqual(read(self.path("a/manifest.json")), read(self.path("whole/manifest.json")))
+
+    def test_memory_of_temporaries(self):
+        """A copy that .cpu() or .contiguous() makes is read while it is there: here each is spoiled the moment
+        that nothing holds it any more."""
+        model = Statistics()
+        opt = model.optimizer()
+        model.register_buffer("turned", tensor(5, 3, seed=9).double().t())
+        with torch.no_grad():
+            model.frozen.weight.data = model.frozen.weight.t().contiguous().t()
+        scruple.save(opt, model, self.path("plain"))
+        kept, copies = [], {name: getattr(torch.Tensor, name) for name in ("cpu", "contiguous")}
+
+        def copied(x, name):
+            with mock.patch.multiple(torch.Tensor, **copies):
+                size = x.numel() * x.element_size()
+                if size == 0 or (name == "contiguous" and x.is_contiguous()):
+                    return copies[name](x)
+                memory = bytearray(size)
+                kept.append(memory)  # stays, so that reading it too late is wrong, and not a crash
+                lent = (ctypes.c_ubyte * size).from_buffer(memory)
+                weakref.finalize(lent, ctypes.memset, ctypes.addressof(lent), 0xA5, size)
+                made = torch.frombuffer(lent, dtype=x.dtype).view(x.shape)
+                return made.copy_(x)
+
+        with mock.patch.multiple(
+            torch.Tensor,
+            cpu=lambda x: copied(x, "cpu"),
+            contiguous=lambda x, **_: copied(x, "contiguous"),
+        ):
+            scruple.save(opt, model, self.path("spoiled"))
+        self.assertGreater(len(kept), 4)
+        self.assertTrue(all(set(memory) == {0xA5} for memory in kept), "something still holds a copy")
+        for name in ("model.safetensors", "manifest.json"):
+            self.assertEqual(read(self.path("spoiled", name)), read(self.path("plain", name)))
 
     @cuda_only
     def test_across_devices(self):
@@ -680,7 +722,7 @@ class Refused(Folder):
                 continue
             for at in (start + entry["data_offsets"][0], start + entry["data_offsets"][1] - 1):
                 self.flip("a/model.safetensors", at)
-                with self.unchanged(repr(name), "checksum", "damaged", kind=scruple.Error):
+                with self.unchanged(f'"{name}"', "checksum", "damaged", kind=scruple.Error):
                     self.load()
                 self.flip("a/model.safetensors", at)
         for at in (0, 7, 8, 9, 100, start // 2, start - 1):
@@ -878,87 +920,60 @@ class Writing(Folder):
     def contents(self, name="a"):
         return {file: read(self.path(name, file)) for file in os.listdir(self.path(name))}
 
-    def test_replaced_in_one_step(self):
+    def test_one_replaces_another(self):
+        """That it does so in one step, whatever fails, is tests/save_failures_test.cpp's matter."""
         model, opt = self.saved()
-        before, seen = self.contents(), []
+        before = self.contents()
         train(model, opt, 2, 1)
-        rmtree = shutil.rmtree
-
-        def look(folder, **options):
-            seen.append({file: read(os.path.join(folder, file)) for file in os.listdir(folder)})
-            self.assertNotEqual(self.contents(), before)  # the new one has its name already
-            rmtree(folder, **options)
-
-        with mock.patch.object(shutil, "rmtree", look):
-            scruple.save(opt, model, self.path("a"))
-        self.assertEqual(seen, [before])
+        scruple.save(opt, model, self.path("a"))
+        self.assertNotEqual(self.contents(), before)
         self.assertEqual(os.listdir(self.folder), ["a"])
         scruple.load(opt, model, self.path("a"))
 
     def test_a_save_that_fails(self):
-        """At every write, every flush and every rename: the old one stays, and nothing is left beside it."""
+        """Wherever in the files the disk takes no more: the old one stays, and nothing is left beside it."""
         model, opt = self.saved()
-        before = self.contents()
+        before, state = self.contents(), picture(opt, model)
         train(model, opt, 2, 1)
-        full = OSError(errno.ENOSPC, "No space left on device")
-        for place, name in (
-            (files, "_write_all"),
-            (files, "_write_plane"),
-            (files, "_exchange"),
-            (os, "fsync"),
-            (os, "mkdir"),
-        ):
-            real, failed, at = getattr(place, name), True, 0
-            while failed and at < 60:
-                calls = iter(range(100))
-
-                def fails(*arguments):
-                    if next(calls) == at:
-                        raise full
-                    return real(*arguments)
-
-                with mock.patch.object(place, name, fails):
-                    try:
-                        scruple.save(opt, model, self.path("a"))
-                        failed = False
-                    except scruple.Error as problem:
-                        self.assertIn("No space left", str(problem))
-                        said = str(problem)
-                if name == "fsync" and at == 3:  # the last: the new one has the name, and may not last
-                    self.assertIn("wrote", said)
-                    kept = said.rpartition(" ")[2]
-                    self.assertEqual(self.contents(os.path.basename(kept)), before)
-                    shutil.rmtree(kept)
-                    break
-                at += 1
-                if failed:
-                    self.assertEqual(self.contents(), before, (name, at))
-                    self.assertEqual(os.listdir(self.folder), ["a"], (name, at))
-            if name != "fsync":
-                self.assertFalse(failed)
-                self.assertGreater(at, 0)
-            scruple.save(opt, model, self.path("a"))
-            before = self.contents()
+        scruple.save(opt, model, self.path("whole"))
+        size = len(read(self.path("whole/model.safetensors")))
+        self.assertLess(len(read(self.path("whole/manifest.json"))), size)
+        shutil.rmtree(self.path("whole"))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for limit in (0, 1, 100, *range(500, size, 500), size - 1):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+            try:
+                with self.refused("was not saved", "File too large", "ulimit", kind=scruple.Error):
+                    scruple.save(opt, model, self.path("a"))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            self.assertEqual(self.contents(), before, limit)
+            self.assertEqual(os.listdir(self.folder), ["a"], limit)
+        with self.refused("was not saved", "Not a directory", kind=scruple.Error):
+            scruple.save(opt, model, self.path("a/manifest.json/b"))
+        self.assertEqual(self.contents(), before)
+        scruple.load(opt, model, self.path("a"))
+        self.assertSame(picture(opt, model), state)
 
     def test_a_plane_that_cannot_be_copied(self):
         model, opt = self.saved()
         before, state = self.contents(), picture(opt, model)
+        real = checkpoint._write
         for kind in (RuntimeError, KeyboardInterrupt):
-            with mock.patch.object(files, "flat_bytes", side_effect=kind("out of memory")):
+            effects = itertools.chain([real] * 3, itertools.repeat(None))
+
+            def fails(*arguments):
+                call = next(effects)
+                if call is None:
+                    raise kind("out of memory")
+                call(*arguments)
+
+            with mock.patch.object(checkpoint, "_write", fails):
                 with self.assertRaises(kind):
                     scruple.save(opt, model, self.path("a"))
             self.assertEqual(self.contents(), before)
             self.assertEqual(os.listdir(self.folder), ["a"])
         self.assertSame(picture(opt, model), state)
-
-    def test_a_file_system_that_cannot_exchange(self):
-        model, opt = self.saved()
-        before = self.contents()
-        train(model, opt, 2, 1)
-        with mock.patch("ctypes.CDLL", lambda *_, **__: object()):
-            with self.refused("in one step", "choose another name", kind=scruple.Error):
-                scruple.save(opt, model, self.path("a"))
-        self.assertEqual(self.contents(), before)
 
     def test_a_killed_save(self):
         model = mlp(torch.bfloat16).cpu()  # CUDA does not survive a fork
@@ -966,13 +981,13 @@ class Writing(Folder):
         take_steps(opt, list(model.parameters()), 2)
         scruple.save(opt, model, self.path("a"))
         before = self.contents()
-        for name, word in (
-            ("a", "_write_plane"),
-            ("b", "_store_names"),
-        ):  # half-way, and just before the rename
+        for name, place, word in (
+            ("a", checkpoint, "_write"),
+            ("b", checkpoint.library, "checkpoint_commit"),
+        ):  # at the first plane, and after the last
             if os.fork() == 0:
                 try:
-                    with mock.patch.object(files, word, lambda *_: os._exit(9)):
+                    with mock.patch.object(place, word, lambda *_: os._exit(9)):
                         scruple.save(opt, model, self.path(name))
                 finally:
                     os._exit(1)
@@ -1009,11 +1024,40 @@ class Writing(Folder):
         scruple.load(opt, model, self.path("link"))
 
     def test_a_file_that_changes_while_it_is_loaded(self):
+        """Between the checksums and the reading it is cut: an error, and the process lives."""
         model, opt = self.saved()
-        with mock.patch.object(files.Checkpoint, "read", side_effect=OSError(errno.EIO, "gone")):
-            with self.refused("load again", kind=scruple.Error):
+        kept = read(self.path("a/model.safetensors"))
+
+        def cut(*_):
+            os.truncate(self.path("a/model.safetensors"), len(kept) // 2)
+
+        with mock.patch.object(checkpoint, "_make_state", cut):
+            with self.refused("shortened", "load again", kind=scruple.Error):
                 scruple.load(opt, model, self.path("a"))
+        with open(self.path("a/model.safetensors"), "wb") as file:
+            file.write(kept)
         scruple.load(opt, model, self.path("a"))
+
+    def test_texts(self):
+        """Notes hold any text; what no file can hold is refused before anything is written."""
+        model, opt = self.saved()
+        notes = {"zeros": "a\0b\0", "empty": "", "": "no name", "\u20ac": "\U0001f600\n" * 1000}
+        scruple.save(opt, model, self.path("a"), notes=notes)
+        self.assertEqual(scruple.load(opt, model, self.path("a")), notes)
+        before = self.contents()
+        for bad, words in (
+            ({"x": "\ud800"}, "not valid Unicode"),
+            ({"\ud800": "x"}, "not valid Unicode"),
+            ({"a\0b": "x"}, "zero"),
+            ({str(i): "" for i in range(1024)}, "1024"),
+        ):
+            with self.refused(words):
+                scruple.save(opt, model, self.path("a"), notes=bad)
+        for call in (scruple.save, scruple.load):
+            with self.refused("zero"):
+                call(opt, model, self.path("a\0b"))
+        self.assertEqual(self.contents(), before)
+        self.assertEqual(os.listdir(self.folder), ["a"])
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
 """Checkpoints as folders of safetensors files: what `scruple.save` and `scruple.load` do.
 
-docs/checkpoint.md is the specification; `scruple checkpoint` reads the same files. Neither function holds
-more than one plane beside the state itself, and of a plane on a GPU only a chunk.
+The library reads and writes the files (docs/checkpoint.md); this knows torch: what of a model and an
+optimizer goes into them, and where it belongs when it comes back. Neither function holds more than one plane
+beside the state itself, and of a plane on a GPU only a chunk.
 
 What the optimizer does not hold (frozen parameters, statistics) is stored too: fp32, bf16 and fp16 as
 tensors of a last group, whose rule has no moments and whose lr is 0; other dtypes as text in `trainer`.
 """
 
 import base64
-import contextlib
 import ctypes
 import functools
 import itertools
 import json
 import math
-import os
 import warnings
 import zlib
 from ctypes import byref
@@ -23,43 +22,23 @@ import torch
 
 from .. import _abi
 from .._abi import Error, UsageError, library
-from .checkpoint_files import (
-    BLOCK,
-    MAX_ENTRIES,
-    SIZES,
-    Checkpoint,
-    check_names,
-    check_replaced,
-    find,
-    flat_bytes,
-    memory_of,
-    new_folder,
-    plane_name,
-    write_into,
-)
 from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import NAMES, recode
 from .shards import is_sharded
 from .state import unchanged_on_error
 
-_MAX_OTHERS = 8_000_000  # of the text that holds what has no format: the manifest repeats it in the header
-_ROUNDINGS = _abi.ROUNDING_NAMES
+CHUNK = 1 << 24  # bytes of a plane on a GPU that pass through the host's memory at a time
+_MAX_OTHERS = 8_000_000  # of the text that holds what has no format: the files repeat it
 _DRAWN = ("stochastic", "dither", "wide")  # with random numbers
-# Codes that are plain numbers; all others are bytes.
-_VISIBLE = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _WRITER = "scruple.torch"
 _NOTE = "note."
 # Formats are the optimizer's own, and compared with the file's: `scruple checkpoint convert` changes those.
 _FORMATS = ("recipe", "weights", "moments", "rounding")
 _NOT_SAVED = ("params", "formats", "version")
-_SCALER = {  # torch's names for the fields of loss_scale
-    "scale": "scale",
-    "growth": "growth_factor",
-    "backoff": "backoff_factor",
-    "interval": "growth_interval",
-    "clean": "_growth_tracker",
-}
+# torch's names for the fields of loss_scale
+_SCALER = dict(scale="scale", growth="growth_factor", backoff="backoff_factor")
+_SCALER.update(interval="growth_interval", clean="_growth_tracker")
 
 
 # ---- The model and the optimizer ----
@@ -112,48 +91,69 @@ def _contents(opt, model):
     return held, rest
 
 
-def _check_between_steps(opt):
-    if opt._handle is not None and getattr(opt._handle._path, "batches", 0):
-        raise UsageError(
-            "save in the middle of a step: gradients of earlier micro-batches wait in the accumulators, and "
-            "a checkpoint has none; save after the last micro-batch"
-        )
+def _arrays_of(layout):
+    """(name, format, rounding) of each."""
+    return [(name, form.name, layout.row.arrays[a].rounding) for a, name, form in layout.arrays]
 
 
-def _planes_of(form, rounding, name, shape):
-    """An array as the manifest describes it, without its pieces."""
-    size, planes = math.prod(shape), []
-    parts = [("codes", _VISIBLE.get(form.name.partition("+")[0], "U8"))]
-    if form.aux_bits:
-        wide = "F32" if form.aux_bits == 32 else "F16" if form.has_scales and form.aux_bits == 16 else "U8"
-        parts.append(("scale" if form.has_scales else "extra", wide))
-    for (kind, dtype), whole, block in zip(parts, form.bytes(size), form.bytes(BLOCK)):
-        count = whole // SIZES[dtype]
-        planes.append(
-            {
-                "kind": kind,
-                "dtype": dtype,
-                "shape": list(shape) if dtype != "U8" and count == size else [count],
-                "block_bytes": block,
-            }
-        )
-    return {"name": name, "format": form.name, "rounding": _ROUNDINGS[rounding], "planes": planes}
-
-
-def _arrays_of(layout, shape):
-    return [_planes_of(form, layout.row.arrays[a].rounding, name, shape) for a, name, form in layout.arrays]
-
-
-def _plain_array(dtype, shape):
-    """Of a tensor that no optimizer holds."""
-    return _planes_of(_abi.format_named(NAMES[dtype]), _abi.NEAREST, "weight", shape)
-
-
-def _state_name(array, kind):
+def _state_name(array, plane):
     """Where opt.state has a plane; None: it is the parameter itself."""
-    if kind == "codes":
-        return None if array == "weight" else array
-    return "extra" if array == "weight" else array + "/scale"
+    if array == "weight":
+        return "extra" if plane else None
+    return array + "/scale" if plane else array
+
+
+# ---- Between the library's files and the memory of tensors ----
+
+
+def _on_host(tensor):
+    return tensor.device.type == "cpu"
+
+
+def _new_chunk():
+    """The one place in the host's memory that planes on a GPU pass through."""
+    return torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+
+
+def _parts(tensor):
+    """(first byte, bytes) of a tensor that is one run of memory, chunk by chunk."""
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    return ((first, flat[first : first + CHUNK]) for first in range(0, flat.numel(), CHUNK))
+
+
+def _write(writer, plane, tensor, chunk):
+    """A tensor as a plane; `chunk` gives memory for what the host cannot read."""
+    source = tensor.detach().contiguous()  # by a name: the library reads its memory
+    if _on_host(source):
+        library.checkpoint_write(writer, *plane, source.data_ptr(), source.nbytes)
+        return
+    for _, part in _parts(source):
+        chunk()[: part.numel()].copy_(part)
+        library.checkpoint_write(writer, *plane, chunk().data_ptr(), part.numel())
+
+
+def _read(handle, plane, tensor, chunk):
+    """A plane into a tensor of as many bytes."""
+    to = tensor
+    if not tensor.is_contiguous():
+        to = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if _on_host(to):
+        library.checkpoint_read(handle, *plane, 0, to.data_ptr(), to.nbytes)
+        torch.autograd.graph.increment_version(to)
+    else:
+        for first, part in _parts(to):
+            library.checkpoint_read(handle, *plane, first, chunk().data_ptr(), part.numel())
+            part.copy_(chunk()[: part.numel()])
+    if to is not tensor:
+        tensor.copy_(to)
+
+
+def _read_host(handle, place, array):
+    """An array's planes as bytes in the host's memory, and None where it has one."""
+    planes = [torch.empty(plane.bytes, dtype=torch.uint8, device="cpu") for plane in array.planes]
+    for i, to in enumerate(planes):
+        library.checkpoint_read(handle, *place, i, 0, to.data_ptr(), to.nbytes)
+    return [*planes, None][:2]
 
 
 # ---- Saving ----
@@ -162,46 +162,41 @@ def _state_name(array, kind):
 @torch.no_grad()
 def save(opt, model, path, *, scaler=None, notes=None):
     _check_arguments(opt, model, scaler)
-    _check_between_steps(opt)
+    if opt._handle is not None and getattr(opt._handle._path, "batches", 0):
+        raise UsageError(
+            "save in the middle of a step: gradients of earlier micro-batches wait in the accumulators, and "
+            "a checkpoint has none; save after the last micro-batch"
+        )
     held, rest = _contents(opt, model)
     opt._settle()
     opt._update_rules()
-    trainer = {
+    notes = {
         "writer": _WRITER,
         "param_groups": json.dumps([_plain_group(group) for group in opt.param_groups]),
         "others": _others_text({name: x for name, x in rest.items() if x.dtype not in NAMES}),
         **_checked_notes(notes),
     }
     plain = {name: x for name, x in rest.items() if x.dtype in NAMES}
+    groups = [_group_entry(opt.rule, x["seed"], opt._hypers(x), x["lr"]) for x in opt.param_groups]
     tensors = [_held_entry(opt, name, p) for name, p in held.items()]
-    tensors += [
-        _rest_entry(name, x, len(opt.param_groups), len(opt._number) + i)
-        for i, (name, x) in enumerate(plain.items())
-    ]
-    manifest = {
+    for number, (name, x) in enumerate(plain.items(), len(opt._number)):
+        arrays = [("weight", NAMES[x.dtype], _abi.NEAREST)]
+        tensors.append(_entry(arrays, name=name, shape=x.shape, group=len(groups), id=number, step=1))
+    scale = {} if scaler is None else scaler.state_dict()  # empty also of one that is not enabled
+    contents = {
         "recipe": opt.param_groups[0]["recipe"],
         "step": max((tensor["step"] - 1 for tensor in tensors), default=0),
-        "groups": [_group_entry(opt, group) for group in opt.param_groups] + [_rest_group()] * bool(plain),
-        "loss_scale": _loss_scale(scaler),
-        "trainer": trainer,
-        "files": [{"name": "model.safetensors", "bytes": 0, "header_crc32": "00000000"}],
+        "groups": groups + [_group_entry("sgd", 0, {}, 0)] * bool(plain),
+        "loss_scale": {field: scale[name] for field, name in _SCALER.items() if scale},
+        "notes": [{"name": name, "text": text} for name, text in notes.items()],
         "tensors": tensors,
     }
-    if len(manifest["groups"]) > MAX_ENTRIES or len(trainer) > MAX_ENTRIES:
-        raise UsageError(
-            f"{len(manifest['groups'])} groups and {len(trainer)} notes; a checkpoint has at most "
-            f"{MAX_ENTRIES} of each"
-        )
-    check_names(tensors, UsageError, "the model")
-    path = os.path.realpath(os.fspath(path))
-    check_replaced(path)
-    try:
-        with new_folder(path) as folder:
-            write_into(folder, manifest, lambda name: _sources(opt, held.get(name), rest.get(name)))
-    except OSError as problem:
-        raise Error(
-            f"the checkpoint {path} was not saved, and what was there is as it was: {problem}"
-        ) from problem
+    chunk = functools.cache(_new_chunk)
+    with _abi.new_checkpoint(path, contents) as writer:
+        for t, p in enumerate(held.values()):
+            _write_held(opt, p, t, writer, chunk)
+        for t, x in enumerate(plain.values(), len(held)):
+            _write(writer, (t, 0, 0), x, chunk)
 
 
 def _checked_notes(notes):
@@ -238,8 +233,8 @@ def _others_text(others):
     """Dtypes that no format has: integers (num_batches_tracked), booleans, doubles. Small ones only."""
     made = {}
     for name, x in others.items():
-        host = flat_bytes(x.detach().cpu().contiguous())  # kept alive while its memory is read
-        data = zlib.compress(bytes(memory_of(host)))
+        host = x.detach().cpu().contiguous()  # by a name: its memory is read below
+        data = zlib.compress(ctypes.string_at(host.data_ptr(), host.nbytes))
         made[name] = {
             "dtype": str(x.dtype).removeprefix("torch."),
             "shape": list(x.shape),
@@ -256,71 +251,36 @@ def _others_text(others):
     return text
 
 
-def _group_entry(opt, group):
-    hypers = {**_abi.rules()[opt.rule][2], **opt._hypers(group), "lr": group["lr"]}
-    hypers = {name: _number(float(value), name) for name, value in hypers.items()}
-    return {"optimizer": opt.rule, "seed": int(group["seed"]) % (1 << 64), "hyperparameters": hypers}
-
-
-def _rest_group():
-    hypers = {name: _number(float(value), name) for name, value in _abi.rules()["sgd"][2].items()}
-    return {"optimizer": "sgd", "seed": 0, "hyperparameters": {**hypers, "lr": 0}}
-
-
-def _number(value, what):
-    if not math.isfinite(value):
-        raise UsageError(f"{what} is {value}; a checkpoint holds finite numbers")
-    return int(value) if value.is_integer() and abs(value) < 1e15 else value  # 1 rather than 1.0
-
-
-def _loss_scale(scaler):
-    found = {} if scaler is None else scaler.state_dict()
-    if not found:  # none, or one that is not enabled
-        return None
-    return {
-        field: int(found[name]) if field in ("interval", "clean") else _number(float(found[name]), field)
-        for field, name in _SCALER.items()
-    }
+def _group_entry(rule, seed, hypers, lr):
+    hypers = {**_abi.rules()[rule][2], **hypers, "lr": lr}
+    hypers = [{"name": name, "value": float(value)} for name, value in hypers.items()]
+    return {"optimizer": rule, "seed": int(seed) % (1 << 64), "hypers": hypers}
 
 
 def _held_entry(opt, name, p):
-    state, (number, index) = opt.state.get(p) or {}, opt._number[p]
+    state, (number, group) = opt.state.get(p) or {}, opt._number[p]
     norm = state.get("adagc_norm", 0.0)
-    return {
-        "name": name,
-        "shape": list(p.shape),
-        "group": index,
-        "id": number,
-        "step": state.get("step", 0) + 1,
-        "adagc_norm": norm if norm > 0 and math.isfinite(norm) else None,
-        "arrays": _arrays_of(opt._layout(p), p.shape),
-    }
+    return _entry(
+        _arrays_of(opt._layout(p)),
+        **dict(name=name, shape=p.shape, group=group, id=number, step=state.get("step", 0) + 1),
+        adagc_norm=norm if norm > 0 and math.isfinite(norm) else 0.0,
+    )
 
 
-def _rest_entry(name, x, group, number):
-    return {
-        "name": name,
-        "shape": list(x.shape),
-        "group": group,
-        "id": number,
-        "step": 1,
-        "adagc_norm": None,
-        "arrays": [_plain_array(x.dtype, x.shape)],
-    }
+def _entry(arrays, **fields):
+    arrays = [dict(name=a, format=form, rounding=_abi.ROUNDING_NAMES[r]) for a, form, r in arrays]
+    return {**fields, "arrays": arrays}
 
 
-@contextlib.contextmanager
-def _sources(opt, p, other):
-    """A function from an array's name and a kind to the tensor that has this plane."""
-    if p is None:
-        yield lambda array, kind: other
-        return
+def _write_held(opt, p, t, writer, chunk):
     fresh = not opt.state.get(p)
     if fresh or p not in opt._entries:
         opt._entry(p)  # refuses planes that do not fit the parameter any more
     try:
-        state = opt.state[p]
-        yield lambda array, kind: state[_state_name(array, kind)] if _state_name(array, kind) else p
+        for a, (_, array, form) in enumerate(opt._layout(p).arrays):
+            for plane in range(2 if form.aux_bits else 1):
+                name = _state_name(array, plane)
+                _write(writer, (t, a, plane), opt.state[p][name] if name else p, chunk)
     finally:
         if fresh:
             # One that was never stepped gets its first values for the file alone: to keep them would fix its
@@ -340,52 +300,54 @@ def load(opt, model, path, *, scaler=None):
             "loading while release_gradients is at work; handle.remove() first, load, and call it again"
         )
     held, rest = _contents(opt, model)
-    folder = find(path)
-    with contextlib.ExitStack() as keep:
-        checkpoint = Checkpoint(folder, keep)
-        manifest, ours = checkpoint.manifest, _Trainer(checkpoint)
-        _check_scaler(manifest["loss_scale"], scaler, folder)
-        stored = {tensor["name"]: tensor for tensor in manifest["tensors"]}
+    with _abi.open_checkpoint(path) as (handle, contents):
+        folder, ours = contents.folder, _Trainer(contents)
+        for number, tensor in enumerate(contents.tensors):
+            tensor.number = number
+        stored = {tensor.name: tensor for tensor in contents.tensors}
+        _check_scaler(contents.loss_scale, scaler, folder)
         _check_present(held, rest, stored, ours, folder)
         others = {name: ours.other(name, x) for name, x in rest.items() if name not in stored}
         opt._settle()
         with unchanged_on_error(opt):
-            _load_groups(opt, held, stored, manifest["groups"], ours, folder)
+            _load_groups(opt, held, stored, contents.groups, ours, folder)
             opt._forget_tables()
             opt._update_rules()
+            for tensor in contents.tensors:
+                _check_known(tensor, folder)
             for name, p in held.items():
-                _check_fits(opt, name, p, stored[name], manifest, folder)
+                _check_fits(opt, name, p, stored[name], contents)
                 if ours.groups is not None:
                     _check_order(opt, name, p, stored[name], folder)
-            for name in rest:
-                if name in stored:
-                    _check_weight(stored[name], folder)
-            checkpoint.verify()
+            for tensor in contents.tensors:
+                library.checkpoint_verify(handle, tensor.number)
             for p in held.values():
                 _make_state(opt, p)
         try:
+            chunk = functools.cache(_new_chunk)
             for name, p in held.items():
-                _read_held(checkpoint, opt, p, stored[name])
+                _read_held(handle, opt, p, stored[name], chunk)
             for name, x in rest.items():
                 if name in stored:
-                    _read_weight(checkpoint, x, stored[name])
+                    _read_weight(handle, x, stored[name], chunk)
                 else:
                     x.copy_(others[name])
-        except (OSError, Error) as problem:  # every checksum was right a moment ago
+        except Error as problem:  # every checksum was right a moment ago
             raise Error(
                 f"{folder} changed or could not be read while it was loaded ({problem}); model and optimizer "
                 "are part old, part new: load again before going on"
             ) from problem
-        _load_scaler(manifest["loss_scale"], scaler)
+        if contents.loss_scale.scale and scaler is not None:
+            scaler.load_state_dict({name: getattr(contents.loss_scale, x) for x, name in _SCALER.items()})
         return ours.notes
 
 
 class _Trainer:
     """What the writer has put into `trainer`: one of ours, or another program's."""
 
-    def __init__(self, checkpoint):
-        entries = checkpoint.manifest["trainer"]
-        self.folder, self.groups, self.others = checkpoint.folder, None, {}
+    def __init__(self, contents):
+        entries = {note.name: note.text for note in contents.notes}
+        self.folder, self.groups, self.others = contents.folder, None, {}
         self.notes = dict(entries)
         if entries.get("writer") != _WRITER:
             return
@@ -394,13 +356,11 @@ class _Trainer:
             self.groups = [dict(group) for group in json.loads(entries["param_groups"])]
             self.others = dict(json.loads(entries["others"]))
         except (KeyError, TypeError, ValueError, RecursionError) as problem:
-            raise Error(
-                f"{self.folder}: what {_WRITER} wrote into trainer cannot be read: {problem}"
-            ) from None
+            raise Error(f"{self.folder}: what {_WRITER} wrote cannot be read: {problem}") from None
 
     def holds(self, tensor):
         """Whether an optimizer stepped it."""
-        return self.groups is None or tensor["group"] < len(self.groups)
+        return self.groups is None or tensor.group < len(self.groups)
 
     def group(self, number, now):
         """A group's values by torch's names. Formats are not among them: they must be the optimizer's."""
@@ -452,35 +412,33 @@ def _few(names):
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def _said(*pairs):
+    """The sentences whose names there are; "{}" is where these stand."""
+    return "; ".join(sentence.format(_few(names)) for sentence, names in pairs if names)
+
+
 def _check_present(held, rest, stored, trainer, folder):
     known = set(stored) | set(trainer.others)
     missing = [name for name in (*held, *rest) if name not in known]
     unknown = [name for name in (*stored, *trainer.others) if name not in held and name not in rest]
     if missing or unknown:
+        found = _said(("it lacks {}", missing), ("it has {}, which the model has not", unknown))
         raise UsageError(
-            f"{folder} is not of this model: "
-            + "; ".join(
-                [f"it lacks {_few(missing)}"] * bool(missing)
-                + [f"it has {_few(unknown)}, which the model has not"] * bool(unknown)
-            )
-            + ". Names are those of model.named_parameters(); of a wrapped model pass the one inside "
-            "(model.module, model._orig_mod), as when it was saved"
+            f"{folder} is not of this model: {found}. Names are those of model.named_parameters(); of a "
+            "wrapped model pass the one inside (model.module, model._orig_mod), as when it was saved"
         )
     frozen = [name for name in rest if name in stored and trainer.holds(stored[name])]
     thawed = [name for name in held if name not in stored or not trainer.holds(stored[name])]
     if frozen or thawed:
+        had, has = "{} had an optimizer's state and is in none now", "{} had none and is in the optimizer now"
         raise UsageError(
-            f"{folder} was saved with another choice of parameters: "
-            + "; ".join(
-                [f"{_few(frozen)} had an optimizer's state and is in none now"] * bool(frozen)
-                + [f"{_few(thawed)} had none and is in the optimizer now"] * bool(thawed)
-            )
-            + ". Make the optimizer from the same parameters"
+            f"{folder} was saved with another choice of parameters: {_said((had, frozen), (has, thawed))}. "
+            "Make the optimizer from the same parameters"
         )
     for name, x in (*held.items(), *rest.items()):
-        if name in stored and stored[name]["shape"] != list(x.shape):
+        if name in stored and stored[name].shape != list(x.shape):
             raise UsageError(
-                f"{name} has shape {tuple(x.shape)} in the model and {tuple(stored[name]['shape'])} in "
+                f"{name} has shape {tuple(x.shape)} in the model and {tuple(stored[name].shape)} in "
                 f"{folder}; load into the model that it was saved from"
             )
         if name in stored and x.dtype not in NAMES:
@@ -493,7 +451,7 @@ def _load_groups(opt, held, stored, groups, trainer, folder):
     """Seeds, hyperparameters and what schedulers keep, as torch brings lr; formats stay."""
     names = {p: name for name, p in held.items()}
     for index, group in enumerate(opt.param_groups):
-        firsts = {stored[names[p]]["group"]: names[p] for p in reversed(group["params"])}
+        firsts = {stored[names[p]].group: names[p] for p in reversed(group["params"])}
         if len(firsts) > 1:
             raise UsageError(
                 f"parameter group {index} of the optimizer has parameters of {len(firsts)} groups of "
@@ -501,29 +459,25 @@ def _load_groups(opt, held, stored, groups, trainer, folder):
                 "optimizer with the same groups"
             )
         for number in firsts:
-            if groups[number]["optimizer"] != opt.rule:
+            source = groups[number]
+            if source.optimizer != opt.rule:
                 raise UsageError(
-                    f"{folder} is of optimizer {groups[number]['optimizer']!r}, and this is {opt.rule!r}; "
-                    "load it into one of the same kind"
+                    f"{folder} is of optimizer {source.optimizer!r}, and this is {opt.rule!r}; load it into "
+                    "one of the same kind"
                 )
-            saved = _from_hypers(group, groups[number], folder)
+            saved = _from_hypers(group, source, folder)
             if trainer.groups is not None:
                 saved.update(trainer.group(number, group))
             group.update(saved)
-        if firsts:
-            _check_values(opt, group, folder)
-
-
-def _check_values(opt, group, folder):
-    try:
-        opt._new_rule(group)  # the library looks at them
-    except (ArithmeticError, LookupError, TypeError, ValueError, ctypes.ArgumentError) as problem:
-        raise Error(f"{folder}: a parameter group has values that no optimizer takes: {problem}") from None
+        try:
+            opt._new_rule(group)  # the library looks at the values
+        except (ArithmeticError, LookupError, TypeError, ValueError, ctypes.ArgumentError) as problem:
+            raise Error(f"{folder}: a group has values that no optimizer takes: {problem}") from None
 
 
 def _from_hypers(group, source, folder):
     """The library's names and numbers as this optimizer spells them."""
-    hypers, made = dict(source["hyperparameters"]), {"seed": source["seed"]}
+    hypers, made = {x.name: x.value for x in source.hypers}, {"seed": source.seed}
     if "betas" in group:
         made["betas"] = tuple(hypers.pop(name, was) for name, was in zip(("beta1", "beta2"), group["betas"]))
     if "max_lr" in hypers:
@@ -535,35 +489,32 @@ def _from_hypers(group, source, folder):
     return made
 
 
-def _check_fits(opt, name, p, tensor, manifest, folder):
-    """The planes in the file are those that the optimizer keeps of this parameter, or are converted."""
-    group = opt.param_groups[opt._number[p][1]]
-    layout, found = opt._layout(p), [_without_pieces(a) for a in tensor["arrays"]]
+def _check_fits(opt, name, p, tensor, contents):
+    """The arrays in the file are those that the optimizer keeps of this parameter, or are converted."""
+    group, folder = opt.param_groups[opt._number[p][1]], contents.folder
     stored = _stored(opt, p, tensor)
-    wanted = None if stored is None else _arrays_of(stored, p.shape)
     # An fp32 parameter takes a weight of any format: all their values are fp32 numbers.
     first = 1 if p.dtype is torch.float32 else 0
-    if wanted is None or list(map(_as_read, found[first:])) != list(map(_as_read, wanted[first:])):
-        said, asked = (
-            ", ".join(f"{a['name']} in {a['format']} ({a['rounding']})" for a in arrays)
-            for arrays in (found, _arrays_of(layout, p.shape))
-        )
+    found = [_as_read(a.name, a.format, _rounding_of(a)) for a in tensor.arrays]
+    wanted = [] if stored is None else [_as_read(*a) for a in _arrays_of(stored)]
+    if found[first:] != wanted[first:] or not wanted:
+        said = ", ".join(f"{a.name} in {a.format} ({a.rounding})" for a in tensor.arrays)
+        asked = ", ".join(f"{a} in {f} ({_abi.ROUNDING_NAMES[r]})" for a, f, r in _arrays_of(opt._layout(p)))
         raise UsageError(
             f"{name}: {folder} has {said}, and the optimizer keeps {asked}; the checkpoint is of recipe "
-            f"{manifest['recipe']!r} and the optimizer of {group['recipe']!r}: make the optimizer (and cast "
+            f"{contents.recipe!r} and the optimizer of {group['recipe']!r}: make the optimizer (and cast "
             "the model) as it was saved, or change the file with "
             f"'scruple checkpoint convert {folder} --recipe {group['recipe']} --out NEW'"
         )
-    _check_weight(tensor, folder)
 
 
 def _check_order(opt, name, p, tensor, folder):
     """A run goes on with its own random numbers. One of another program cannot: its parameters are in another
     order where groups part them, and its gradients are not torch's."""
-    draws = any(array["rounding"] in _DRAWN for array in tensor["arrays"])
-    if draws and tensor["id"] != opt._number[p][0]:
+    draws = any(array.rounding in _DRAWN for array in tensor.arrays)
+    if draws and tensor.id != opt._number[p][0]:
         raise UsageError(
-            f"{name} is parameter {opt._number[p][0]} of the optimizer, and {tensor['id']} in {folder}: with "
+            f"{name} is parameter {opt._number[p][0]} of the optimizer, and {tensor.id} in {folder}: with "
             "stochastic rounding the random numbers follow it; make the optimizer from the parameters in the "
             "same order"
         )
@@ -573,7 +524,7 @@ def _stored(opt, p, tensor):
     """The layout of the planes in the file where it is the optimizer's, or one that is converted; else
     None."""
     layout = opt._layout(p)
-    formats = {array["name"]: array["format"] for array in tensor["arrays"]}
+    formats = {array.name: array.format for array in tensor.arrays}
     if p.dtype is torch.float32:
         formats["weight"] = layout.formats["weight"]
     try:
@@ -582,43 +533,23 @@ def _stored(opt, p, tensor):
         return None
 
 
-def _as_read(array):
-    """An array without what its values do not depend on."""
-    form, number = _format_of(array), _rounding_of(array)
-    if form is None or number is None or not form.rounds(number):
-        return array
-    return {**array, "rounding": _ROUNDINGS[form.reads_as(number)]}
-
-
-@functools.lru_cache(maxsize=1)
-def _known_formats():
-    return {form.name: form for form in _abi.formats()}
-
-
-def _format_of(array):
-    return _known_formats().get(array["format"])
-
-
 def _rounding_of(array):
-    return _ROUNDINGS.index(array["rounding"]) if array["rounding"] in _ROUNDINGS else None
+    return _abi.ROUNDING_NAMES.index(array.rounding)
 
 
-def _without_pieces(array):
-    planes = [{key: plane[key] for key in plane if key != "pieces"} for plane in array["planes"]]
-    return {**array, "planes": planes}
+def _as_read(name, form, rounding):
+    """An array without what its values do not depend on."""
+    return name, form, _abi.format_named(form).reads_as(rounding)
 
 
-def _check_weight(tensor, folder):
-    """The library reads the planes of a weight by its format's rules, so they must be long enough."""
-    array = tensor["arrays"][0]
-    form, rounding = _format_of(array), _rounding_of(array)
-    if form is None or not form.roles & _abi.ROLE_WEIGHT or rounding is None or not form.rounds(rounding):
-        raise UsageError(
-            f"{tensor['name']}: {folder} has its weight in {array['format']!r} ({array['rounding']!r}), "
-            "which this library has not; use the Scruple that wrote it, or a newer one"
-        )
-    if _without_pieces(array) != _planes_of(form, rounding, "weight", tensor["shape"]):
-        raise Error(f"{folder}: tensor {tensor['name']!r}: its planes are not those of {array['format']}")
+def _check_known(tensor, folder):
+    """The library reads planes by their format's rules, so they must be what it knows by that name."""
+    for array in tensor.arrays:
+        if not array.fits:
+            raise UsageError(
+                f"{tensor.name}: {folder} has its {array.name} in {array.format!r} ({array.rounding!r}), "
+                "which this library has not, or has with other planes; use the Scruple that wrote it"
+            )
 
 
 def _make_state(opt, p):
@@ -633,70 +564,47 @@ def _make_state(opt, p):
         opt._entry(p)
 
 
-def _read_held(checkpoint, opt, p, tensor):
+def _read_held(handle, opt, p, tensor, chunk):
     state, stored = opt.state[p], _stored(opt, p, tensor)
-    state["step"] = tensor["step"] - 1
+    state["step"] = tensor.step - 1
     state.pop("adagc_norm", None)
-    if tensor["adagc_norm"] is not None:
-        state["adagc_norm"] = float(tensor["adagc_norm"])
+    if tensor.adagc_norm:
+        state["adagc_norm"] = tensor.adagc_norm
     formats = opt._layout(p).formats
-    for (a, name, form), array in zip(stored.arrays, tensor["arrays"]):
-        if array["format"] == formats[name]:
-            _read_planes(checkpoint, state, p, tensor["name"], array)
+    for number, ((a, name, form), array) in enumerate(zip(stored.arrays, tensor.arrays)):
+        place = tensor.number, number
+        if array.format == formats[name]:
+            for i in range(len(array.planes)):
+                _read(handle, (*place, i), state.get(_state_name(name, i), p), chunk)
         elif a == _abi.WEIGHT:
-            _read_weight(checkpoint, p, tensor)
+            _read_weight(handle, p, tensor, chunk)
         else:
-            planes = [*_host_planes(checkpoint, tensor["name"], array), None][:2]
+            planes = _read_host(handle, place, array)
             recode(engine_for(p.device), opt._entry(p).row, a, form, *planes, p.device)
 
 
-def _read_planes(checkpoint, state, p, tensor, array):
-    """An array as it is, into the optimizer's planes."""
-    for plane in array["planes"]:
-        to = state.get(_state_name(array["name"], plane["kind"]), p)
-        name = plane_name(tensor, array["name"], plane["kind"])
-        if to.is_contiguous():
-            checkpoint.read(name, plane, to)
-        else:
-            made = torch.empty(to.shape, dtype=to.dtype, device=to.device)
-            checkpoint.read(name, plane, made)
-            to.copy_(made)
-
-
-def _host_planes(checkpoint, tensor, array):
-    return [
-        checkpoint.read_host(plane_name(tensor, array["name"], plane["kind"]), plane)
-        for plane in array["planes"]
-    ]
-
-
-def _read_weight(checkpoint, x, tensor):
+def _read_weight(handle, x, tensor, chunk):
     """The weight alone, of any format, into a tensor of any dtype that has its values."""
-    array = tensor["arrays"][0]
-    planes = _host_planes(checkpoint, tensor["name"], array)
-    if array["format"] == NAMES.get(x.dtype):
-        x.copy_(planes[0].view(x.dtype).view(x.shape))
+    array, place = tensor.arrays[0], (tensor.number, 0)
+    if array.format == NAMES.get(x.dtype):
+        _read(handle, (*place, 0), x, chunk)
         return
+    codes, aux = _read_host(handle, place, array)
     rule, values = _abi.Rule("sgd"), torch.empty(x.shape, dtype=torch.float32, device="cpu")
     row = _abi.Tensor(optimizer=rule.handle, size=x.numel(), step=1)
-    addresses = [plane.data_ptr() for plane in planes] + [None]
     row.arrays[_abi.WEIGHT] = _abi.Array(
-        _abi.format_named(array["format"]).handle,
-        *addresses[:2],
-        _ROUNDINGS.index(array["rounding"]),  # a split is read by it
+        _abi.format_named(array.format).handle,
+        codes.data_ptr(),
+        None if aux is None else aux.data_ptr(),
+        _rounding_of(array),  # a split is read by it
     )
     if x.numel():
         library.decode(engine_for(values.device), byref(row), _abi.WEIGHT, values.data_ptr())
     x.copy_(values)
 
 
-def _load_scaler(found, scaler):
-    if found is not None and scaler is not None:
-        scaler.load_state_dict({name: found[field] for field, name in _SCALER.items()})
-
-
 def _check_scaler(found, scaler, folder):
-    if scaler is not None and scaler.is_enabled() and found is None:
+    if scaler is not None and scaler.is_enabled() and not found.scale:
         raise UsageError(f"{folder} has no loss scale: it was saved without scaler=; load it without")
-    if scaler is None and found is not None:
+    if scaler is None and found.scale:
         warnings.warn(f"{folder} has a loss scale; give scaler= to restore it", stacklevel=5)
