@@ -41,7 +41,7 @@ from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import NAMES, recode
 from .shards import is_sharded
-from .state import unchanged_on_error
+from .state import make_state, unchanged_on_error
 
 _MAX_OTHERS = 8_000_000  # of the text that holds what has no format: the manifest repeats it in the header
 _ROUNDINGS = _abi.ROUNDING_NAMES
@@ -149,10 +149,10 @@ def _plain_array(dtype, shape):
     return _planes_of(_abi.format_named(NAMES[dtype]), _abi.NEAREST, "weight", shape)
 
 
-def _state_name(array, kind):
-    """Where opt.state has a plane; None: it is the parameter itself."""
+def _state_name(state, array, kind):
+    """Where a state has a plane; None: it is the parameter itself."""
     if kind == "codes":
-        return None if array == "weight" else array
+        return None if array == "weight" else array if array in state else array + "/codes"
     return "extra" if array == "weight" else array + "/scale"
 
 
@@ -320,7 +320,7 @@ def _sources(opt, p, other):
         opt._entry(p)  # refuses planes that do not fit the parameter any more
     try:
         state = opt.state[p]
-        yield lambda array, kind: state[_state_name(array, kind)] if _state_name(array, kind) else p
+        yield lambda array, kind: state.get(_state_name(state, array, kind), p)
     finally:
         if fresh:
             # One that was never stepped gets its first values for the file alone: to keep them would fix its
@@ -362,7 +362,7 @@ def load(opt, model, path, *, scaler=None):
                     _check_weight(stored[name], folder)
             checkpoint.verify()
             for p in held.values():
-                _make_state(opt, p)
+                make_state(opt, p)
         try:
             for name, p in held.items():
                 _read_held(checkpoint, opt, p, stored[name])
@@ -526,8 +526,9 @@ def _from_hypers(group, source, folder):
     hypers, made = dict(source["hyperparameters"]), {"seed": source["seed"]}
     if "betas" in group:
         made["betas"] = tuple(hypers.pop(name, was) for name, was in zip(("beta1", "beta2"), group["betas"]))
-    if "max_lr" in hypers:
-        hypers["decay_lr"] = hypers.pop("max_lr")
+    decay_lr = hypers.pop("max_lr", 0.0)
+    if decay_lr or "decay_lr" in group:  # which Adam has not, also where it is AdamW
+        hypers["decay_lr"] = decay_lr
     for name, value in hypers.items():
         if name not in group:
             raise UsageError(f"{folder} has a hyperparameter {name!r}, which this optimizer has not")
@@ -621,18 +622,6 @@ def _check_weight(tensor, folder):
         raise Error(f"{folder}: tensor {tensor['name']!r}: its planes are not those of {array['format']}")
 
 
-def _make_state(opt, p):
-    """Planes to read into: those that the parameter has, where they fit."""
-    state, fits = opt.state.get(p) or {}, True
-    for name, a, plane, per, dtype in (layout := opt._layout(p)).planes():
-        x = state.get(name)
-        fits = fits and x is not None and x.dtype == dtype and x.device == p.device and x.is_contiguous()
-        fits = fits and x.numel() == math.prod(layout.shape(p, per, dtype, a, plane))
-    if not fits or "step" not in state:
-        opt.state.pop(p, None)
-        opt._entry(p)
-
-
 def _read_held(checkpoint, opt, p, tensor):
     state, stored = opt.state[p], _stored(opt, p, tensor)
     state["step"] = tensor["step"] - 1
@@ -653,7 +642,7 @@ def _read_held(checkpoint, opt, p, tensor):
 def _read_planes(checkpoint, state, p, tensor, array):
     """An array as it is, into the optimizer's planes."""
     for plane in array["planes"]:
-        to = state.get(_state_name(array["name"], plane["kind"]), p)
+        to = state.get(_state_name(state, array["name"], plane["kind"]), p)
         name = plane_name(tensor, array["name"], plane["kind"])
         if to.is_contiguous():
             checkpoint.read(name, plane, to)
