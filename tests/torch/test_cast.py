@@ -120,6 +120,43 @@ class CastModel(Case):
                 self.assertSame(before, model.state_dict())
                 self.assertFalse(any(m._forward_pre_hooks for m in model.modules()))
 
+    def test_buffers_that_are_not_saved(self):
+        """A mask that meets attention is cast with the model, as 0 and -100 lose nothing; frequencies would."""
+
+        class Block(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.qkv = torch.nn.Linear(8, 24)
+                mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -100.0)
+                self.register_buffer("mask", mask, persistent=False)
+                self.register_buffer("frequencies", 10000.0 ** -torch.linspace(0, 1, 4), persistent=False)
+                self.register_buffer("empty", torch.zeros(2, device="meta"), persistent=False)
+
+            def forward(self, x):
+                q, k, v = self.qkv(x).chunk(3, -1)
+                return (q @ k.transpose(-1, -2) + self.mask).softmax(-1) @ v
+
+        model = st.cast_model(Block())
+        self.assertEqual(model(torch.ones(2, 4, 8, dtype=torch.bfloat16)).dtype, torch.bfloat16)
+        self.assertSame(model.frequencies, Block().frequencies)
+        # And by name, what would lose by it.
+        model = st.cast_model(Block(), overrides={"frequencies": torch.bfloat16, "mask": torch.float32})
+        self.assertEqual((model.frequencies.dtype, model.mask.dtype), (torch.bfloat16, torch.float32))
+
+    def test_outputs_of_a_kept_head(self):
+        """The second of a pair is the dtype of what comes out."""
+        pair = (torch.float32, torch.float32)
+        model = st.cast_model(net(), overrides={"head": pair})
+        out = model(tensor(2, 3, 8, 8, dtype=torch.bfloat16))
+        self.assertEqual((out.dtype, model.head.weight.dtype), pair)
+        self.assertFalse(torch.equal(out, out.bfloat16().float()))
+        # A module in the model's own dtype whose outputs are wide.
+        model = st.cast_model(net(), overrides={"head": (torch.bfloat16, torch.float32)})
+        out = model(tensor(2, 3, 8, 8, dtype=torch.bfloat16))
+        self.assertEqual((out.dtype, model.head.weight.dtype), (torch.float32, torch.bfloat16))
+        with self.refused("int8", "head"):
+            st.cast_model(net(), overrides={"head": (torch.float32, torch.int8)})
+
     def test_a_kept_head(self):
         """Inputs are cast on the way in and outputs on the way out, in keywords and structures too."""
         model = st.cast_model(net(), overrides={"head": torch.float32})

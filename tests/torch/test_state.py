@@ -3,6 +3,7 @@ torch.optim's and FlashOptim's optimizers, master weights, and check_updates."""
 
 import copy
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -317,7 +318,8 @@ class Older(Case):
                     for i, planes in saved["state"].items():
                         for name, plane in planes.items():
                             if name.partition("/")[0] not in self.CHANGED.get(label, {}):
-                                self.assertSame(plane.cpu(), case["state"]["state"][i][name])
+                                was = name.removesuffix("/codes")  # where version 1 had them
+                                self.assertSame(plane.cpu(), case["state"]["state"][i][was])
 
     def test_goes_on(self):
         """The next steps are near torch's, from the same values; with rounding='nearest' as in the first
@@ -559,6 +561,72 @@ def flash_state(params, steps, wide=False):
     return {"state": state, "param_groups": [group]}, meant
 
 
+class IntoTorch(Case):
+    """What torch.optim makes of our state dict."""
+
+    def test_codes_are_not_taken_for_values(self):
+        """It takes fp32 and bf16 moments as they are meant; codes it refuses, before a weight has changed."""
+        for kind, options in KINDS.items():
+            if not hasattr(torch.optim, kind):
+                continue
+            for (label, how), dtype in itertools.product(STORAGE, (torch.bfloat16, torch.float32)):
+                for fast in (dict(foreach=False), dict(foreach=True), dict(fused=True)):
+                    if fast.get("fused") and kind == "RMSprop":  # which has none
+                        continue
+                    with self.subTest(kind, storage=label, dtype=dtype, **fast):
+                        ps = parameters(dtype)
+                        opt = getattr(st, kind)(ps, **options, **moments_of(how, kind))
+                        take_steps(opt, ps, 2)
+                        saved, before = copy.deepcopy(opt.state_dict()), copy.deepcopy(ps)
+                        coded = any("codes" in name for held in saved["state"].values() for name in held)
+                        for group in saved["param_groups"]:
+                            group.update(fast)
+                        theirs = getattr(torch.optim, kind)(ps, **options, **fast)
+                        if coded:
+                            with self.assertRaises(KeyError):
+                                theirs.load_state_dict(saved)
+                                theirs.step()
+                            self.assertSame(*([p.detach() for p in found] for found in (ps, before)))
+                            continue
+                        if any(fast.values()):  # which want steps in floating point
+                            continue
+                        theirs.load_state_dict(saved)
+                        values = opt.state_dict(as_="torch")["state"]
+                        for i, p in enumerate(ps):
+                            for slot in values[i].keys() - {"step"}:
+                                self.assertSame(theirs.state[p][slot], values[i][slot].to(dtype))
+                        theirs.step()
+
+    def test_treated_as_frameworks_do(self):
+        """Copied, moved and walked over by them, by a pickle that holds weights alone, it restores all."""
+        for kind in ("AdamW", "SGD"):
+            ps = parameters(torch.bfloat16)
+            opt = getattr(st, kind)(ps, **KINDS[kind])
+            take_steps(opt, ps, 2)
+            saved, file = opt.state_dict(), io.BytesIO()
+            for group in saved["param_groups"]:
+                self.assertEqual(group["lr"], opt.param_groups[0]["lr"])
+            moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), saved)
+            torch.save(copy.deepcopy(moved), file)
+            file.seek(0)
+            twin = getattr(st, kind)([torch.nn.Parameter(p.detach().clone()) for p in ps])
+            twin.load_state_dict(torch.load(file, weights_only=True))
+            self.assertSame(picture(opt), picture(twin))
+
+    def test_other_formats_into_an_optimizer_that_has_stepped(self):
+        for (one, how), (other, then) in itertools.permutations(STORAGE[:6], 2):
+            with self.subTest(f"{one} into {other}"):
+                ps, qs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+                opt, twin = st.AdamW(ps, **how), st.AdamW(qs, **then)
+                take_steps(opt, ps, 2), take_steps(twin, qs, 1)
+                with torch.no_grad():
+                    for p, q in zip(ps, qs):
+                        q.copy_(p)
+                twin.load_state_dict(copy.deepcopy(opt.state_dict()))
+                take_steps(opt, ps, 2, first=2), take_steps(twin, qs, 2, first=2)
+                self.assertSame(picture(opt), picture(twin))
+
+
 class FromFlashOptim(Case):
     def test_by_its_formulas(self):
         """Loaded into fp32 state the values are FlashOptim's; into flash8 its codes come back as they are."""
@@ -591,7 +659,8 @@ class FromFlashOptim(Case):
                     for i, p in enumerate(same_format.param_groups[0]["params"]):
                         for slot in ("exp_avg", "exp_avg_sq"):
                             held, theirs = same_format.state[p], given["state"][i]
-                            self.assertTrue(torch.equal(bits(held[slot]), bits(theirs[slot + "::quantized"])))
+                            codes = bits(theirs[slot + "::quantized"])
+                            self.assertTrue(torch.equal(bits(held[slot + "/codes"]), codes))
                             self.assertTrue(
                                 torch.equal(bits(held[slot + "/scale"]), bits(theirs[slot + "::scales"]))
                             )
@@ -689,6 +758,57 @@ class Masters(Case):
         opt = st.AdamW(model[0].parameters())
         opt.load_master_state_dict(model, source.state_dict())
         self.assertSame(model.state_dict(), source.state_dict())
+
+    def test_what_is_outside_the_optimizer(self):
+        """In fp32 too, and not the model's own memory."""
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(DEVICE, torch.bfloat16)
+        model[1].double()
+        opt = st.AdamW([model[0].weight])
+        found = opt.master_state_dict(model)
+        self.assertEqual(list(found), list(model.state_dict()))
+        for name, value in model.state_dict().items():
+            self.assertNotEqual(found[name].data_ptr(), value.data_ptr(), name)
+            self.assertTrue(torch.equal(found[name].to(value.dtype), value), name)
+        self.assertEqual({found[n].dtype for n in ("0.weight", "0.bias")}, {torch.float32})
+        self.assertEqual(found["1.running_mean"].dtype, torch.float64)  # is wider than that
+        self.assertEqual(found["1.num_batches_tracked"].dtype, torch.int64)
+
+    def test_own_values(self):
+        """A parameter's own memory as its new value, or that of another which is written first."""
+        for dtype in (torch.float32, torch.bfloat16):
+            with self.subTest(dtype):
+                model = mlp(dtype)
+                opt, before = st.AdamW(model.parameters()), copy.deepcopy(model.state_dict())
+                opt.load_master_state_dict(model, model.state_dict())
+                self.assertSame(model.state_dict(), before)
+                both = tensor(2, 4, 4, dtype=dtype)
+                a, b = torch.nn.Parameter(both[0]), torch.nn.Parameter(both[1])  # of one piece of memory
+                was = both.clone()
+                st.SGD([a, b]).set_master_weights({a: b.detach(), b: a.detach()})
+                self.assertSame(both, was.flip(0))
+
+    def test_all_or_nothing(self):
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        ).to(DEVICE)
+        opt = st.AdamW([*model[0].parameters(), model[2].weight])
+        good = {name: x + 1 for name, x in model.state_dict().items()}
+        for label, change, words in (
+            ("no tensor", {"2.weight": 3.0}, ("(2, 4)", "3.0")),
+            ("no numbers", {"2.weight": torch.zeros(2, 4, dtype=torch.int64)}, ("(2, 4)", "int64")),
+            ("no values", {"2.weight": torch.zeros(2, 4, device="meta")}, ("(2, 4)", "meta")),
+            ("shape of a buffer", {"1.running_mean": torch.zeros(5)}, ("running_mean", "(5,)", "(4,)")),
+            ("shape of another's", {"2.bias": torch.zeros(5)}, ("2.bias", "(5,)", "(2,)")),
+        ):
+            with self.subTest(label), self.refused_unchanged(opt, *words, model=model):
+                opt.load_master_state_dict(model, {**good, **change})
+        # A parameter that cannot be written any more, after others that can.
+        take_steps(opt, opt.param_groups[0]["params"][2:], 1)
+        model[2].weight.data = model[2].weight.data.float()
+        before = copy.deepcopy(model.state_dict())
+        with self.refused("cast"):
+            opt.set_master_weights({p: torch.ones_like(p) for p in opt.param_groups[0]["params"]})
+        self.assertSame(model.state_dict(), before)
 
     def test_tied(self):
         class Tied(torch.nn.Module):

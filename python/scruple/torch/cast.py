@@ -14,29 +14,35 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
 
     Left as they are: batch and instance normalisations (their running statistics are averages over many
     batches, which stand still in 8 bits; they take 16-bit inputs all the same), and buffers that are not
-    saved with the model, such as rotary frequencies.
+    saved with the model and would lose by it, such as rotary frequencies; a mask of 0 and -100 is cast.
 
-    overrides   {pattern: dtype} over the names of modules and parameters, as in the shell; the first match
-                wins: {"lm_head": torch.float32, "*.norm?": torch.float32}. A module that is kept in another
-                dtype casts its inputs on the way in and its outputs on the way out.
+    overrides   {pattern: dtype} over the names of modules, parameters and buffers, as in the shell; the first
+                match wins: {"lm_head": torch.float32, "*.norm?": torch.float32}. A module that is kept in
+                another dtype casts its inputs on the way in and its outputs on the way out: back to `dtype`,
+                or to the second of a pair, {"lm_head": (torch.float32, torch.float32)}.
     """
-    for pattern, target in [(None, dtype), *(overrides or {}).items()]:
-        if target not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UsageError(
-                f"cast_model to {target}{f' for {pattern!r}' if pattern else ''}; it can be torch.bfloat16, "
-                "torch.float16 or torch.float32"
-            )
-    choose = _Overrides(overrides or {})
+    overrides = {
+        pattern: target if isinstance(target, tuple) and len(target) == 2 else (target, dtype)
+        for pattern, target in (overrides or {}).items()
+    }
+    for pattern, targets in [(None, (dtype, dtype)), *overrides.items()]:
+        for target in targets:
+            if target not in (torch.bfloat16, torch.float16, torch.float32):
+                raise UsageError(
+                    f"cast_model to {target}{f' for {pattern!r}' if pattern else ''}; it can be "
+                    "torch.bfloat16, torch.float16 or torch.float32"
+                )
+    choose = _Overrides(overrides)
     params, buffers, doors = {}, [], []  # nothing is cast before all names are known to be right
     for path, module in model.named_modules():
         own = choose(path)
-        if own is not None and own != dtype and choose(path.rpartition(".")[0]) != own:
-            doors.append((module, own))
+        if own is not None and own != (dtype, dtype) and choose(path.rpartition(".")[0]) != own:
+            doors.append((module, *own))
         statistics = isinstance(module, _WITH_STATISTICS)
         for name, p in module.named_parameters(recurse=False):
-            target = choose(_join(path, name)) or (None if statistics else dtype)
+            full = _join(path, name)
+            target, _ = choose(full) or (None if statistics else dtype, None)
             if target and p.is_floating_point():
-                full = _join(path, name)
                 first, other = params.setdefault(p, (full, target))
                 if other != target:
                     raise UsageError(
@@ -44,8 +50,8 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
                         "names the same dtype, or untie them"
                     )
         for name, buffer in module.named_buffers(recurse=False):
-            kept = statistics or name in module._non_persistent_buffers_set
-            target = choose(_join(path, name)) or (None if kept else dtype)
+            kept = statistics or name in module._non_persistent_buffers_set and _loses(buffer, dtype)
+            target, _ = choose(_join(path, name)) or (None if kept else dtype, None)
             if target and buffer.is_floating_point():
                 buffers.append((module, name, target))
     choose.check(model)
@@ -55,9 +61,14 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
         p.grad = None if gradient is None else gradient.to(target)
     for module, name, target in buffers:
         module._buffers[name] = module._buffers[name].to(target)
-    for module, own in doors:
-        _cast_at_the_door(module, own, dtype)
+    for module, inside, outside in doors:
+        module.register_forward_pre_hook(_In(inside), with_kwargs=True)
+        module.register_forward_hook(_Out(outside))
     return model
+
+
+def _loses(buffer, dtype):
+    return buffer.is_meta or not torch.equal(buffer.to(dtype).to(buffer.dtype), buffer)
 
 
 def _join(path, name):
@@ -69,12 +80,12 @@ class _Overrides:
         self.patterns, self.used = dict(patterns), set()
 
     def __call__(self, name):
-        """The dtype for this name, or for the nearest module around it; None where nothing was said."""
+        """The dtypes for this name, or for the nearest module around it; None where nothing was said."""
         while name:
-            for pattern, dtype in self.patterns.items():
+            for pattern, dtypes in self.patterns.items():
                 if fnmatch.fnmatchcase(name, pattern):
                     self.used.add(pattern)
-                    return dtype
+                    return dtypes
             name = name.rpartition(".")[0]
         return None
 
@@ -84,8 +95,7 @@ class _Overrides:
             some = ", ".join(repr(name) for name, _ in list(model.named_parameters())[:3])
             raise UsageError(
                 f"overrides name {', '.join(unused)}, which no module or parameter is called; names look "
-                "like "
-                f"{some}"
+                f"like {some}"
             )
 
 
@@ -117,8 +127,3 @@ class _Out:
 
     def __call__(self, module, args, output):
         return _to(output, self.dtype)
-
-
-def _cast_at_the_door(module, inside, outside):
-    module.register_forward_pre_hook(_In(inside), with_kwargs=True)
-    module.register_forward_hook(_Out(outside))

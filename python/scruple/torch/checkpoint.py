@@ -26,7 +26,7 @@ from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import NAMES, recode
 from .shards import is_sharded
-from .state import unchanged_on_error
+from .state import make_state, unchanged_on_error
 
 CHUNK = 1 << 24  # bytes of a plane on a GPU that pass through the host's memory at a time
 _MAX_OTHERS = 8_000_000  # of the text that holds what has no format: the files repeat it
@@ -96,11 +96,11 @@ def _arrays_of(layout):
     return [(name, form.name, layout.row.arrays[a].rounding) for a, name, form in layout.arrays]
 
 
-def _state_name(array, plane):
-    """Where opt.state has a plane; None: it is the parameter itself."""
+def _state_name(state, array, plane):
+    """Where a state has a plane; None: it is the parameter itself."""
     if array == "weight":
         return "extra" if plane else None
-    return array + "/scale" if plane else array
+    return array + "/scale" if plane else array if array in state else array + "/codes"
 
 
 # ---- Between the library's files and the memory of tensors ----
@@ -279,7 +279,7 @@ def _write_held(opt, p, t, writer, chunk):
     try:
         for a, (_, array, form) in enumerate(opt._layout(p).arrays):
             for plane in range(2 if form.aux_bits else 1):
-                name = _state_name(array, plane)
+                name = _state_name(opt.state[p], array, plane)
                 _write(writer, (t, a, plane), opt.state[p][name] if name else p, chunk)
     finally:
         if fresh:
@@ -322,7 +322,7 @@ def load(opt, model, path, *, scaler=None):
             for tensor in contents.tensors:
                 library.checkpoint_verify(handle, tensor.number)
             for p in held.values():
-                _make_state(opt, p)
+                make_state(opt, p)
         try:
             chunk = functools.cache(_new_chunk)
             for name, p in held.items():
@@ -480,8 +480,9 @@ def _from_hypers(group, source, folder):
     hypers, made = {x.name: x.value for x in source.hypers}, {"seed": source.seed}
     if "betas" in group:
         made["betas"] = tuple(hypers.pop(name, was) for name, was in zip(("beta1", "beta2"), group["betas"]))
-    if "max_lr" in hypers:
-        hypers["decay_lr"] = hypers.pop("max_lr")
+    decay_lr = hypers.pop("max_lr", 0.0)
+    if decay_lr or "decay_lr" in group:  # which Adam has not, also where it is AdamW
+        hypers["decay_lr"] = decay_lr
     for name, value in hypers.items():
         if name not in group:
             raise UsageError(f"{folder} has a hyperparameter {name!r}, which this optimizer has not")
@@ -552,18 +553,6 @@ def _check_known(tensor, folder):
             )
 
 
-def _make_state(opt, p):
-    """Planes to read into: those that the parameter has, where they fit."""
-    state, fits = opt.state.get(p) or {}, True
-    for name, a, plane, per, dtype in (layout := opt._layout(p)).planes():
-        x = state.get(name)
-        fits = fits and x is not None and x.dtype == dtype and x.device == p.device and x.is_contiguous()
-        fits = fits and x.numel() == math.prod(layout.shape(p, per, dtype, a, plane))
-    if not fits or "step" not in state:
-        opt.state.pop(p, None)
-        opt._entry(p)
-
-
 def _read_held(handle, opt, p, tensor, chunk):
     state, stored = opt.state[p], _stored(opt, p, tensor)
     state["step"] = tensor.step - 1
@@ -575,7 +564,7 @@ def _read_held(handle, opt, p, tensor, chunk):
         place = tensor.number, number
         if array.format == formats[name]:
             for i in range(len(array.planes)):
-                _read(handle, (*place, i), state.get(_state_name(name, i), p), chunk)
+                _read(handle, (*place, i), state.get(_state_name(state, name, i), p), chunk)
         elif a == _abi.WEIGHT:
             _read_weight(handle, p, tensor, chunk)
         else:

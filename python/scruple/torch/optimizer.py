@@ -1,9 +1,12 @@
 """What all of scruple.torch's optimizers share: a torch.optim.Optimizer whose state is planes in small
 formats and whose step is one library call per device. The formulas are in the library."""
 
+import copy
 import ctypes
 import difflib
+import functools
 import math
+import numbers
 import operator
 import threading
 import warnings
@@ -15,9 +18,18 @@ from .. import _abi
 from .._abi import UsageError, library
 from . import state as state_files
 from .engines import engine_for
-from .planes import Layout, decode, encode, recode, start
+from .planes import Layout, decode, encode, start
 from .shards import groups_of, like, local, offset_of, part_of
 from .table import Table, check_gradient
+
+
+# What decides how state is stored, beside hyperparameters that ask for exact moments.
+_SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
+
+
+@functools.lru_cache(maxsize=None)
+def _hyper_names(rule):
+    return tuple(_abi.rules()[rule][2])
 
 
 class Entry:
@@ -49,6 +61,25 @@ class Optimizer(torch.optim.Optimizer):
         self._forget()
         super().__init__(params, defaults)
 
+    @property
+    def state(self):
+        """torch.optim's. A step counts in its tables alone; who looks here finds the count of now."""
+        with self._lock:
+            if not self._counting:
+                self._counting = True
+                try:
+                    for table in self._tables.values():
+                        table.count(self._state)
+                    if self._handle is not None:
+                        self._handle._settle()
+                finally:
+                    self._counting = False
+        return self._state
+
+    @state.setter
+    def state(self, value):
+        self._state = value
+
     # ---- Groups and parameters ----
 
     def add_param_group(self, param_group):
@@ -68,6 +99,7 @@ class Optimizer(torch.optim.Optimizer):
                 warnings.warn(
                     f"a parameter group has {key!r}, which means nothing here; was {meant!r} meant?"
                 )
+        self._check_decay(group)
         rule = self._new_rule(group)
         if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise UsageError("nesterov=True needs a momentum above 0 and no dampening, as in torch.optim.SGD")
@@ -79,16 +111,24 @@ class Optimizer(torch.optim.Optimizer):
             if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride())):
                 raise UsageError(
                     f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}: several of its "
-                    "elements "
-                    "share one place in memory; use .contiguous() on it first"
+                    "elements share one place in memory; use .contiguous() on it first"
                 )
             Layout(rule, group, p.dtype, p.numel())
+
+    def _check_decay(self, group):
+        own = self.defaults.get("decoupled_weight_decay", False)
+        if group.get("decoupled_weight_decay", own) != own:
+            raise UsageError(
+                f"decoupled_weight_decay={not own} in a parameter group of {type(self).__name__}: it is one for "
+                f"all groups here; make the optimizer with decoupled_weight_decay={not own}, or another for "
+                "that group"
+            )
 
     def _hypers(self, group):
         """Hyperparameters by the library's names; lr apart."""
         named = {
             name: group[name]
-            for name in self._rule_hypers()
+            for name in _hyper_names(self.rule)
             if name in group and name not in ("lr", "max_lr")
         }
         # Not under the library's name: OneCycleLR keeps a max_lr of its own in the groups.
@@ -98,13 +138,10 @@ class Optimizer(torch.optim.Optimizer):
             named["beta1"], named["beta2"] = group["betas"]
         return named
 
-    @classmethod
-    def _rule_hypers(cls):
-        if "_hyper_names" not in cls.__dict__:
-            cls._hyper_names = tuple(_abi.rules()[cls.rule][2])
-        return cls._hyper_names
-
     def _new_rule(self, group):
+        for name, value in {**self._hypers(group), "lr": group["lr"], "seed": group["seed"]}.items():
+            if not isinstance(value, (numbers.Real, torch.Tensor)):
+                raise UsageError(f"{name} is {value!r}, a {type(value).__name__}; it must be a number")
         rule = _abi.Rule(self.rule)
         self._update_rule(rule, group, None)
         return rule
@@ -131,6 +168,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _forget(self):
         self._rules, self._cells, self._handle = {}, {}, None
+        self._kept = {}  # what the arrays in each parameter's state mean
+        self._counting = False
         self._lock = threading.RLock()  # a state dict may be taken by another thread
         self._forget_tables()
 
@@ -148,28 +187,53 @@ class Optimizer(torch.optim.Optimizer):
             self._settle()
             self._forget_tables()
             self._make_buckets()
+            self._check_kept()
         for (index, device), rule in self._rules.items():
             self._update_rule(rule, self.param_groups[index], device)
 
     def _has_changed(self):
-        """Whether somebody has moved the model, changed a group's parameters, taken state away, or given a
-        hyperparameter a value for which the rule keeps another slot."""
-        if self._buckets is None or len(self.state) < len(self._owner):
+        """Whether somebody has moved the model, changed a group's parameters or formats, taken state away, or
+        given a hyperparameter a value for which the rule keeps another slot."""
+        if self._buckets is None or len(self._state) < len(self._owner):
             return True
         for group, (params, asks) in zip(self.param_groups, self._seen):
             if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
                 return True
-            if [bool(value) for value in self._hypers(group).values()] != asks:
+            if self._asks(group) != asks:
                 return True
         return any(local(params[0]).device != device for device, params in self._buckets.items())
+
+    def _asks(self, group):
+        """What of a group decides slots and formats."""
+        return [bool(value) for value in self._hypers(group).values()], [group.get(name) for name in _SETTINGS]
+
+    def _check_kept(self):
+        """Refuses groups by which what stands in the state would be read as something else."""
+        try:
+            for group in self.param_groups:
+                self._check_decay(group)
+            self._kept = {p: was for p, was in self._kept.items() if p in self._number and self._state.get(p)}
+            for p in self._kept:
+                self._check_meaning(p, self._layout(p))
+        except UsageError:
+            self._buckets = None  # to be looked at again
+            raise
+
+    def _check_meaning(self, p, layout):
+        was, now = self._kept.get(p, {}), layout.meaning
+        for name in was.keys() & now.keys():
+            if was[name] != now[name]:
+                raise UsageError(
+                    f"{name} of a parameter of shape {tuple(p.shape)} is held as {was[name]}, and would be "
+                    f"{now[name]}: its group was changed, or it was cast, after its first step. Set that back; "
+                    "or make a new optimizer, load this one's state_dict(as_='torch') into it, and its "
+                    "master_weights() with set_master_weights"
+                )
 
     def _make_buckets(self):
         """The parameters that can go into one call: those of one device."""
         self._buckets, self._number = {}, {}
-        self._seen = [
-            (list(group["params"]), [bool(value) for value in self._hypers(group).values()])
-            for group in self.param_groups
-        ]
+        self._seen = [(list(group["params"]), copy.deepcopy(self._asks(group))) for group in self.param_groups]
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 self._number[p] = len(self._number), index
@@ -183,24 +247,21 @@ class Optimizer(torch.optim.Optimizer):
         weight = local(p).detach()
         rule = self._rule(index, weight.device)
         layout = Layout(rule, self.param_groups[index], p.dtype, p.numel())
-        state = self.state[p]
-        fresh = not state
-        misfits = layout.misfits(self.rule, self.param_groups[index], state, weight.numel())
-        held = {name: x for name, x in state.items() if name.partition("/")[0] not in misfits}
-        if fresh:
-            held = {"step": 0, **layout.allocate(weight)}
-        elif any(name not in held for _, name, _ in layout.arrays[1:]):  # a slot that is asked for only now
+        state = self._state[p]
+        fresh, held = not state, {"step": 0, **state}
+        if not fresh:
+            self._check_meaning(p, layout)
+        slots = {"weight", *(name.partition("/")[0] for name in state)}
+        if fresh or any(name not in slots for _, name, _ in layout.arrays):  # one may be asked for only now
             made = layout.allocate(weight)
-            held.update({name: made[name] for name in made if name != "extra" and name not in held})
+            known = set() if fresh else {"extra", *slots}
+            held.update({name: made[name] for name in made if name.partition("/")[0] not in known})
         row = layout.place(rule, weight, held, number, offset_of(p))
         row.step = held["step"] + 1
-        for name in state.keys() - held.keys():
-            del state[name]
         state.update(held)
         if fresh:
             start(engine_for(weight.device), row, weight, state)
-        for name, was in misfits.items():
-            recode(engine_for(weight.device), row, layout.index(name), *was, weight.device)
+        self._kept[p] = layout.meaning
         self._entries[p] = entry = Entry(layout, row, weight, state)
         return entry
 
@@ -224,7 +285,7 @@ class Optimizer(torch.optim.Optimizer):
                     self._settle_table(self._owner[p])
             entries = [self._entries.get(p) or self._entry(p) for p in params]
             table = Table(
-                key, local(params[0]).device, params, entries, [self.state[p]["step"] for p in params]
+                key, local(params[0]).device, params, entries, [self._state[p]["step"] for p in params]
             )
             self._tables[key] = table
             self._owner.update(dict.fromkeys(params, table))
@@ -234,9 +295,8 @@ class Optimizer(torch.optim.Optimizer):
         """Brings its step counts into the state, and drops it."""
         if self._tables.pop(table.key, None) is None:
             return
-        for p, steps in zip(table.params, table.steps()):
-            if self.state.get(p):
-                self.state[p]["step"] = steps
+        table.count(self._state)
+        for p in table.params:
             self._entries.pop(p, None)  # its row has the old count
             self._owner.pop(p, None)
 
@@ -281,11 +341,15 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm is {max_norm}; it must be above 0, or None for no clipping")
-        with self._lock:
-            self._step(max_norm)
+        self._step(max_norm)
         return loss
 
+    @torch._disable_dynamo  # addresses and library calls: nothing that a compiled train step could trace
     def _step(self, max_norm):
+        with self._lock:
+            self._step_all(max_norm)
+
+    def _step_all(self, max_norm):
         tables = self._present()
         found_inf, scale = self._of_scaler("found_inf"), self._of_scaler("grad_scale")
         if max_norm is None:
@@ -309,6 +373,7 @@ class Optimizer(torch.optim.Optimizer):
         ]
         return [table for table in filled if table is not None]
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def _found_inf(self):
         """{device: 1 where a gradient there is not finite}, for LossScaler."""
@@ -411,66 +476,84 @@ class Optimizer(torch.optim.Optimizer):
     def set_master_weights(self, values):
         """Writes fp32 values, {parameter: tensor}: the visible part into the parameter, the rest beside
         it."""
+        self._write_masters(*self._ready_masters(values))
+
+    def _ready_masters(self, values):
+        """The values and the entries that they go to; all that can be wrong is found here, before the first
+        is written."""
         self._settle()
         self._update_rules()
-        self._check_values(values)
-        for p, value in values.items():
-            weight = local(p).detach()
-            entry = made = self._entries.get(p) or self._entry(p)
-            if entry.strided:
-                made = self._contiguous(p, entry)
-            encode(engine_for(weight.device), made.row, _abi.WEIGHT, part_of(p, value), weight.device)
-            if entry.strided:
-                weight.copy_(made.copy)
-
-    def _check_values(self, values):
         for p, value in values.items():
             if p not in self._number:
                 raise UsageError(
                     f"a value for a parameter of shape {tuple(p.shape)} that is not in the optimizer"
                 )
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_meta:
+                what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
+                raise UsageError(f"a value for a parameter of shape {tuple(p.shape)} is {what}; it must be numbers")
             if tuple(value.shape) != tuple(p.shape):
                 raise UsageError(
                     f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
                 )
+        memory = {_memory(p) for p in values}
+        values = {
+            p: value.clone() if _memory(value) in memory and value.data_ptr() != p.data_ptr() else value
+            for p, value in values.items()  # of another parameter, which may be written first
+        }
+        # Those with state first: only they can be refused, and the others get state here.
+        order = sorted(values, key=lambda p: not self._state.get(p))
+        return values, {p: self._entries.get(p) or self._entry(p) for p in order}
+
+    def _write_masters(self, values, entries):
+        for p, value in values.items():
+            weight, entry = local(p).detach(), entries[p]
+            made = self._contiguous(p, entry) if entry.strided else entry
+            encode(engine_for(weight.device), made.row, _abi.WEIGHT, part_of(p, value), weight.device)
+            if entry.strided:
+                weight.copy_(made.copy)
 
     def master_state_dict(self, model):
-        """model.state_dict() in fp32, with the optimizer's extra bits."""
+        """A copy of model.state_dict() with floating-point numbers in fp32, and the optimizer's extra bits in
+        them."""
         wide = self.master_weights()
-        named = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
-        return {
-            name: wide.get(named.get(name), value) if name in named else value
-            for name, value in model.state_dict().items()
-        }
+        named = dict(model.named_parameters(remove_duplicate=False))
+        made = {}
+        for name, value in model.state_dict().items():
+            if (p := named.get(name)) in wide:
+                value = wide[p]
+            elif isinstance(value, torch.Tensor):
+                to = torch.promote_types(value.dtype, torch.float32)
+                value = value.to(to if value.is_floating_point() else value.dtype, copy=True)
+            made[name] = value
+        return made
 
     def load_master_state_dict(self, model, state_dict, strict=True):
         """Loads weights of any precision into model and optimizer; what a parameter cannot show goes into its
         extra bits."""
         named = dict(model.named_parameters())
-        rest = {name: value for name, value in state_dict.items() if name not in named}
         mine = set(self._all_params())
-        wide = {
-            named[name]: value for name, value in state_dict.items() if name in named and named[name] in mine
-        }
-        rest.update(
-            {name: value for name, value in state_dict.items() if name in named and named[name] not in mine}
-        )
+        wide = {named[name]: value for name, value in state_dict.items() if named.get(name) in mine}
+        rest = {name: value for name, value in state_dict.items() if named.get(name) not in mine}
         missing = [name for name, p in named.items() if p in mine and name not in state_dict]
         if strict and missing:
             raise UsageError(
                 f"the weights lack {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}; pass "
                 "strict=False to leave those as they are"
             )
-        unexpected = [name for name in rest if name not in model.state_dict(keep_vars=True)]
+        own = model.state_dict(keep_vars=True)
+        unexpected = [name for name in rest if name not in own]
         if strict and unexpected:
             raise UsageError(
                 f"the weights have {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}, which "
                 "the model has not; pass strict=False to ignore them"
             )
-        self._update_rules()
-        self._check_values(wide)
+        for name, value in rest.items():
+            shapes = [tuple(x.shape) for x in (value, own.get(name)) if isinstance(x, torch.Tensor)]
+            if len(set(shapes)) > 1:
+                raise UsageError(f"{name} has shape {shapes[0]} in the weights and {shapes[1]} in the model")
+        ready = self._ready_masters(wide)
         model.load_state_dict(rest, strict=False)
-        self.set_master_weights(wide)
+        self._write_masters(*ready)
 
     def _all_params(self):
         return [p for group in self.param_groups for p in group["params"]]
@@ -513,7 +596,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
+        self._state = self.__dict__.pop("state")  # it was written past the property
         self._forget()
+
+
+def _memory(tensor):
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def _address(tensor):

@@ -82,9 +82,11 @@ class SGDW(Optimizer):
 
 
 class Adam(Optimizer):
-    """torch.optim.Adam; for decoupled decay take AdamW."""
+    """torch.optim.Adam; with decoupled_weight_decay it is AdamW."""
 
-    rule = "adam"
+    @property
+    def rule(self):
+        return "adamw" if self.defaults["decoupled_weight_decay"] else "adam"
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class Adam(Optimizer):
         capturable=False,
         differentiable=False,
         fused=None,
+        decoupled_weight_decay=False,
         recipe="scruple",
         weights=None,
         moments=None,

@@ -1,7 +1,8 @@
 """The arrays of one parameter: which formats they have, and their planes as torch tensors.
 
-State names: "extra" is what completes a 16-bit weight, a moment has its slot's name ("exp_avg"), its scales
-the name with "/scale" behind it.
+State names: "extra" is what completes a 16-bit weight. A moment in fp32 or bf16 has its slot's name, as in
+torch.optim ("exp_avg"); codes have the name with "/codes" behind it, so that torch.optim cannot take them for
+values, and their scales "/scale".
 """
 
 import copy
@@ -136,25 +137,8 @@ def _check_formats(row):
     library.tensor_alloc(_empty_engine.handle, byref(empty), 0xF)
 
 
-def _exact_slots(rule):
-    """Those that some hyperparameter of the rule asks to be exact."""
-    asks = _abi.Rule(rule)
-    for name, default in _abi.rules()[rule][2].items():
-        if isinstance(default, bool):
-            asks.set(name, True)
-    row = _abi.Tensor(optimizer=asks.handle, step=1)
-    library.tensor_use(byref(row), b"fp32")
-    return {name for _, name, role in _arrays(row) if role == _abi.ROLE_EXACT}
-
-
-def _loose_format(rule, group, slot):
-    """What a slot that must be exact now has in a rule that does not ask for it."""
-    role, moments = _abi.rules()[rule][1][slot], group["moments"]
-    recipe = _abi.recipes()[group["recipe"]]
-    own = (recipe.nonneg if role == _abi.ROLE_NONNEG else recipe.moment).decode()
-    if isinstance(moments, dict):
-        return moments.get(slot, own)
-    return moments if moments and _abi.format_named(moments).roles & role else own
+def codes_name(slot, form):
+    return slot if form.name in _CODES else slot + "/codes"
 
 
 class Layout:
@@ -187,6 +171,12 @@ class Layout:
     def formats(self):
         return {name: form.name for _, name, form in self.arrays}
 
+    @property
+    def meaning(self):
+        """{array: its format, and where its codes are read by their rounding, that}."""
+        read = {name: (form, form.reads_as(self.row.arrays[a].rounding)) for a, name, form in self.arrays}
+        return {name: f"{form.name} {_abi.ROUNDING_NAMES[by]}" for name, (form, by) in read.items()}
+
     def as_saved(self, formats, recipe):
         """The same with moments in the formats that a state has them in. None: it is no such state as is
         converted, which are those of before a slot had to be exact or a recipe had its formats of now."""
@@ -206,28 +196,13 @@ class Layout:
         _check_formats(made.row)
         return made
 
-    def misfits(self, rule, group, state, size):
-        """{slot: (format, codes, scales)} of moments that stand in `state` as they were before a
-        hyperparameter asked for exact ones, or stopped asking."""
-        found = {}
-        for _, name, form in self.arrays:
-            codes, scales = state.get(name), state.get(name + "/scale")
-            if not isinstance(codes, torch.Tensor) or (codes.dtype == torch.float32) == (form.name == "fp32"):
-                continue
-            if name in _exact_slots(rule):
-                was = _abi.format_named(_loose_format(rule, group, name) if name in self.exact else "fp32")
-                fits = codes.numel() * codes.element_size() == was.bytes(size)[0]
-                if fits and (scales is not None) == was.has_scales:
-                    found[name] = was, codes, scales
-        return found
-
     def planes(self):
         """(state name, array, attribute of the array, values per entry, dtype) of all that the parameter
-        itself does not hold. dtype None: bytes, several values to one."""
+        itself does not hold."""
         for a, name, form in self.arrays:
             if a != _abi.WEIGHT:
                 dtype = _CODES.get(form.name, torch.uint8)
-                yield name, a, "codes", dtype.itemsize * 8 / form.code_bits, dtype
+                yield codes_name(name, form), a, "codes", dtype.itemsize * 8 / form.code_bits, dtype
             if form.aux_bits:
                 extra = "extra" if a == _abi.WEIGHT else name + "/scale"
                 if form.has_scales:
@@ -250,27 +225,29 @@ class Layout:
             for name, a, plane, per, dtype in self.planes()
         }
 
+    def fits(self, param, held, a, plane, per, dtype):
+        """Whether a tensor can be this plane of the parameter."""
+        return (
+            isinstance(held, torch.Tensor)
+            and held.dtype == dtype
+            and held.device == param.device
+            and held.is_contiguous()
+            and tuple(held.shape) == self.shape(param, per, dtype, a, plane)
+        )
+
     def place(self, rule, param, planes, number, offset):
         """The table row of a parameter whose weight stands in `param` and whose other planes in `planes`."""
         row = _abi.Tensor.from_buffer_copy(self.row)
         row.optimizer, row.size, row.id, row.offset = rule.handle, param.numel(), number, offset
         row.arrays[_abi.WEIGHT].codes = param.data_ptr()
-        for name, a, plane, per, dtype in self.planes():
-            held = planes.get(name)
-            if (
-                held is None
-                or held.dtype != dtype
-                or held.device != param.device
-                or held.numel() != math.prod(self.shape(param, per, dtype, a, plane))
-            ):
+        for name, a, plane, *rest in self.planes():
+            if not self.fits(param, planes.get(name), a, plane, *rest):
                 raise UsageError(
                     f"a parameter of shape {tuple(param.shape)} is {NAMES[self.dtype]} on {param.device}, "
-                    "and its "
-                    f"state has no {name!r} for that: it was cast, moved or given other formats after its "
-                    "first "
-                    "step. Do that before, or make a new optimizer and load state_dict(as_='torch') into it"
+                    f"and its state has no {name!r} for that: it was cast or moved after its first step. Do "
+                    "that before, or make a new optimizer and load state_dict(as_='torch') into it"
                 )
-            setattr(row.arrays[a], plane, held.data_ptr())
+            setattr(row.arrays[a], plane, planes[name].data_ptr())
         return row
 
     def index(self, name):
@@ -312,7 +289,8 @@ def encode(engine, row, array, values, device):
     """Writes values of any dtype from any device, a piece at a time."""
     values = values.reshape(-1)
     for first, size, part in chunks(row):
-        chunk = values[first : first + size].to(device=device, dtype=torch.float32).contiguous()
+        # A copy: the values may be those of the very array that is written.
+        chunk = values[first : first + size].to(device, torch.float32, copy=True).contiguous()
         _to_nearest(part, array)
         library.encode(engine, byref(part), array, chunk.data_ptr())
 

@@ -1,7 +1,7 @@
 """State dicts: planes exactly as stored, and the state of other optimizers.
 
-    {"state": {0: {"step": 12, "extra": ..., "exp_avg": ..., "exp_avg/scale": ..., ...}},
-     "param_groups": [{"lr": ..., "recipe": "scruple", "version": 1, "params": [0],
+    {"state": {0: {"step": 12, "extra": ..., "exp_avg/codes": ..., "exp_avg/scale": ..., ...}},
+     "param_groups": [{"lr": ..., "recipe": "scruple", "version": 2, "params": [0],
                        "formats": {"bf16": {"weight": "bf16+8", "exp_avg": "companded8", ...}}}]}
 
 Under FSDP2 a plane is a DTensor where its entries follow the parameter's rows, so that
@@ -10,7 +10,7 @@ rows (rows that are not a multiple of 128 elements), the moment is saved as fp32
 scales: exact for the same shards, and within the format's error for others. A weight's extra bits, where
 bytes lie across rows, are saved as a byte or two per element. torch.distributed.checkpoint gets the same from
 a parameter that is not sharded, so that one process can read shards, and the other way round. Names are
-always those of opt.state, which it relies on.
+always those of opt.state, which it relies on. Version 1 had codes under the slot's name alone.
 """
 
 import contextlib
@@ -23,10 +23,12 @@ import torch
 from .. import _abi
 from .._abi import UsageError
 from .engines import engine_for
-from .planes import NAMES, chunks, decode, encode, recode
+from .planes import NAMES, chunks, codes_name, decode, encode, recode
 from .shards import is_run, is_sharded, like, local, offset_of, part_of
 
-VERSION = 1
+VERSION = 2
+_HIDDEN = "dampening of momentum"  # what a saved group calls "dampening"
+_SHOWN = {_HIDDEN: "dampening"}
 _BITS_CHUNK = 1 << 18  # elements whose extra bits are repacked at a time
 _OURS = ("recipe", "weights", "moments", "rounding", "seed", "decay_lr", "version", "formats")
 _SCHEDULERS = (
@@ -52,11 +54,15 @@ def save(opt, as_):
         for p in numbers
         if opt.state.get(p)
     }
+    # torch.optim.SGD takes a state without its buffer for one before the first step. Without this key it
+    # refuses; torch.distributed.checkpoint needs the keys of the groups.
+    coded = any(name.endswith("/codes") for held in state.values() for name in held)
+    hidden = {"dampening": _HIDDEN} if coded and not by_rows else {}
     groups = []
     for group in opt.param_groups:
         by_size = sorted(group["params"], key=lambda p: p.numel())  # the large have the recipe's formats
         group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in by_size}
-        saved = {key: value for key, value in group.items() if key != "params"}
+        saved = {hidden.get(key, key): value for key, value in group.items() if key != "params"}
         if as_ == "torch":
             saved = {key: value for key, value in saved.items() if key not in _OURS}
         saved["params"] = [numbers[p] for p in group["params"]]
@@ -92,19 +98,11 @@ def _planes(opt, p, by_rows):
             saved[name] = like(p, bits, 1, by_rows, bytes_apart=True)
             continue
         # Not one rank's groups: values, for the codes and their scales together.
-        slot, _, scale = name.partition("/")
-        saved[slot] = like(p, _decoded(opt, p, a), 1)
-        if scale:
+        slot, _, kind = name.partition("/")
+        saved[slot + "/codes"] = like(p, _decoded(opt, p, a), 1)
+        if kind == "scale":
             saved[name] = torch.zeros((), device="cpu")
     return saved
-
-
-def _is_values(plane, layout, slot):
-    """Whether what was saved of a moment in codes is fp32 values."""
-    if not isinstance(plane, torch.Tensor):
-        return False
-    own = next((dtype for name, _, _, _, dtype in layout.planes() if name == slot), None)
-    return own is not None and own != plane.dtype and plane.dtype.is_floating_point
 
 
 def _decoded(opt, p, array):
@@ -127,11 +125,13 @@ def _values(opt, p):
 
 @contextlib.contextmanager
 def unchanged_on_error(opt):
-    """Groups and state as they were, where what is inside fails; the state before it."""
+    """Groups and state as they were, where what is inside fails; the state before it. Inside, groups may get
+    other formats."""
     groups, state = (
         [dict(group) for group in opt.param_groups],
         {p: dict(held) for p, held in opt.state.items()},
     )
+    kept, opt._kept = opt._kept, {}
     try:
         yield state
     except BaseException:
@@ -140,6 +140,7 @@ def unchanged_on_error(opt):
             group.update(was)
         opt.state.clear()
         opt.state.update(state)
+        opt._kept = kept
         raise
     finally:
         opt._forget_tables()
@@ -152,6 +153,7 @@ def load(opt, saved):
     with unchanged_on_error(opt) as old:
         for group, source in zip(opt.param_groups, groups):
             _load_group(opt, group, source, ours)
+            opt._check_group(group)
         opt._forget_tables()
         opt._update_rules()
         read = _read_ours if ours else _read_others
@@ -192,7 +194,7 @@ def _checked_groups(opt, saved):
                 f"the state has version {version} and this package reads up to {VERSION}; install a newer "
                 "scruple"
             )
-    return groups
+    return [{_SHOWN.get(key, key): value for key, value in group.items()} for group in groups]
 
 
 def _load_group(opt, group, source, ours):
@@ -225,11 +227,14 @@ def _read_ours(opt, p, number, state, source):
         )
     if "step" not in state:
         raise UsageError(f"parameter {number}: the state lacks 'step'; it has {', '.join(map(str, state))}")
+    coded = {slot for a, slot, form in stored.arrays if a != _abi.WEIGHT and codes_name(slot, form) != slot}
+    state = {name + "/codes" if name in coded else name: x for name, x in state.items()}  # of version 1
     planes, values = {}, {}
     for name, a, plane, per, dtype in stored.planes():
         slot = name.partition("/")[0]
-        if _is_values(state.get(slot), stored, slot):
-            values[slot] = part_of(p, state[slot])
+        codes = state.get(slot + "/codes")
+        if isinstance(codes, torch.Tensor) and codes.is_floating_point():
+            values[slot] = part_of(p, codes)
             continue
         if not isinstance(state.get(name), torch.Tensor):
             raise UsageError(
@@ -244,7 +249,7 @@ def _read_ours(opt, p, number, state, source):
                 bits = _unpacked(state[name].reshape(-1), p.numel(), _extra_bits(layout)).view(p.shape)
                 planes[name] = _packed(part_of(p, bits), _extra_bits(layout), dtype)
             elif slot not in values:
-                planes.pop(slot, None)
+                planes.pop(slot + "/codes", None)
                 values[slot] = part_of(p, _decoded_whole(p, stored, slot, state)).clone()
             continue
         found = _plane_part(p, state[name], per)
@@ -274,7 +279,7 @@ def _read_ours(opt, p, number, state, source):
             opt.state[p]["adagc_norm"] = float(state["adagc_norm"])
         for a, slot, form in stored.arrays:
             if form.name != layout.formats[slot] and slot not in values:
-                codes, scales = planes.pop(slot), planes.pop(slot + "/scale", None)
+                codes, scales = planes.pop(codes_name(slot, form)), planes.pop(slot + "/scale", None)
                 recode(engine, entry.row, a, form, codes, scales, weight.device)
         for name, found in planes.items():
             opt.state[p][name].copy_(found.reshape(opt.state[p][name].shape))
@@ -430,9 +435,19 @@ def _check_flash(p, number, state, slots):
             )
 
 
+def make_state(opt, p):
+    """Planes to write into: those that the parameter has, where they fit."""
+    layout, state = opt._layout(p), opt.state.get(p) or {}
+    if "step" not in state or any(
+        not layout.fits(local(p), state.get(name), *rest) for name, *rest in layout.planes()
+    ):
+        opt.state.pop(p, None)
+    return opt._entry(p)
+
+
 def _ready(opt, p, steps):
     """The parameter's entry, with planes to write into."""
-    entry = opt._entry(p)
+    entry = make_state(opt, p)
     opt.state[p]["step"] = steps
     entry.row.step = max(steps, 1)
     return entry

@@ -54,7 +54,8 @@ class Table:
         fields = torch.frombuffer(memory, dtype=torch.int64).view(len(params), _WORDS)
         self.next_steps, self.codes = fields[:, _STEP], fields[:, _CODES]
         self.next_steps.copy_(torch.tensor(steps, device="cpu") + 1)
-        self.counter = None  # of the steps since then that only the device knows to have been taken
+        self.taken = self.told = 0  # steps since then, and when the states were last written
+        self.counter = None  # of those that only the device knows to have been taken
         self.any_sharded = any(is_sharded(p) for p in params)
         self.addresses = [entry.address for entry in entries]
         # The first plane of each stands for all: who replaces state replaces that too.
@@ -109,6 +110,7 @@ class Table:
             library.advance(engine, options.found_inf, None, self.counter.data_ptr())
         else:
             self.next_steps += 1
+            self.taken += 1
         for weight, copy in copies:
             weight.copy_(copy)
         mark_changed(self.params)
@@ -124,7 +126,12 @@ class Table:
             found.setdefault(groups_of(p), []).append(row)
         return {groups: (_abi.Tensor * len(rows))(*rows) for groups, rows in found.items()}
 
-    def steps(self):
-        """What each parameter has taken by now; waits for the device where it counts."""
+    def count(self, state):
+        """Writes into the states how many steps each parameter has taken; waits for the device where it
+        counts."""
         counted = 0 if self.counter is None else int(self.counter)
-        return (self.next_steps - 1 + counted).tolist()
+        if self.taken + counted != self.told:
+            for p, steps in zip(self.params, (self.next_steps - 1 + counted).tolist()):
+                if state.get(p):
+                    state[p]["step"] = steps
+            self.told = self.taken + counted
