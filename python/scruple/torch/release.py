@@ -302,8 +302,8 @@ class Sinks:
         parts = self.options["micro_batches"]
         if self.batches == parts:
             raise UsageError(
-                f"accumulate={parts}, and this is backward number {parts + 1} since the last opt.step(); call "
-                "opt.step(), or release_gradients with a larger accumulate"
+                f"accumulate={parts}, and this is backward number {parts + 1} since the last opt.step(); "
+                "call opt.step(), or release_gradients with a larger accumulate"
             )
         for sink in self.sinks.values():
             sink.begin(1 / parts if self.sums else 1)
@@ -649,8 +649,8 @@ class Handle:
 
 
 def _refuse_scaled_losses():
-    """Nothing in a gradient tells that its loss was scaled. But a GradScaler that has scaled something, and that
-    nobody has told of, can be found before the first weight moves."""
+    """Nothing in a gradient tells that its loss was scaled. But a GradScaler that has scaled something, and
+    that nobody has told of, can be found before the first weight moves."""
 
     def is_used():
         return any(
@@ -665,9 +665,9 @@ def _refuse_scaled_losses():
     gc.collect()  # one that was dropped may wait for this
     if is_used():
         raise UsageError(
-            "a GradScaler has scaled a loss, and release_gradients was not given it: weights would be stepped "
-            "with gradients as much too large; give it as scaler=, or scaler=False where the loss of this "
-            "model is not scaled"
+            "a GradScaler has scaled a loss, and release_gradients was not given it: weights would be "
+            "stepped with gradients as much too large; give it as scaler=, or scaler=False where the loss "
+            "of this model is not scaled"
         )
 
 
