@@ -123,7 +123,7 @@ class Lightning(Case):
         """Before a weight has moved; and the settings are as they were."""
         for label, policy, options, words in (
             ("clipping", "released", dict(accumulate_grad_batches=1), ("max_norm", "compressed")),
-            ("accumulation", "released", dict(gradient_clip_val=None), ("accumulate=3",)),
+            ("accumulation", "released", dict(gradient_clip_val=None), ("3 micro-batches",)),
             ("by value", "compressed", dict(gradient_clip_algorithm="value"), ("'value'", "'norm'")),
         ):
             with self.subTest(label):

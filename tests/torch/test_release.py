@@ -367,7 +367,7 @@ class Failures(Case):
             (
                 "accumulate",
                 dict(policy="released", accumulate=4),
-                ("accumulate=4", "compressed", "'adama'"),
+                ("4 micro-batches", "compressed", "adama"),
                 ADAMW,
             ),
             (

@@ -77,9 +77,7 @@ def release_gradients(
     """
     accumulate, reduction, scaler = _as_accelerate_does(opt, accumulate, reduction, scaler)
     opt = unwrapped(opt)
-    _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, adagc, scaler, accumulator)
-    if reduction not in ("mean", "sum"):
-        raise UsageError(f"reduction is {reduction!r}; it can be 'mean' or 'sum'")
+    _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator)
     mine = set(opt._all_params())
     params = [p for p in model.parameters() if p.requires_grad and p in mine]
     if not params:
@@ -95,7 +93,7 @@ def release_gradients(
         _broadcast(model, process_group)  # before the optimizer takes master copies
     if scaler:
         KNOWN.add(scaler)
-    plain = policy == "released" and accumulate == 1 and not (tensor_norm or adagc or scaler)
+    plain = policy == "released" and accumulate == 1 and not (max_norm or tensor_norm or adagc or scaler)
     if plain:
         path = Steps(opt, params)
     else:
@@ -137,7 +135,8 @@ def _as_accelerate_does(opt, accumulate, reduction, scaler):
     return state.num_steps if accumulate is None else accumulate, reduction or "mean", scaler
 
 
-def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, adagc, scaler, accumulator):
+def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator):
+    """What the library cannot know; the rest is refused there."""
     if not isinstance(opt, Optimizer):
         raise UsageError(
             f"the optimizer is a {type(opt).__name__}; release_gradients works with those of scruple.torch"
@@ -147,9 +146,9 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise UsageError(
             "the model is a DistributedDataParallel, whose buckets keep every gradient until backward has "
-            "ended; "
-            "pass the model inside it (model.module) with process_group=torch.distributed.group.WORLD, "
-            "which averages gradients in its place, or shard with fully_shard (FSDP2)"
+            "ended; pass the model inside it (model.module) with "
+            "process_group=torch.distributed.group.WORLD, which averages gradients in its place, or shard "
+            "with fully_shard (FSDP2)"
         )
     if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
         raise UsageError(
@@ -160,9 +159,8 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
         raise UsageError(
             f"accumulate is {accumulate!r}; it must be a whole number of backward passes, from 1"
         )
-    for name, value in (("max_norm", max_norm), ("tensor_norm", tensor_norm), ("adagc", adagc)):
-        if value is not None and not (isinstance(value, (int, float)) and value > 0):
-            raise UsageError(f"{name} is {value!r}; it must be a number above 0, or None")
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f"reduction is {reduction!r}; it can be 'mean' or 'sum'")
     if policy not in POLICIES:
         raise UsageError(
             f"policy is {policy!r}; it can be 'released' or 'compressed' (for stored gradients, call "
@@ -175,22 +173,10 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
     if accumulation is not None and policy == "compressed":
         raise UsageError(
             f"policy 'compressed' with accumulation={accumulation!r}: it adds up gradients, for any "
-            "optimizer; leave "
-            "accumulation out"
+            "optimizer; leave accumulation out"
         )
     if accumulator not in ACCUMULATORS:
         raise UsageError(f"accumulator is {accumulator!r}; it can be {', '.join(map(repr, ACCUMULATORS))}")
-    if policy == "released" and max_norm:
-        raise UsageError(
-            "policy 'released' with max_norm: parameters are stepped before the norm of all is known; use "
-            "policy='compressed', or clip each by tensor_norm or adagc"
-        )
-    if policy == "released" and accumulate > 1 and accumulation is None:
-        raise UsageError(
-            f"policy 'released' with accumulate={accumulate}: no gradient is kept that others could be added "
-            "to; "
-            "use policy='compressed', or accumulation='momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)"
-        )
     if scaler not in (None, False) and not isinstance(scaler, torch.amp.GradScaler):
         raise UsageError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler or a LossScaler"
@@ -269,15 +255,14 @@ class Sinks:
         if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
             raise UsageError(
                 f"the parameters are on {', '.join(map(str, self.devices))}; a norm or an overflow over "
-                "several "
-                "devices in one process is not supported: put them on one, or shard with fully_shard"
+                "several devices in one process is not supported: put them on one, or shard with fully_shard"
             )
         for p in params:
             if not local(p).is_contiguous():
                 raise UsageError(
                     f"a parameter of shape {tuple(p.shape)} has strides {local(p).stride()}; this policy "
-                    "steps "
-                    "contiguous parameters: use .contiguous() (or .to(memory_format=torch.contiguous_format))"
+                    "steps contiguous parameters: use .contiguous() (or "
+                    ".to(memory_format=torch.contiguous_format))"
                 )
         if (
             self.released
@@ -286,8 +271,7 @@ class Sinks:
         ):
             raise UsageError(
                 "policy 'released' with clipping or loss scaling on sharded parameters: each rank would "
-                "decide by "
-                "its own shard; use policy='compressed'"
+                "decide by its own shard; use policy='compressed'"
             )
         if len({groups_of(p) for p in params}) > 1:
             raise UsageError(
@@ -576,9 +560,8 @@ class Handle:
             if p in self._used:
                 raise UsageError(
                     f"a second gradient of one backward came for a parameter of shape {tuple(p.shape)}, "
-                    "after the "
-                    "first was used: it is shared by blocks under checkpoint(..., use_reentrant=True); use "
-                    "use_reentrant=False"
+                    "after the first was used: it is shared by blocks under checkpoint(..., "
+                    "use_reentrant=True); use use_reentrant=False"
                 )
             if p in self._waiting:
                 self._waiting[p] = self._waiting[p] + gradient
@@ -600,8 +583,7 @@ class Handle:
         elif _is_nested() and not isinstance(self._path, Steps):
             raise UsageError(
                 "backward runs inside a reentrant checkpoint before any parameter outside it has come, and "
-                "its end "
-                "cannot be seen from there; use checkpoint(..., use_reentrant=False)"
+                "its end cannot be seen from there; use checkpoint(..., use_reentrant=False)"
             )
         self._path.begin()
         self._task = task

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from .._abi import UsageError
 from . import release
+from .shards import is_sharded
 
 
 def release_gradients(trainer, policy="compressed", **options):
@@ -22,6 +23,7 @@ class Release(TrainerCallback):
     def __init__(self, trainer, policy, options):
         self.trainer, self.policy, self.options = trainer, policy, options
         self.handle = self.accelerator = None
+        self.hooks, self.norms = [], []
 
     def on_train_begin(self, args, state, control, **_):
         """After the Trainer has loaded its checkpoint, which has to come first."""
@@ -35,11 +37,16 @@ class Release(TrainerCallback):
                 "are stepped before the norm of all is known; use policy 'compressed', set max_grad_norm=0, "
                 "or clip each parameter by tensor_norm or adagc"
             )
+        params = [p for p in trainer.model_wrapped.parameters() if p.requires_grad]
+        parts = args.gradient_accumulation_steps
+        if self.policy == "released" and parts == 1 and not any(map(is_sharded, params)):
+            # Before those of release, which take the gradients.
+            self.hooks = [p.register_post_accumulate_grad_hook(self._see) for p in params]
         self.handle = release.release_gradients(
             trainer.model_wrapped,  # not the model inside: a DDP has to be seen and refused
             trainer.optimizer,
             self.policy,
-            accumulate=args.gradient_accumulation_steps,
+            accumulate=parts,
             reduction="sum",  # the Trainer divides the loss
             max_norm=max_norm,
             scaler=trainer.accelerator.scaler or False,
@@ -51,13 +58,27 @@ class Release(TrainerCallback):
     def on_train_end(self, args, state, control, **_):
         self._end()
 
+    def _see(self, p):
+        if p.grad is not None:
+            self.norms.append(torch.linalg.vector_norm(p.grad.detach(), dtype=torch.float32))
+
     def _norm(self, *_, **__):
-        """The norm of the step, clipped already; None, which is not logged, where it is not taken."""
+        """The norm of the step, clipped already; None, which is not logged, where it is not known."""
         self.handle.flush()
-        return torch.tensor(self.handle.report()["norm"]) if self.policy == "compressed" else None
+        if self.policy == "compressed":
+            return torch.tensor(self.handle.report()["norm"])
+        if not self.norms:
+            return None
+        norm = torch.stack([norm.to(self.norms[0].device) for norm in self.norms]).norm()
+        self.norms.clear()
+        scaler = self.accelerator.scaler
+        return norm if scaler is None else norm / scaler.get_scale()
 
     def _end(self):
+        for hook in self.hooks:
+            hook.remove()
         if self.handle is not None:
             self.handle.remove()
             del self.accelerator.clip_grad_norm_
-        self.handle = None
+        self.handle, self.hooks = None, []
+        self.norms.clear()
