@@ -91,7 +91,9 @@ class Trainer(Case):
         log: with fp32 accumulators all is as with stored gradients."""
         for limit in (0.2, 0):
             with self.subTest(max_grad_norm=limit):
-                how = dict(dtype=torch.float32, optimizer=dict(recipe="fp32"), max_grad_norm=limit)
+                how = dict(
+                    kind=st.SGD, dtype=torch.float32, optimizer=dict(recipe="fp32"), max_grad_norm=limit
+                )
                 _, stored_log, stored = train(self.path(f"a{limit}"), **how)
                 trainer, log, found = train(
                     self.path(f"b{limit}"), "compressed", release=dict(accumulator="fp32"), **how
@@ -215,11 +217,14 @@ class Accelerate(Case):
 
     def test_compressed_is_stored(self):
         """8 batches, 3 to a step, the last of 2; accumulation is accelerate's without a word."""
-        stored, _ = self.run_loop()
-        release = dict(policy="compressed", accumulator="fp32", max_norm=0.2)
-        found, handle = self.run_loop(release)
-        self.assert_close(stored, found)
-        self.assertEqual(handle.report()["steps"], 3)
+        for max_norm in (0.2, None):
+            with self.subTest(max_norm=max_norm):
+                stored, _ = self.run_loop(max_norm=max_norm, kind=st.SGD)
+                self.setUp()
+                release = dict(policy="compressed", accumulator="fp32", max_norm=max_norm)
+                found, handle = self.run_loop(release, kind=st.SGD)
+                self.assert_close(stored, found)
+                self.assertEqual(handle.report()["steps"], 3)
 
     def test_released_is_stored(self):
         stored, _ = self.run_loop(steps=1, max_norm=None)
