@@ -1,8 +1,8 @@
 """Trains a tiny Llama with Hugging Face's Trainer, which gets the optimizer from us and does the rest as
-ever: accumulation, clipping, checkpoints.
+ever: accumulation, clipping, checkpoints. Gradients may be compressed as they come.
 
     python examples/trainer.py --output run
-    python examples/trainer.py --output run --resume --steps 60
+    python examples/trainer.py --output run --resume --steps 60 --gradients compressed
 
 The first prints
 
@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from scruple.torch import AdamW, cast_model
+from scruple.torch.transformers import release_gradients
 
 TOKENS, LENGTH = 32, 16
 
@@ -48,6 +49,12 @@ def main():
     parser.add_argument("--output", default="run", metavar="FOLDER", help="where checkpoints go (run)")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps, of two batches each (40)")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (3e-3)")
+    parser.add_argument(
+        "--gradients",
+        choices=("stored", "compressed"),
+        default="stored",
+        help="what becomes of gradients until the step",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
     args = parser.parse_args()
 
@@ -82,6 +89,8 @@ def main():
         train_dataset=Counting(),
         optimizers=(opt, schedule),
     )
+    if args.gradients == "compressed":
+        release_gradients(trainer, "compressed")  # accumulation and max_grad_norm stay the Trainer's
     trainer.train(resume_from_checkpoint=args.resume or None)
     planes = sum(
         plane.nbytes for state in opt.state.values() for plane in state.values() if torch.is_tensor(plane)

@@ -33,7 +33,7 @@ with zipfile.ZipFile(wheel) as file:
     found = set(file.namelist())
     metadata = file.read(f"{info}/METADATA").decode().partition("\n\n")[0].splitlines()
 package = {p.relative_to(source / "python").as_posix() for p in (source / "python/scruple").rglob("*.py")}
-described = {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
+described = {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")}
 expected = package | described | {"scruple/libscruple.so"}
 assert found == expected, f"missing: {sorted(expected - found)}, not expected: {sorted(found - expected)}"
 for line in ("Name: scruple", f"Version: {version}", "License-Expression: Apache-2.0", "Requires-Python: >=3.10",
@@ -61,7 +61,9 @@ else:
     sys.exit('scruple.torch was imported, and there is no torch here')"
 
 PYTHONPATH=$("$fresh" -c "import sysconfig; print(sysconfig.get_path('purelib'))") "$python" -W ignore -c "
-import torch, scruple.torch
+import importlib.metadata, torch, scruple.torch
+(entry,) = importlib.metadata.entry_points(group='llmfoundry_optimizers', name='scruple_adamw')
+assert entry.load() is scruple.torch.AdamW, entry
 model = torch.nn.Linear(8, 1).to(torch.bfloat16)
 before = model.weight.detach().clone()
 optimizer = scruple.torch.AdamW(model.parameters(), lr=0.1)

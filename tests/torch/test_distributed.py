@@ -786,6 +786,31 @@ def fsdp_compressed(micro_batches, max_norm, scaled):
         expect(len({scaler.get_scale() for scaler in scalers}) == 1, [s.get_scale() for s in scalers])
 
 
+def fsdp_sums():
+    """A loop that divides the loss and steps itself, the last step being shorter; and flush, on every rank."""
+    rank = dist.get_rank()
+    (a, stored), (b, opt) = pair(cls=st.SGD, recipe="fp32")  # which does not forgive a wrong factor
+    c = sharded(mlp())
+    late = st.SGD(c.parameters(), lr=1e-2, recipe="fp32")
+    how = dict(policy="compressed", accumulate=3, max_norm=0.5, accumulator="fp32")
+    handle = st.release_gradients(b, opt, reduction="sum", **how)
+    flushed = st.release_gradients(c, late, **how)
+    for step, parts in enumerate((3, 2)):
+        for i in range(parts):
+            (loss_of(a, 10 * step + i, rank) / parts).backward()
+            (loss_of(b, 10 * step + i, rank) / parts).backward()
+            loss_of(c, 10 * step + i, rank).backward()
+        stored.step(max_norm=0.5)
+        stored.zero_grad()
+        opt.step()
+        flushed.flush()
+        for found in (handle, flushed):
+            expect_near(torch.tensor(found.report()["norm"]), stored.last_norm, 1e-5, "norm")
+            expect(found.report()["steps"] == step + 1, found.report())
+    expect_near_model(a, b, 1e-6, "sums")
+    expect_near_model(a, c, 1e-6, "flushed")
+
+
 def fsdp_overflow():
     """A gradient that is not finite on one rank's shard alone: no rank steps, and all scales are halved."""
     rank = dist.get_rank()
@@ -1092,6 +1117,9 @@ class Distributed(unittest.TestCase):
         for micro_batches, max_norm, scaled in ((1, None, False), (2, 0.5, False), (2, 0.5, True)):
             with self.subTest(micro_batches=micro_batches, max_norm=max_norm, scaled=scaled):
                 self.run_in(3, fsdp_compressed, micro_batches, max_norm, scaled)
+
+    def test_fsdp_sums(self):
+        self.run_in(2, fsdp_sums)
 
     def test_fsdp_overflow(self):
         self.run_in(3, fsdp_overflow)

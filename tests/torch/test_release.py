@@ -367,13 +367,13 @@ class Failures(Case):
             (
                 "accumulate",
                 dict(policy="released", accumulate=4),
-                ("accumulate=4", "compressed", "'adama'"),
+                ("4 micro-batches", "compressed", "adama"),
                 ADAMW,
             ),
             (
                 "momentum of AdamW",
                 dict(policy="released", accumulate=4, accumulation="momentum"),
-                ("adamw",),
+                ("momentum is for sgd", "adamw", "compressed"),
                 ADAMW,
             ),
             ("adama of SGD", dict(policy="released", accumulate=4, accumulation="adama"), ("sgd",), SGD),
@@ -394,13 +394,13 @@ class Failures(Case):
             (
                 "moments of 8 bits",
                 dict(policy="released", accumulate=2, accumulation="adama"),
-                ("exp_avg", "companded8", "moments='fp32'", "policy='compressed'"),
+                ("exp_avg", "companded8", "moments in fp32", "policy compressed"),
                 ADAMW,
             ),
             (
                 "momentum of 8 bits",
                 dict(policy="released", accumulate=2, accumulation="momentum"),
-                ("momentum_buffer", "companded8", "moments='fp32'", "policy='compressed'"),
+                ("momentum_buffer", "companded8", "moments in fp32", "policy compressed"),
                 SGD,
             ),
             (
@@ -410,6 +410,7 @@ class Failures(Case):
                 ADAMW,
             ),
             ("scaler", dict(policy="compressed", scaler=3), ("GradScaler",), ADAMW),
+            ("reduction", dict(policy="compressed", reduction="max"), ("'max'", "'sum'"), ADAMW),
             (
                 "accumulate of nothing",
                 dict(policy="compressed", accumulate=0),
@@ -603,7 +604,7 @@ class Released(Case):
                 with self.subTest(kind.__name__, dtype=dtype, **options):
                     run = Run(kind, dtype, **options).steps(0, 2)
                     with self.refused_unchanged(
-                        run.opt, "moments='fp32'", "policy='compressed'", model=run.model
+                        run.opt, "moments in fp32", "policy compressed", model=run.model
                     ):
                         st.release_gradients(run.model, run.opt, **release)
                     run.steps(2, 1)
@@ -704,6 +705,197 @@ class Scaled(Case):
         scaler = torch.amp.GradScaler(DEVICE.type, enabled=False)
         run = Run(lr=1e-2, release=dict(policy="compressed", accumulator="fp32", scaler=scaler)).steps(0, 3)
         self.assertSame(run.picture(), Run(lr=1e-2).steps(0, 3).picture())
+
+
+    def test_a_scaled_loss_without_its_scaler(self):
+        """Refused before a weight has moved, for it would move 65,536 times too far."""
+        for policy, release in EXACT + [("8 bits", dict(policy="compressed", max_norm=1.0))]:
+            with self.subTest(policy):
+                run = Run(lr=1e-2, release=release)
+                scaler = torch.amp.GradScaler(DEVICE.type)
+                with self.refused_unchanged(run.opt, "GradScaler", "scaler=False", model=run.model):
+                    scaler.scale(loss_of(run.model, 0)).backward()
+                with self.refused_unchanged(run.opt, "GradScaler", model=run.model):  # and again
+                    scaler.scale(loss_of(run.model, 0)).backward()
+                # The ways out: its scaler, or the word that this loss has none.
+                run.handle.remove()
+                handle = st.release_gradients(run.model, run.opt, scaler=scaler, **release)
+                scaler.scale(loss_of(run.model, 0)).backward()
+                scaler.step(run.opt)
+                scaler.update()
+                handle.remove()
+                st.release_gradients(run.model, run.opt, scaler=False, **release)
+                run.steps(1, 2)
+                self.assertEqual({int(s["step"]) for s in run.opt.state_dict()["state"].values()}, {3})
+
+    def test_scalers_that_scale_nothing(self):
+        """One that was never used, one that is off, and one that is gone, in no way disturb."""
+        gone = torch.amp.GradScaler(DEVICE.type)
+        gone.scale(torch.ones((), device=DEVICE))
+        gone.cycle = gone
+        del gone
+        idle = torch.amp.GradScaler(DEVICE.type), torch.amp.GradScaler(DEVICE.type, enabled=False)
+        idle[1].scale(torch.ones((), device=DEVICE))
+        run = Run(lr=1e-2, release=dict(policy="released")).steps(0, 2)
+        self.assertSame(run.picture(), Run(lr=1e-2).steps(0, 2).picture())
+
+
+class MicroBatches(Case):
+    """Steps of fewer micro-batches than were announced, and losses that the loop divides itself."""
+
+    WAYS = [
+        # SGD's steps show a wrong factor, which Adam's would forgive.
+        ("compressed", st.SGD, dict(policy="compressed", accumulator="fp32"), {}),
+        ("clipped", st.AdamW, dict(policy="compressed", accumulator="fp32", max_norm=0.2), {}),
+        ("momentum", st.SGD, dict(policy="released", accumulation="momentum"), dict(momentum=0.9)),
+    ]
+
+    def close(self, a, b):
+        for p, q in zip(a.parameters(), b.parameters()):
+            self.assertLess(float((p - q).detach().abs().max()), 2e-5)
+
+    def stored(self, kind, counts, max_norm=None, **options):
+        """Steps of the means of so many micro-batches each."""
+        run, batch = Run(kind, torch.float32, lr=1e-2, recipe="fp32", **options), 0
+        for count in counts:
+            for _ in range(count):
+                (loss_of(run.model, batch) / count).backward()
+                batch += 1
+            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm or float("inf"))
+            run.opt.step()
+            run.opt.zero_grad()
+        return run, float(norm)
+
+    def test_sums(self):
+        """The loop divides and calls opt.step(), as with stored gradients; the last step is shorter."""
+        for label, kind, release, options in self.WAYS:
+            with self.subTest(label):
+                counts = (3, 3, 2)
+                plain, norm = self.stored(kind, counts, release.get("max_norm"), **options)
+                run, batch = Run(kind, torch.float32, lr=1e-2, recipe="fp32", **options), 0
+                handle = st.release_gradients(
+                    run.model, run.opt, accumulate=3, reduction="sum", **release
+                )
+                for step, count in enumerate(counts):
+                    for _ in range(count):
+                        (loss_of(run.model, batch) / count).backward()
+                        batch += 1
+                    run.opt.step()
+                    run.opt.zero_grad()
+                    self.assertEqual(handle.report()["steps"], step + 1)
+                self.close(plain.model, run.model)
+                if release["policy"] == "compressed":
+                    self.assertAlmostEqual(handle.report()["norm"] / norm, 1.0, places=5)
+                handle.remove()
+                run.steps(9, 1)  # and opt.step() is a plain one again
+                self.assertEqual({int(s["step"]) for s in run.opt.state_dict()["state"].values()}, {4})
+
+    def test_sums_with_a_closure_and_a_scaler(self):
+        """opt.step() runs the closure, and the step comes after; scaler.step() likewise."""
+        release = dict(policy="compressed", accumulator="fp32", accumulate=3, reduction="sum")
+        plain, _ = self.stored(st.AdamW, (3, 2))
+        closed = Run(dtype=torch.float32, lr=1e-2, recipe="fp32", release=release)
+        scaled = Run(dtype=torch.float32, lr=1e-2, recipe="fp32")
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**8)
+        st.release_gradients(scaled.model, scaled.opt, scaler=scaler, **release)
+        closed.handle.remove()
+        st.release_gradients(closed.model, closed.opt, scaler=False, **release)
+        batch = 0
+        for count in (3, 2):
+            for i in range(count):
+
+                def closure():
+                    loss = loss_of(closed.model, batch) / count
+                    loss.backward()
+                    return loss
+
+                closed.opt.step(closure) if i == count - 1 else closure()
+                scaler.scale(loss_of(scaled.model, batch) / count).backward()
+                batch += 1
+            scaler.step(scaled.opt)
+            scaler.update()
+        self.close(plain.model, closed.model)
+        self.close(plain.model, scaled.model)
+        scaler.scale(loss_of(scaled.model, 0) * float("inf")).backward()
+        with_flag = picture(scaled.opt, scaled.model)
+        scaler.step(scaled.opt)
+        scaler.update()
+        self.assertEqual(scaler.get_scale(), 2.0**7)
+        self.assertSame(with_flag, picture(scaled.opt, scaled.model))
+
+    def test_more_than_announced(self):
+        for label, kind, release, options in self.WAYS:
+            with self.subTest(label):
+                run = Run(kind, torch.float32, lr=1e-2, recipe="fp32", **options)
+                st.release_gradients(run.model, run.opt, accumulate=2, reduction="sum", **release)
+                for batch in range(2):
+                    loss_of(run.model, batch).backward()
+                with self.refused_unchanged(run.opt, "accumulate=2", "opt.step()", model=run.model):
+                    loss_of(run.model, 2).backward()
+                run.opt.step()
+                loss_of(run.model, 2).backward()
+                run.opt.step()
+                self.assertEqual({int(s["step"]) for s in run.opt.state_dict()["state"].values()}, {2})
+
+    def test_flush(self):
+        """The mean of those that came."""
+        for label, kind, release, options in self.WAYS[:2]:
+            with self.subTest(label):
+                plain, norm = self.stored(kind, (4, 3), release.get("max_norm"))
+                run = Run(kind, torch.float32, lr=1e-2, recipe="fp32", release=dict(accumulate=4, **release))
+                run.handle.flush()
+                for batch in range(7):
+                    loss_of(run.model, batch).backward()
+                run.handle.flush()
+                run.handle.flush()
+                self.close(plain.model, run.model)
+                self.assertAlmostEqual(run.handle.report()["norm"] / norm, 1.0, places=5)
+                self.assertEqual({int(s["step"]) for s in run.opt.state_dict()["state"].values()}, {2})
+                plain.steps(7, 1)
+                for _ in range(4):  # whole steps go on
+                    loss_of(run.model, 7).backward()
+                if label == "compressed":
+                    self.close(plain.model, run.model)
+
+    def test_without_flush(self):
+        """What is left over counts towards the next step."""
+        plain, _ = self.stored(st.AdamW, (4, 4))
+        run = Run(
+            dtype=torch.float32,
+            lr=1e-2,
+            recipe="fp32",
+            release=dict(policy="compressed", accumulator="fp32", accumulate=4),
+        )
+        for epoch in (range(0, 6), range(6, 8)):
+            for batch in epoch:
+                loss_of(run.model, batch).backward()
+            run.opt.step()
+        self.close(plain.model, run.model)
+
+    def test_flush_of_nothing_and_of_moments(self):
+        run = Run(lr=1e-2, release=dict(policy="released")).steps(0, 1)
+        run.handle.flush()
+        self.assertSame(run.picture(), Run(lr=1e-2).steps(0, 1).picture())
+        release = dict(policy="released", accumulate=2, accumulation="momentum")
+        run = Run(st.SGD, torch.float32, lr=1e-2, momentum=0.9, recipe="fp32", release=release).steps(0, 1)
+        with self.refused("1 of 2", "compressed"):
+            run.handle.flush()
+        run.steps(1, 1)
+        self.assertEqual(run.handle.report()["steps"], 1)
+
+    def test_flush_after_a_failure(self):
+        """A backward that failed leaves nothing to step with."""
+        release = dict(policy="compressed", accumulate=2, accumulator="fp32")
+        run = Run(model=Failures.net(self), lr=1e-2, release=release)
+        before = run.picture()
+        Failures.Broken.armed = True
+        try:
+            with self.assertRaisesRegex(RuntimeError, "out of luck"):
+                loss_of(run.model, 0).backward()
+        finally:
+            Failures.Broken.armed = False
+        run.handle.flush()
+        self.assertSame(before, run.picture())
 
 
 class Saved(Case):

@@ -579,7 +579,8 @@ class Optimizer(torch.optim.Optimizer):
         kind."""
         if self._handle is not None:
             raise UsageError(
-                "loading while release_gradients is at work; handle.remove() first, load, and call it again"
+                "loading while release_gradients is at work; handle.remove() first, load, and call it again "
+                "(with accelerate after prepare(); with the Trainer by scruple.torch.transformers)"
             )
         state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():

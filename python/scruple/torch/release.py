@@ -7,9 +7,11 @@ loss scaling, accumulation) is the library's sink, docs/gradients.md.
 """
 
 import ctypes
+import gc
 import math
 import sys
 import threading
+import weakref
 from ctypes import byref
 
 import torch
@@ -26,9 +28,9 @@ from .shards import groups_of, is_sharded, local
 from .table import check_gradient, mark_changed
 
 POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
-ACCUMULATIONS = {"momentum": ("sgd", "sgdw"), "adama": ("adam", "adamw")}  # by rule
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
 BUCKET = 32 << 20  # bytes of gradients that are collected before a call
+KNOWN = weakref.WeakSet()  # scalers that were given to release_gradients
 
 
 def release_gradients(
@@ -36,7 +38,8 @@ def release_gradients(
     opt,
     policy="released",
     *,
-    accumulate=1,
+    accumulate=None,
+    reduction=None,
     accumulation=None,
     max_norm=None,
     tensor_norm=None,
@@ -51,14 +54,17 @@ def release_gradients(
     policy        "released": each gradient is stepped with as it arrives and freed; none is kept.
                   "compressed": each is folded into an accumulator and freed; the step comes at the end of the
                   last backward of a step. Accumulation, clipping and loss scaling all work.
-    accumulate    backward passes to a step; the mean of their gradients is taken, so do not divide the loss
+    accumulate    backward passes to a step; 1, or what accelerate's wrapper of `opt` says
+    reduction     "mean": the mean of their gradients is taken, in the last backward; do not divide the loss.
+                  "sum": for loops that divide it themselves, as accelerate's, the Trainer's and Lightning's.
+                  Gradients add up, over `accumulate` passes at most, and opt.step() takes the step.
     accumulation  released with accumulate > 1: "momentum" (SGD, SGDW) or "adama" (Adam, AdamW), with an
                   optimizer of moments="fp32"; docs/gradients.md
     max_norm      compressed: limit of the norm of all gradients
     tensor_norm   released: limit of each parameter's own norm
     adagc         released: lambda of AdaGC, such as 1.05
     scaler        a torch.amp.GradScaler (or LossScaler); keep scaler.scale, scaler.step and scaler.update
-                  in the loop
+                  in the loop. False: this loss is not scaled, whatever scalers there are for others
     accumulator   compressed: "root8", "int8", "bf16" or "fp32"
     process_group data parallelism: gradients are averaged over it before they are used. In place of
                   DistributedDataParallel, which keeps every gradient in its buckets. Weights and buffers are
@@ -66,10 +72,12 @@ def release_gradients(
                   same parameters in each backward. With accumulate > 1 every backward is averaged, not the
                   last alone: accumulators in 8 bits cannot be summed over ranks.
 
-    Calls of opt.step() and opt.zero_grad() left in the loop do nothing to these parameters. Schedulers go on
-    working.
+    Calls of opt.step() (but for reduction "sum") and opt.zero_grad() left in the loop do nothing to these
+    parameters. Schedulers go on working.
     """
-    _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, adagc, scaler, accumulator)
+    accumulate, reduction, scaler = _as_accelerate_does(opt, accumulate, reduction, scaler)
+    opt = unwrapped(opt)
+    _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator)
     mine = set(opt._all_params())
     params = [p for p in model.parameters() if p.requires_grad and p in mine]
     if not params:
@@ -77,15 +85,15 @@ def release_gradients(
             "no parameter of the model that needs a gradient is in the optimizer; make the optimizer from "
             "this model's parameters"
         )
-    if accumulation is not None and accumulate > 1:
-        _check_moments(opt, params, accumulation)
     if process_group is not None:
         if any(is_sharded(p) for p in params):
             raise UsageError(
                 "process_group with sharded parameters: fully_shard reduces their gradients itself"
             )
         _broadcast(model, process_group)  # before the optimizer takes master copies
-    plain = policy == "released" and accumulate == 1 and not (tensor_norm or adagc or scaler)
+    if scaler:
+        KNOWN.add(scaler)
+    plain = policy == "released" and accumulate == 1 and not (max_norm or tensor_norm or adagc or scaler)
     if plain:
         path = Steps(opt, params)
     else:
@@ -97,11 +105,38 @@ def release_gradients(
             adagc=adagc or 0.0,
             accumulation=_abi.ACCUMULATE[accumulation or "gradients"],
         )
-        path = Sinks(opt, params, options, accumulator, scaler)
-    return Handle(opt, params, path, process_group)
+        path = Sinks(opt, params, options, accumulator, scaler, reduction == "sum")
+    return Handle(opt, params, path, process_group, scaler is not None)
 
 
-def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, adagc, scaler, accumulator):
+def unwrapped(opt):
+    """The optimizer inside those of accelerate and Lightning."""
+    while not isinstance(opt, Optimizer) and isinstance(
+        getattr(opt, "optimizer", None), torch.optim.Optimizer
+    ):
+        opt = opt.optimizer
+    return opt
+
+
+def _as_accelerate_does(opt, accumulate, reduction, scaler):
+    """accumulate, reduction and scaler where they were left out. accelerate's wrapper knows them."""
+    state = getattr(opt, "gradient_state", None)
+    if state is None:
+        return 1 if accumulate is None else accumulate, reduction or "mean", scaler
+    if accumulate not in (None, state.num_steps) and state.num_steps > 1:
+        raise UsageError(
+            f"accumulate is {accumulate}, but the Accelerator has gradient_accumulation_steps="
+            f"{state.num_steps}; leave accumulate out"
+        )
+    if accumulate in (None, state.num_steps):  # accelerator.backward divides, and steps where it sees fit
+        reduction = reduction or "sum"
+    if scaler is None:
+        scaler = opt.scaler or False
+    return state.num_steps if accumulate is None else accumulate, reduction or "mean", scaler
+
+
+def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator):
+    """What the library cannot know; the rest is refused there."""
     if not isinstance(opt, Optimizer):
         raise UsageError(
             f"the optimizer is a {type(opt).__name__}; release_gradients works with those of scruple.torch"
@@ -111,9 +146,9 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise UsageError(
             "the model is a DistributedDataParallel, whose buckets keep every gradient until backward has "
-            "ended; "
-            "pass the model inside it (model.module) with process_group=torch.distributed.group.WORLD, "
-            "which averages gradients in its place, or shard with fully_shard (FSDP2)"
+            "ended; pass the model inside it (model.module) with "
+            "process_group=torch.distributed.group.WORLD, which averages gradients in its place, or shard "
+            "with fully_shard (FSDP2)"
         )
     if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
         raise UsageError(
@@ -124,58 +159,28 @@ def _check(model, opt, policy, accumulate, accumulation, max_norm, tensor_norm, 
         raise UsageError(
             f"accumulate is {accumulate!r}; it must be a whole number of backward passes, from 1"
         )
-    for name, value in (("max_norm", max_norm), ("tensor_norm", tensor_norm), ("adagc", adagc)):
-        if value is not None and not (isinstance(value, (int, float)) and value > 0):
-            raise UsageError(f"{name} is {value!r}; it must be a number above 0, or None")
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f"reduction is {reduction!r}; it can be 'mean' or 'sum'")
     if policy not in POLICIES:
         raise UsageError(
             f"policy is {policy!r}; it can be 'released' or 'compressed' (for stored gradients, call "
             "opt.step() after backward as ever)"
         )
-    if accumulation is not None and accumulation not in ACCUMULATIONS:
+    if accumulation is not None and accumulation not in ("momentum", "adama"):
         raise UsageError(
             f"accumulation is {accumulation!r}; it can be 'momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)"
         )
     if accumulation is not None and policy == "compressed":
         raise UsageError(
             f"policy 'compressed' with accumulation={accumulation!r}: it adds up gradients, for any "
-            "optimizer; leave "
-            "accumulation out"
+            "optimizer; leave accumulation out"
         )
     if accumulator not in ACCUMULATORS:
         raise UsageError(f"accumulator is {accumulator!r}; it can be {', '.join(map(repr, ACCUMULATORS))}")
-    if policy == "released" and max_norm:
-        raise UsageError(
-            "policy 'released' with max_norm: parameters are stepped before the norm of all is known; use "
-            "policy='compressed', or clip each by tensor_norm or adagc"
-        )
-    if policy == "released" and accumulate > 1 and accumulation is None:
-        raise UsageError(
-            f"policy 'released' with accumulate={accumulate}: no gradient is kept that others could be added "
-            "to; "
-            "use policy='compressed', or accumulation='momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)"
-        )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+    if scaler not in (None, False) and not isinstance(scaler, torch.amp.GradScaler):
         raise UsageError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler or a LossScaler"
         )
-
-
-def _check_moments(opt, params, accumulation):
-    """Accumulated in the moments, a micro-batch is far smaller than a code of theirs."""
-    if opt.rule not in ACCUMULATIONS[accumulation]:
-        raise UsageError(
-            f"accumulation={accumulation!r} with rule {opt.rule!r}; 'momentum' is for sgd and sgdw, 'adama' "
-            "for adam and adamw: use policy='compressed' for any other"
-        )
-    for p in params:
-        for a, name, form in opt._layout(p).arrays:
-            if a != _abi.WEIGHT and form.name != "fp32":
-                raise UsageError(
-                    f"accumulation={accumulation!r} adds micro-batches to the moments, and {name} is kept in "
-                    f"{form.name}, in whose rounding they would be lost; make the optimizer with "
-                    "moments='fp32', or use policy='compressed'"
-                )
 
 
 class Steps:
@@ -204,6 +209,9 @@ class Steps:
     def end(self):
         pass
 
+    def flush(self):
+        pass
+
     def abandon(self):
         pass
 
@@ -218,9 +226,11 @@ class Sinks:
     """Everything that needs memory of the gradients, or of their norms: one sink of the library per
     device."""
 
-    def __init__(self, opt, params, options, accumulator, scaler):
+    def __init__(self, opt, params, options, accumulator, scaler, sums):
         self.opt, self.options, self.accumulator = opt, options, accumulator
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.sums = sums  # gradients add up until opt.step()
+        self.released = options["policy"] == _abi.RELEASED
+        self.scaler = scaler if scaler and scaler.is_enabled() else None
         self.devices = {}
         for p in params:
             self.devices.setdefault(local(p).device, []).append(p)
@@ -238,31 +248,30 @@ class Sinks:
                 opt.state.pop(p, None)
             opt._forget_tables()
             raise
-        self.batches = 0
+        self.batches = 0  # of this step, so far
+        self.came = {}  # parameters that had a gradient in them
 
     def _check(self, params):
         if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
             raise UsageError(
                 f"the parameters are on {', '.join(map(str, self.devices))}; a norm or an overflow over "
-                "several "
-                "devices in one process is not supported: put them on one, or shard with fully_shard"
+                "several devices in one process is not supported: put them on one, or shard with fully_shard"
             )
         for p in params:
             if not local(p).is_contiguous():
                 raise UsageError(
                     f"a parameter of shape {tuple(p.shape)} has strides {local(p).stride()}; this policy "
-                    "steps "
-                    "contiguous parameters: use .contiguous() (or .to(memory_format=torch.contiguous_format))"
+                    "steps contiguous parameters: use .contiguous() (or "
+                    ".to(memory_format=torch.contiguous_format))"
                 )
         if (
-            self.options["policy"] == _abi.RELEASED
+            self.released
             and any(is_sharded(p) for p in params)
             and (self.options["tensor_norm"] or self.options["adagc"] or self.scaler)
         ):
             raise UsageError(
                 "policy 'released' with clipping or loss scaling on sharded parameters: each rank would "
-                "decide by "
-                "its own shard; use policy='compressed'"
+                "decide by its own shard; use policy='compressed'"
             )
         if len({groups_of(p) for p in params}) > 1:
             raise UsageError(
@@ -274,24 +283,63 @@ class Sinks:
         self.opt._update_rules()
         if self.batches == 0 and any(sink.has_moved() for sink in self.sinks.values()):
             self.abandon()  # as fully_shard does it with uneven shards before torch 2.8
+        parts = self.options["micro_batches"]
+        if self.batches == parts:
+            raise UsageError(
+                f"accumulate={parts}, and this is backward number {parts + 1} since the last opt.step(); "
+                "call opt.step(), or release_gradients with a larger accumulate"
+            )
         for sink in self.sinks.values():
-            sink.begin()
+            sink.begin(1 / parts if self.sums else 1)
 
     def add(self, params, gradients):
+        parts = self.options["micro_batches"]
+        self.came.update(dict.fromkeys(params))
         by_device = {}
         for p, g in zip(params, gradients):
-            by_device.setdefault(local(p).device, []).append((p, local(g)))
+            # The sink divides every part. What it keeps of a sum it multiplies again, by the loss scale.
+            g = local(g) * parts if self.sums and self.released and parts > 1 else local(g)
+            by_device.setdefault(local(p).device, []).append((p, g))
         for device, found in by_device.items():
             self.sinks[device].add(found)
 
     def end(self):
+        self.batches += 1
+        if self.batches < self.options["micro_batches"]:
+            self._end_sinks()
+        elif not self.sums:
+            self._step()
+
+    def flush(self):
+        parts, came = self.options["micro_batches"], self.batches
+        if came == 0:
+            return
+        if self.released and not self.sums:
+            raise UsageError(
+                f"{came} of {parts} micro-batches are in the moments already, each divided by {parts}; a "
+                "shorter step cannot be made of them: let the rest come, or use policy='compressed'"
+            )
+        self.opt._update_rules()
+        for sink in self.sinks.values():
+            sink.begin(1 / parts if self.sums else came / parts)
+        for _ in range(came, parts - 1):
+            self._end_sinks()
+        if self.released and came < parts:  # the last part moves the weights
+            for p in list(self.came):
+                self.add([p], [torch.zeros_like(p)])
+        self._step()
+
+    def _end_sinks(self):
         for sink in self.sinks.values():
             sink.end()
-        self.batches = (self.batches + 1) % self.options["micro_batches"]
-        if self.batches == 0:
-            for params in self.devices.values():
-                mark_changed(params)
-        if self.scaler is not None and self.batches == 0:
+
+    def _step(self):
+        self._end_sinks()
+        self.batches = 0
+        self.came.clear()
+        for params in self.devices.values():
+            mark_changed(params)
+        if self.scaler is not None:
             # As after scaler.unscale_: the flag is known, and scaler.step and scaler.update take it from
             # here.
             state = self.scaler._per_optimizer_states[id(self.opt)]
@@ -304,6 +352,7 @@ class Sinks:
         for device, held in self.devices.items():
             self.sinks[device] = Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
         self.batches = 0
+        self.came.clear()
 
     def settle(self):
         for sink in self.sinks.values():
@@ -333,7 +382,9 @@ class Sink:
         self.problem = None
         # What the library keeps pointers to.
         self.callbacks = _abi.ALLOC(self._alloc), _abi.FREE(self._free), _abi.REDUCE(self._reduce)
-        self.scale = torch.ones((), device=device) if scaler is not None else None
+        # Without a scaler, what undoes a division by too many micro-batches.
+        kept = options["policy"] == _abi.COMPRESSED and options["micro_batches"] > 1
+        self.scale = torch.ones((), device=device) if scaler is not None or kept else None
         made = _abi.SinkOptions(ctypes.sizeof(_abi.SinkOptions), **options)
         made.alloc, made.free = self.callbacks[:2]
         if self.groups and options["policy"] == _abi.COMPRESSED:  # released takes no norm over parameters
@@ -375,10 +426,14 @@ class Sink:
     def has_moved(self):
         return [local(p).data_ptr() for p in self.params] != self.addresses
 
-    def begin(self):
+    def begin(self, share):
         engine_for(self.device)
-        if self.scale is not None and self.scaler._scale is not None:
-            self.scale.copy_(self.scaler._scale, non_blocking=True)
+        if self.scale is None:
+            return
+        if self.scaler is not None and self.scaler._scale is not None:
+            self.scale.copy_(self.scaler._scale, non_blocking=True).mul_(share)
+        else:
+            self.scale.fill_(share)
 
     def add(self, found):
         pieces, kept = (_abi.Piece * len(found))(), []
@@ -447,9 +502,9 @@ def tensor_at(address, dtype, device):
 class Handle:
     """What release_gradients returns."""
 
-    def __init__(self, opt, params, path, process_group):
+    def __init__(self, opt, params, path, process_group, knows_scaler):
         self._opt, self._path, self._lock = opt, path, threading.RLock()
-        self._group = process_group
+        self._group, self._knows_scaler = process_group, knows_scaler
         self._task = None  # the backward pass that is running
         self._waiting, self._size = {}, 0  # gradients that have come, by parameter
         self._used = set()  # parameters whose gradients of this backward have been used
@@ -457,6 +512,8 @@ class Handle:
         opt._settle()
         opt._handle = self
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in params]
+        if getattr(path, "sums", False):
+            self._hooks.append(opt.register_step_post_hook(lambda *_: self.flush()))
 
     def remove(self):
         """Gradients stay in p.grad again, for opt.step()."""
@@ -477,6 +534,16 @@ class Handle:
         plain release, which looks at nothing."""
         return self._path.report()
 
+    @torch.no_grad()
+    def flush(self):
+        """Takes the step now, with the mean (reduction "sum": the sum) of the backward passes since the last
+        one. For the end of an epoch, where fewer than `accumulate` may have come; they would count towards
+        the next step. Does nothing where none has come."""
+        with self._lock:
+            if self._task is not None:
+                self._abandon()
+            self._path.flush()
+
     def _settle(self):
         self._path.settle()
 
@@ -493,9 +560,8 @@ class Handle:
             if p in self._used:
                 raise UsageError(
                     f"a second gradient of one backward came for a parameter of shape {tuple(p.shape)}, "
-                    "after the "
-                    "first was used: it is shared by blocks under checkpoint(..., use_reentrant=True); use "
-                    "use_reentrant=False"
+                    "after the first was used: it is shared by blocks under checkpoint(..., "
+                    "use_reentrant=True); use use_reentrant=False"
                 )
             if p in self._waiting:
                 self._waiting[p] = self._waiting[p] + gradient
@@ -503,25 +569,31 @@ class Handle:
             self._waiting[p] = gradient
             self._size += local(gradient).numel() * gradient.element_size()
             if self._size >= BUCKET:
-                self._flush()
+                self._hand_over()
 
     def _begin(self):
         task = torch._C._current_graph_task_id()
         if self._task is not None and (task == self._task or _is_nested()):
             return
-        if self._task is not None:  # the last backward ended in an exception
-            self._waiting, self._size, self._flying = {}, 0, []
-            self._used.clear()
-            self._path.abandon()
+        if not self._knows_scaler:
+            _refuse_scaled_losses()
+            self._knows_scaler = True
+        if self._task is not None:
+            self._abandon()
         elif _is_nested() and not isinstance(self._path, Steps):
             raise UsageError(
                 "backward runs inside a reentrant checkpoint before any parameter outside it has come, and "
-                "its end "
-                "cannot be seen from there; use checkpoint(..., use_reentrant=False)"
+                "its end cannot be seen from there; use checkpoint(..., use_reentrant=False)"
             )
-        self._task = task
         self._path.begin()
+        self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(self._near_end)
+
+    def _abandon(self):
+        """The last backward ended in an exception."""
+        self._task, self._waiting, self._size, self._flying = None, {}, 0, []
+        self._used.clear()
+        self._path.abandon()
 
     def _near_end(self):
         # FSDP2 reduces its last gradients in a callback of its own; those queued from within one come after
@@ -531,13 +603,13 @@ class Handle:
     @torch.no_grad()
     def _end(self):
         with self._lock:
-            self._flush()
+            self._hand_over()
             self._land()
             self._path.end()
             self._used.clear()
             self._task = None
 
-    def _flush(self):
+    def _hand_over(self):
         params, gradients = list(self._waiting), list(self._waiting.values())
         self._waiting, self._size = {}, 0
         if not params:
@@ -556,6 +628,29 @@ class Handle:
             for work in works:
                 work.wait()
             self._path.add(params, means)
+
+
+def _refuse_scaled_losses():
+    """Nothing in a gradient tells that its loss was scaled. But a GradScaler that has scaled something, and
+    that nobody has told of, can be found before the first weight moves."""
+
+    def is_used():
+        return any(
+            issubclass(type(x), torch.amp.GradScaler)
+            and getattr(x, "_scale", None) is not None
+            and x not in KNOWN
+            for x in gc.get_objects()
+        )
+
+    if not is_used():
+        return
+    gc.collect()  # one that was dropped may wait for this
+    if is_used():
+        raise UsageError(
+            "a GradScaler has scaled a loss, and release_gradients was not given it: weights would be "
+            "stepped with gradients as much too large; give it as scaler=, or scaler=False where the loss "
+            "of this model is not scaled"
+        )
 
 
 def _is_nested():

@@ -1,0 +1,54 @@
+"""Lightning's Trainer with gradients that do not wait for the step.
+
+    trainer = lightning.Trainer(callbacks=[ReleaseGradients("compressed")], gradient_clip_val=1.0, ...)
+
+Stored gradients need nothing of this: return an optimizer of scruple.torch from configure_optimizers.
+"""
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # the same under its older name
+    from pytorch_lightning import Callback
+
+from .._abi import UsageError
+from .release import release_gradients
+
+
+class ReleaseGradients(Callback):
+    """scruple.torch.release_gradients for the length of every trainer.fit(). Accumulation, gradient_clip_val
+    and loss scaling are the Trainer's; other `options` are passed on. `handle` is what it returned."""
+
+    def __init__(self, policy="compressed", **options):
+        self.policy, self.options, self.handle, self.clip = policy, options, None, None
+
+    def on_train_start(self, trainer, module):
+        """After a checkpoint has been loaded, which has to come first."""
+        if not module.automatic_optimization:
+            raise UsageError("manual optimization: call scruple.torch.release_gradients in on_train_start")
+        if len(trainer.optimizers) != 1:
+            raise UsageError(f"there are {len(trainer.optimizers)} optimizers; release works with one")
+        self.clip = trainer.gradient_clip_val
+        if self.clip and trainer.gradient_clip_algorithm not in (None, "norm"):
+            raise UsageError(
+                f"gradient_clip_algorithm is {trainer.gradient_clip_algorithm!r}; released gradients are "
+                "clipped by 'norm'"
+            )
+        self.handle = release_gradients(
+            trainer.strategy.model,  # not the module inside: a DDP has to be seen and refused
+            trainer.optimizers[0],
+            self.policy,
+            accumulate=trainer.accumulate_grad_batches,
+            reduction="sum",  # Lightning divides the loss
+            max_norm=self.clip or None,
+            scaler=getattr(trainer.precision_plugin, "scaler", None) or False,
+            **self.options,
+        )
+        trainer.gradient_clip_val = None  # it would find no gradients
+
+    def on_train_end(self, trainer, module):
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle, trainer.gradient_clip_val = None, self.clip
+
+    def on_exception(self, trainer, module, exception):
+        self.on_train_end(trainer, module)
