@@ -2,12 +2,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <utility>
 
 #include "commands.h"
 #include "io/checkpoint.h"
@@ -88,15 +91,15 @@ void claim(const std::string& folder) {
                                " of an earlier run; choose another --out, or move it away");
 }
 
-// metrics.jsonl: a line per step and per validation, written after each step.
+// metrics.jsonl: a line per step and per validation, written after each step. Where the disk is full the lines wait.
 class Metrics {
  public:
   // `before`: what earlier sessions saw. The file is made anew with it: they may have gone further, or been
   // killed in the middle of a line.
   Metrics(const std::string& folder, const Record& before) : path_(folder + kMetrics) {
-    if (!before.steps.empty()) io::write_text(path_, next_lines(before));
-    file_.open(path_, before.steps.empty() ? std::ios::trunc : std::ios::app);
-    check_written();
+    io::write_text(path_, next_lines(before));
+    open();
+    if (!file_) throw std::runtime_error("cannot write " + path_ + "; choose another --out, or make room");
   }
 
   ~Metrics() {  // a run that failed before its first step leaves its folder free for the next
@@ -105,11 +108,21 @@ class Metrics {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  void write(const Record& record) {
-    file_ << next_lines(record);
-    file_.flush();
-    check_written();
+  // Whether all is written that there was up to now.
+  bool write(const Record& record) {
+    waiting_ += next_lines(record);
+    if (!(file_ << waiting_ << std::flush)) {  // less whatever got through, so that no line is there twice
+      file_.close();
+      std::error_code ignored;
+      std::filesystem::resize_file(path_, written_, ignored);
+      open();
+      return false;
+    }
+    written_ += waiting_.size();
+    waiting_.clear();
+    return true;
   }
+  const std::string& path() const { return path_; }
 
  private:
   // Steps and validations in the order in which they came; unknown() steps have no line.
@@ -135,11 +148,14 @@ class Metrics {
       }
     }
   }
-  void check_written() const {
-    if (!file_) throw std::runtime_error("cannot write " + path_ + "; choose another --out, or make room");
+  void open() {
+    file_ = std::ofstream(path_, std::ios::app);
+    std::error_code ignored;
+    written_ = std::filesystem::file_size(path_, ignored);
   }
-  std::string path_;
+  std::string path_, waiting_;
   std::ofstream file_;
+  std::uintmax_t written_ = 0;
   std::size_t steps_ = 0, validations_ = 0;
 };
 
@@ -232,7 +248,8 @@ train::Report report_of(const Options& options, const Record& record, const Ledg
 }
 
 // The weights as the model computes with them: 16-bit halves as they are, low-bit ones decoded.
-void write_weights(const Options& options, train::State& state, Ledger& ledger) {
+void write_weights(const std::string& folder, const train::GptShape& shape, train::State& state,
+                   Ledger& ledger) {
   std::vector<train::ParameterData> data;
   train::Block decoded;
   for (int p = 0; p < static_cast<int>(state.parameters().size()); ++p) {
@@ -251,7 +268,7 @@ void write_weights(const Options& options, train::State& state, Ledger& ledger) 
                       return state.values(p, decoded.as<float>());
                     }});
   }
-  train::write_model(options.out, options.model.shape, data);
+  train::write_model(folder, shape, data);
 }
 
 // The file's windows: its last twentieth is for validation.
@@ -411,35 +428,86 @@ Record read_metrics(const std::string& path, std::int64_t steps) {
   return record;
 }
 
+// `unsaved`: why the last save failed, or "".
 Record watch(const Session& session, const train::Job& job, Trainer& trainer, const Data& data,
-             const Ledger& ledger, Metrics& metrics, Record before) {
+             const Ledger& ledger, Metrics& metrics, Record before, std::string& unsaved) {
   const Options& options = session.options;
   const Interrupts interrupts;
   Progress progress(options.choice.recipe, options.model.steps,
                     job.batch * job.gradients.micro_batches * job.shape.context, ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
+  bool metrics_wait = false;
+  const auto write_metrics = [&](const Record& record) {
+    const bool written = metrics.write(record);
+    if (!written && !metrics_wait)
+      progress.warn("cannot write " + metrics.path() + ": make room; its lines wait, and the run goes on");
+    metrics_wait = !written;
+  };
   return train::run(
       trainer, data.training, data.validation, span,
       [&](const Record& record) {
-        metrics.write(record);
+        write_metrics(record);
         progress.show(record);
       },
       [&](const Record& record) {
-        metrics.write(record);
-        train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
+        write_metrics(record);
+        unsaved.clear();
+        try {
+          train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
+        } catch (const std::exception& error) {  // hours of training are worth more than this file
+          unsaved = error.what();
+          if (span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps)
+            progress.warn(unsaved + "; the run goes on, and the next save tries again");
+        }
+        return unsaved.empty();
       },
       std::move(before));
 }
 
+// What a run has left, and what it could not.
+struct Ending {
+  std::string weights;  // the folder that has them; "": none does
+  bool metrics = false, report = false;
+  std::vector<std::string> problems;
+
+  bool attempt(const std::function<void()>& write) {
+    try {
+      write();
+      return true;
+    } catch (const std::exception& error) {
+      problems.emplace_back(error.what());
+      return false;
+    }
+  }
+};
+
+// Into the run's folder; where that fails, into a new one elsewhere: all of the training is in them.
+std::string write_weights_somewhere(const Options& options, train::State& state, Ledger& ledger,
+                                    Ending& ending) {
+  const auto into = [&](const std::string& folder) {
+    return ending.attempt([&] { write_weights(folder, options.model.shape, state, ledger); });
+  };
+  if (into(options.out)) return options.out;
+  std::error_code ignored;
+  for (const std::filesystem::path& above :
+       {std::filesystem::temp_directory_path(ignored), std::filesystem::current_path(ignored)}) {
+    std::string folder = (above / "scruple-XXXXXX").string();
+    if (mkdtemp(folder.data()) == nullptr) continue;
+    if (into(folder)) return folder;
+    std::filesystem::remove_all(folder, ignored);
+  }
+  return "";
+}
+
 void print_end(const Options& options, const Record& record, const Memory& plan, const Ledger& ledger,
-               std::int64_t params) {
+               std::int64_t params, const Ending& ending) {
   const auto each = [&](std::int64_t bytes) {
     return fixed(static_cast<double>(bytes) / static_cast<double>(params), 3);
   };
   if (record.stopped)
     std::cout << "Stopped by Ctrl-C or a signal after step " << record.steps.size() << " of "
-              << options.model.steps << "; what there is was saved.\n";
+              << options.model.steps << (ending.problems.empty() ? "; what there is was saved.\n" : ".\n");
   if (const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
                                          [](const Outcome& step) { return step.skipped; });
       skipped > 0)
@@ -453,8 +521,30 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
             << mebibytes(ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
             << each(measured_total(ledger)) << " measured\n"
-            << "wrote " << options.out << "/: model.safetensors, config.json, metrics.jsonl, report.html"
-            << (options.save_every > 0 ? ", checkpoints/" : "") << '\n';
+            << "wrote " << options.out << "/:";
+  const char* separator = " ";
+  const auto list = [&](bool written, const char* name) {
+    if (written) std::cout << std::exchange(separator, ", ") << name;
+  };
+  list(ending.weights == options.out, "model.safetensors, config.json");
+  list(ending.metrics, "metrics.jsonl");
+  list(ending.report, "report.html");
+  list(options.save_every > 0 && !io::saved_steps(train::checkpoints_of(options.out)).empty(),
+       "checkpoints/");
+  std::cout << '\n';
+}
+
+// The problems, and what there is in spite of them.
+std::string told(const Options& options, const Record& record, const Ending& ending) {
+  std::string text;
+  for (const std::string& problem : ending.problems) text += problem + ".\n";
+  text += "The weights after step " + std::to_string(record.steps.size());
+  text += ending.weights.empty() ? " could not be written anywhere." : " are in " + ending.weights;
+  if (!ending.weights.empty()) text += ending.weights == options.out ? "." : ", not in " + options.out + ".";
+  if (const auto saved = io::saved_steps(train::checkpoints_of(options.out)); !saved.empty())
+    text += " Once there is room, 'scruple train --resume " + options.out + "' goes on after step " +
+            std::to_string(saved.back()) + ".";
+  return text;
 }
 
 // A run with a checkpoint of its own goes on in its folder; any other begins a folder.
@@ -467,7 +557,9 @@ Record open_folder(const Session& session) {
   if (options.out != options.resume)
     claim(options.out);
   else
-    io::remove_partial(train::checkpoints_of(options.out));
+    for (const std::string& left : io::remove_partial(train::checkpoints_of(options.out), "step-"))
+      std::cerr << "scruple: " << left
+                << " was left as it is: whoever writes it may still be at work; remove it if nobody does\n";
   return read_metrics(options.out + kMetrics, session.from->manifest().step);
 }
 
@@ -503,13 +595,20 @@ void run(const CLI::App& command, const Options& given) {
     std::cout << "going on after step " << trainer.steps_taken() << ", from " << session.from->folder()
               << "\n\n";
   print_memory(plan, ledger, params);
-  const Record record = watch(session, job, trainer, data, ledger, metrics, std::move(before));
+  std::string unsaved;
+  const Record record = watch(session, job, trainer, data, ledger, metrics, std::move(before), unsaved);
   if (record.steps.empty()) throw std::runtime_error("stopped before the first step; nothing was saved");
-  metrics.write(record);
-  write_weights(options, trainer.state(), ledger);
-  io::write_text(options.out + "/report.html",
-                 train::to_html(report_of(options, record, ledger, plan, params)));
-  print_end(options, record, plan, ledger, params);
+  Ending ending;
+  if (!unsaved.empty()) ending.problems.push_back(unsaved);
+  ending.weights = write_weights_somewhere(options, trainer.state(), ledger, ending);
+  ending.metrics = metrics.write(record);
+  if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
+  ending.report = ending.attempt([&] {
+    io::write_text(options.out + "/report.html",
+                   train::to_html(report_of(options, record, ledger, plan, params)));
+  });
+  print_end(options, record, plan, ledger, params, ending);
+  if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
 }
 
 void add_options(CLI::App& command, Options& options) {

@@ -227,8 +227,16 @@ Progress::Progress(std::string label, std::int64_t steps, std::int64_t tokens_pe
       terminal_(isatty(STDERR_FILENO) != 0),
       last_(Clock::now()) {}
 
-Progress::~Progress() {
+Progress::~Progress() { clear(); }
+
+void Progress::clear() {
   if (terminal_ && width_ > 0) std::cerr << '\r' << std::string(width_, ' ') << '\r' << std::flush;
+  width_ = 0;
+}
+
+void Progress::warn(const std::string& message) {
+  clear();
+  std::cerr << "scruple: " << message << std::endl;
 }
 
 std::string Progress::line(const train::Record& record) const {

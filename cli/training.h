@@ -60,10 +60,12 @@ class Progress {
   Progress(std::string label, std::int64_t steps, std::int64_t tokens_per_step, const train::Ledger& ledger);
   ~Progress();
   void show(const train::Record& record);
+  void warn(const std::string& message);  // on a line of its own
 
  private:
   using Clock = std::chrono::steady_clock;
   std::string line(const train::Record& record) const;
+  void clear();
 
   std::string label_;
   std::int64_t steps_, tokens_;

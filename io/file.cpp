@@ -1,10 +1,16 @@
 #include "io/file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+#if defined(__linux__)
+#include <linux/magic.h>
+#include <sys/vfs.h>
+#endif
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -52,6 +58,40 @@ int under_partial_name(const std::string& path, std::string& partial, const Make
     if (make(partial)) return 0;
     if (errno != EEXIST && errno != ENOTEMPTY) return errno;
   }
+}
+
+bool is_partial_name(std::string_view name, std::string_view prefix) {
+  const auto take_number = [&name] {  // from the end
+    const std::size_t digits = name.find_last_not_of("0123456789") + 1;
+    const bool some = digits < name.size();
+    name = name.substr(0, digits);
+    return some;
+  };
+  if (!name.starts_with(prefix) || !take_number() || !name.ends_with('-')) return false;
+  name.remove_suffix(1);
+  return take_number() && name.ends_with(kPartial) && name.size() > kPartial.size() + prefix.size();
+}
+
+int open_folder(const std::string& path) {
+  return ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+}
+
+// Whether a lock on this folder says all: on a network's file system, and through one that passes calls on, a
+// writer on another machine holds a lock that is not seen here. What is not known is taken for such a one.
+bool locks_are_seen(int folder) {
+#if defined(__linux__)
+  constexpr unsigned long kLocal[] = {
+      EXT4_SUPER_MAGIC,       XFS_SUPER_MAGIC,  BTRFS_SUPER_MAGIC,  TMPFS_MAGIC,
+      OVERLAYFS_SUPER_MAGIC,  F2FS_SUPER_MAGIC, /*ZFS*/ 0x2fc12fc1,
+      /*bcachefs*/ 0xca451a4e};
+  struct statfs system {};
+  return ::fstatfs(folder, &system) == 0 &&
+         std::find(std::begin(kLocal), std::end(kLocal), static_cast<unsigned long>(system.f_type)) !=
+             std::end(kLocal);
+#else
+  (void)folder;
+  return false;
+#endif
 }
 
 // Makes the names in a folder last. Some file systems cannot do this, and a folder may be writable without
@@ -182,14 +222,24 @@ void NewFile::finish() {
 NewFolder::NewFolder(const std::string& path) : path_(path) {
   while (path_.size() > 1 && path_.back() == '/') path_.pop_back();
   constexpr mode_t kMode = 0777;  // less what the user's umask takes away
-  const int error = under_partial_name(
-      path_, partial_, [&](const std::string& name) { return ::mkdir(name.c_str(), kMode) == 0; });
+  const int error = under_partial_name(path_, partial_, [&](const std::string& name) {
+    if (::mkdir(name.c_str(), kMode) != 0) return false;
+    // Without a lock, where the system has none, the folder is as good. But remove_partial() of another process
+    // may have come between: then the next name.
+    lock_ = open_folder(name);
+    const bool contested = lock_ >= 0 && ::flock(lock_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    if (!contested && ::access(name.c_str(), F_OK) == 0) return true;
+    if (lock_ >= 0) ::close(std::exchange(lock_, -1));
+    errno = EEXIST;
+    return false;
+  });
   if (error != 0) fail("cannot make the folder ", path_, ": ", words_of(error), hint_for(error));
 }
 
 NewFolder::~NewFolder() {
   std::error_code ignored;
   if (!done_) std::filesystem::remove_all(partial_, ignored);
+  if (lock_ >= 0) ::close(lock_);
 }
 
 void NewFolder::finish() {
@@ -225,11 +275,20 @@ void remove_folder(const std::string& path) {
   if (error != 0) fail("cannot remove ", path, ": ", words_of(error), hint_for(error));
 }
 
-void remove_partial(const std::string& folder) {
+std::vector<std::string> remove_partial(const std::string& folder, std::string_view prefix) {
+  std::vector<std::string> found, left;
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
-    if (entry.path().filename().string().find(kPartialName) != std::string::npos)
-      std::filesystem::remove_all(entry.path(), ignored);
+    if (is_partial_name(entry.path().filename().string(), prefix) &&
+        entry.symlink_status(ignored).type() == std::filesystem::file_type::directory)
+      found.push_back(entry.path().string());
+  for (const std::string& path : found) {
+    const Descriptor dead{open_folder(path)};  // with its lock until it is gone
+    if (dead.value >= 0 && locks_are_seen(dead.value) && ::flock(dead.value, LOCK_EX | LOCK_NB) == 0)
+      std::filesystem::remove_all(path, ignored);
+    if (std::filesystem::exists(path, ignored)) left.push_back(path);
+  }
+  return left;
 }
 
 void write_text(const std::string& path, std::string_view text) {

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace scruple::io {
 
@@ -74,7 +75,8 @@ class NewFile {
 
 // A folder that appears under its name complete and on the disk, or not at all: files are written into
 // partial(), and finish() gives it its name. A folder that has the name already is there until then and is
-// replaced in one step: at no moment is there neither. (A process that is killed leaves NAME.partial-PID-N.)
+// replaced in one step: at no moment is there neither. (A process that is killed leaves NAME.partial-PID-N;
+// while it lives it holds a lock, flock, on that folder.)
 class NewFolder {
  public:
   explicit NewFolder(const std::string& path);
@@ -87,13 +89,16 @@ class NewFolder {
 
  private:
   std::string path_, partial_;
+  int lock_ = -1;
   bool done_ = false;
 };
 
 // A folder with all that is in it. It loses its name first, so that nobody takes a half for the whole.
 void remove_folder(const std::string& path);
-// What processes that were killed have left in `folder` of the above.
-void remove_partial(const std::string& folder);
+// What processes that were killed have left in `folder` of new folders whose names begin with `prefix`: those of
+// the exact form NAME.partial-PID-N that nobody has locked, on a file system of this machine alone. The paths
+// of the others of that form, whose writers may be at work, here or elsewhere.
+std::vector<std::string> remove_partial(const std::string& folder, std::string_view prefix = "");
 
 // In the name of whatever is not finished; readers leave it alone.
 inline constexpr std::string_view kPartialName = ".partial-";

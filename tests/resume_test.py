@@ -2,9 +2,11 @@
 
 Usage: resume_test.py PATH_TO_SCRUPLE
 """
+import fcntl
 import json
 import os
 import random
+import re
 import resource
 import signal
 import struct
@@ -37,6 +39,12 @@ def run(*arguments, engine=None, **options):
 def content(path):
     with open(path, "rb") as file:
         return file.read()
+
+
+def local(path):
+    """Whether a lock on this file system is seen by everyone: elsewhere nothing is taken for dead."""
+    kind = subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout.strip()
+    return kind in ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "f2fs", "zfs")
 
 
 class Case(unittest.TestCase):
@@ -221,6 +229,7 @@ class Train(Case):
             resource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000))
         said = self.fails(1, "was not saved", "train", "--resume", self.path("a"), preexec_fn=little_room)
         self.assertIn("those before it are as they were", said.stderr)
+        self.assertIn("goes on after step 3", said.stderr)
         self.assertEqual(self.checkpoints("a"), ["step-00000003"])
         if os.getuid() != 0:  # whom no permission stops
             os.chmod(self.path("a/checkpoints"), 0o500)
@@ -230,6 +239,104 @@ class Train(Case):
         self.done("train", "--resume", self.path("a"))
         self.trained("b")
         self.same_run("a", "b")
+
+    def test_others_files_and_live_writers_are_left_alone(self):
+        self.trained("a", "--save-every", "3")
+        def beside(name):
+            return self.path("a/checkpoints", name)
+        with open(beside("x.partial-notes"), "w", encoding="utf-8") as file:
+            file.write("mine")
+        dead, live = (beside(f"step-00000009.partial-{number}-0") for number in (1, 2))
+        for folder in (dead, live):
+            os.mkdir(folder)
+            with open(os.path.join(folder, "model.safetensors"), "w", encoding="utf-8") as file:
+                file.write("half")
+        writer = os.open(live, os.O_RDONLY)
+        self.addCleanup(os.close, writer)
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        said = run("train", "--resume", self.path("a"))
+        self.assertEqual(said.returncode, 0, said.stderr)
+        self.assertEqual(content(beside("x.partial-notes")), b"mine")
+        self.assertEqual(content(os.path.join(live, "model.safetensors")), b"half")
+        self.assertRegex(said.stderr, re.escape(live) + ".*was left as it is")
+        if local(self.folder):
+            self.assertFalse(os.path.exists(dead))
+            self.assertNotIn(dead, said.stderr)
+
+
+class FullDisk(Case):
+    """A save that fails does not end the run, and what there is at its end is written somewhere."""
+
+    def full_at(self, size):
+        """A limit on the size of files is a full disk for the large ones."""
+        def little_room():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        return little_room
+
+    def test_in_the_middle_and_room_again(self):
+        steps, every = 3000, 100
+        process = subprocess.Popen([SCRUPLE, *self.arguments("a", "--save-every", str(every), steps=steps)], text=True,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=self.full_at(20000))
+        said = []
+        for line in process.stderr:  # checkpoints are larger, and the metrics are after some 200 steps
+            said.append(line)
+            if "lines wait" in line:
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        process.stderr.close()
+        self.assertEqual(process.wait(300), 0, said)
+        self.assertRegex("".join(said), "step-00000100 was not saved.*the run goes on, and the next save tries again")
+        self.assertEqual(self.checkpoints("a"), ["step-00002900", "step-00003000"])
+        self.trained("b", steps=steps)
+        self.same_run("a", "b")
+        self.done("checkpoint", "verify", self.path("a"))
+
+    def test_to_the_end(self):
+        """Nothing takes the weights: there is no other file system, as far as the limit goes."""
+        said = self.fails(1, "could not be written anywhere", *self.arguments("a", "--save-every", "2"),
+                          preexec_fn=self.full_at(20000), cwd=self.folder)
+        self.assertEqual(said.stderr.count("the next save tries again"), 2, said.stderr)
+        self.assertIn("step-00000006 was not saved", said.stderr)
+        self.assertNotIn("--resume", said.stderr)  # from nothing
+        self.assertNotIn("model.safetensors", said.stdout)
+        self.assertEqual(os.listdir(self.path("a/checkpoints")), [])
+        self.assertEqual([name for name in os.listdir(self.folder) if name.startswith("scruple-")], [])
+        with open(self.path("a/metrics.jsonl"), encoding="utf-8") as file:
+            self.assertEqual(json.loads(file.readlines()[-1])["step"], 6)
+
+    def test_weights_go_elsewhere(self):
+        self.trained("whole")
+        self.trained("a", "--save-every", "6")
+        os.remove(self.path("a/model.safetensors"))
+        os.makedirs(self.path("a/model.safetensors/in the way"))
+        os.mkdir(self.path("elsewhere"))
+        os.environ["TMPDIR"] = self.path("elsewhere")
+        self.addCleanup(os.environ.pop, "TMPDIR")
+        said = self.fails(1, "are in " + self.path("elsewhere"), "train", "--resume", self.path("a"))
+        [made] = os.listdir(self.path("elsewhere"))
+        self.assertIn("not in " + self.path("a"), said.stderr)
+        self.assertEqual(content(self.path("elsewhere", made, "model.safetensors")), content(self.path("whole/model.safetensors")))
+        self.done("sample", self.path("elsewhere", made), "--prompt", "The", "--length", "4")
+
+    def test_a_small_file_system(self):
+        """Every save fails, and the weights go to another file system."""
+        shape = ("--width", "128", "--save-every", "2")  # weights of 460 kB where 290 are free
+        small = self.path("small")
+        os.mkdir(small)
+        mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c",
+                 'mount -t tmpfs -o size=2m tmpfs "$0" && head -c 1800000 /dev/zero > "$0/filler" && "$@"; '
+                 'code=$?; ls -R "$0" >&2; exit $code', small]
+        if subprocess.run(mount + ["true"], capture_output=True).returncode != 0:
+            self.skipTest("no file system can be mounted here")
+        os.mkdir(self.path("elsewhere"))
+        said = subprocess.run(mount + [SCRUPLE, *self.arguments("small/a", *shape)], capture_output=True,
+                              text=True, timeout=300, env={**os.environ, "TMPDIR": self.path("elsewhere")})
+        self.assertEqual(said.returncode, 1, said.stderr)
+        self.assertIn("No space left on device", said.stderr)
+        self.trained("whole", *shape[:2])
+        weights = [os.path.join(self.path("elsewhere"), name, "model.safetensors") for name in os.listdir(self.path("elsewhere"))]
+        self.assertEqual([content(path) for path in weights], [content(self.path("whole/model.safetensors"))], said.stderr)
+        self.assertNotIn("partial", said.stderr[said.stderr.index(small + ":"):])  # what ls found
 
 
 class Tools(Case):
@@ -390,5 +497,5 @@ class Specification(Case):
 
 
 if __name__ == "__main__":
-    SCRUPLE = sys.argv.pop(1)
+    SCRUPLE = os.path.abspath(sys.argv.pop(1))
     unittest.main()

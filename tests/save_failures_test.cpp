@@ -3,8 +3,10 @@
 // the new one. Through both doors: io/ as the trainer calls it, and the C ABI as Python does.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -52,6 +54,7 @@ long planned(const std::string& what, const Call& call) {
 }
 
 std::map<int, std::string> paths;
+bool on_a_network = false;
 
 }  // namespace
 
@@ -112,6 +115,11 @@ int unlinkat(int folder, const char* path, int flags) noexcept {  // std::filesy
       planned("unlink " + std::string(path), [&] { return syscall(SYS_unlinkat, folder, path, flags); }));
 }
 int unlink(const char* path) noexcept { return unlinkat(AT_FDCWD, path, 0); }
+int fstatfs(int file, struct statfs* system) noexcept {
+  const auto result = static_cast<int>(syscall(SYS_fstatfs, file, system));
+  system->f_type = on_a_network ? NFS_SUPER_MAGIC : EXT4_SUPER_MAGIC;
+  return result;
+}
 }
 #pragma GCC visibility pop
 
@@ -309,6 +317,58 @@ TEST_P(Saving, EverythingIsFlushedBeforeItIsNamed) {
     removed = removed || verb == "unlink";
   }
   EXPECT_TRUE(named && lasting && removed);
+}
+
+// ---- What is left behind ----
+
+// A process that is killed while it writes the folder.
+void leave_behind(const std::string& folder) {
+  const pid_t child = fork();
+  if (child == 0) {
+    const NewFolder begun(folder);
+    write_text(begun.partial() + "/model.safetensors", "half");
+    _exit(kKilled);
+  }
+  int state = 0;
+  ASSERT_EQ(waitpid(child, &state, 0), child);
+  ASSERT_EQ(WEXITSTATUS(state), kKilled);
+}
+
+TEST_P(Saving, OnlyWhatTheDeadHaveLeftIsRemoved) {
+  leave_behind(path("step-00000001"));
+  leave_behind(path("step-00000002"));
+  ASSERT_EQ(files(), 2u);
+  NewFolder begun(path("step-00000003"));
+  EXPECT_EQ(remove_partial(folder_, "step-"), std::vector<std::string>{begun.partial()});
+  EXPECT_EQ(files(), 1u);
+  write_text(begun.partial() + "/text", "whole");
+  begun.finish();
+  EXPECT_EQ(content("step-00000003/text"), "whole");
+}
+
+TEST_P(Saving, OthersMayHaveSuchNames) {
+  put("mine", "x.partial-notes");
+  put("mine", "step-00000001.partial-1-0");  // a file
+  for (const char* name :
+       {"step-00000001.partial-", "step-00000001.partial-1", "step-00000001.partial-1-",
+        "step-00000001.partial-1-0x", "step-00000001.partial-1-0.old", "step-.partial-a-0",
+        "step-00000001.partial--0", ".partial-1-0", "step-00000001-1-0", "other.partial-1-0"})
+    std::filesystem::create_directory(path(name));
+  std::filesystem::create_directory_symlink(path("step-00000001-1-0"), path("step-00000002.partial-1-0"));
+  const std::size_t before = files();
+  EXPECT_TRUE(remove_partial(folder_, "step-").empty());
+  EXPECT_EQ(files(), before);
+}
+
+// There, a lock that another machine holds is not seen.
+TEST_P(Saving, OnANetworkNothingIsTakenForDead) {
+  leave_behind(path("step-00000001"));
+  on_a_network = true;
+  EXPECT_EQ(remove_partial(folder_, "step-").size(), 1u);
+  EXPECT_EQ(files(), 1u);
+  on_a_network = false;
+  EXPECT_TRUE(remove_partial(folder_, "step-").empty());
+  EXPECT_EQ(files(), 0u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Doors, Saving, testing::Values(Door::io, Door::abi),

@@ -14,7 +14,7 @@ double Record::first_loss() const { return validations.empty() ? std::nan("") : 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
 
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
-           const Watch& watch, const Watch& save, Record record) {
+           const Watch& watch, const Save& save, Record record) {
   record.resumed = record.steps.size();
   const auto validate_if_due = [&](std::int64_t step) {
     const bool due =
@@ -26,8 +26,7 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
   auto saved = static_cast<std::int64_t>(record.resumed);
   const auto save_now = [&](std::int64_t step) {
     if (span.save_every == 0 || step == saved) return;
-    save(record);
-    saved = step;
+    if (save(record)) saved = step;
   };
   auto step = static_cast<std::int64_t>(record.resumed);
   validate_if_due(step);  // which an earlier session may not have finished
@@ -38,7 +37,7 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
     ++step;
     watch(record);
     validate_if_due(step);
-    if (span.save_every > 0 && step % span.save_every == 0) save_now(step);
+    if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);
   }
   save_now(step);
   record.stopped = step < span.steps;

@@ -31,11 +31,13 @@ struct Record {
 };
 
 using Watch = std::function<void(const Record&)>;
+using Save = std::function<bool(const Record&)>;
 
-// `watch` sees the record after every step; `save` after the steps that span.save_every names. `record` is what
-// earlier sessions saw: one entry for each step that the trainer has taken.
+// `watch` sees the record after every step; `save` after the steps that span.save_every names, and says whether it
+// did: what it did not is tried again where the run ends. `record` is what earlier sessions saw: one entry for
+// each step that the trainer has taken.
 Record run(
     Trainer& trainer, const Windows& data, const Windows& validation, const Span& span, const Watch& watch,
-    const Watch& save = [](const Record&) {}, Record record = {});
+    const Save& save = [](const Record&) { return true; }, Record record = {});
 
 }  // namespace scruple::train
