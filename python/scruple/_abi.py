@@ -91,17 +91,19 @@ SinkOptions = _struct(
 )
 Piece = _struct("Piece", "int64 tensor, first, size; Array gradient")
 SinkReport = _struct("SinkReport", "double norm; float found_inf, clip; int64 steps, skipped; Scaler scaler")
-_struct("Plane", "char* kind, dtype; int64* shape; int64 dimensions, bytes")
-_struct("StoredArray", "char* name, format, rounding; int64 fits; Plane* planes; int64 plane_count")
-_struct(
+Plane = _struct("Plane", "char* kind, dtype; int64* shape; int64 dimensions, bytes")
+StoredArray = _struct(
+    "StoredArray", "char* name, format, rounding; int64 fits; Plane* planes; int64 plane_count"
+)
+StoredTensor = _struct(
     "StoredTensor",
     "char* name; int64* shape; int64 dimensions, group, step, id; double adagc_norm;"
     "StoredArray* arrays; int64 array_count",
 )
-_struct("Hyper", "char* name; double value")
-_struct("Group", "char* optimizer; uint64 seed; Hyper* hypers; int64 hyper_count")
-_struct("Scale", "double scale, growth, backoff; int64 interval, clean")
-_struct("Note", "char* name; bytes* text; int64 bytes")
+Hyper = _struct("Hyper", "char* name; double value")
+Group = _struct("Group", "char* optimizer; uint64 seed; Hyper* hypers; int64 hyper_count")
+Scale = _struct("Scale", "double scale, growth, backoff; int64 interval, clean")
+Note = _struct("Note", "char* name; bytes* text; int64 bytes")
 Contents = _struct(
     "Contents",
     "char* folder, library, recipe; int64 step; Group* groups; int64 group_count; Scale loss_scale;"

@@ -1598,6 +1598,14 @@ class Package(Case):
             "scruple_sink_options": _abi.SinkOptions,
             "scruple_piece": _abi.Piece,
             "scruple_sink_report": _abi.SinkReport,
+            "scruple_checkpoint_plane": _abi.Plane,
+            "scruple_checkpoint_array": _abi.StoredArray,
+            "scruple_checkpoint_tensor": _abi.StoredTensor,
+            "scruple_checkpoint_hyper": _abi.Hyper,
+            "scruple_checkpoint_group": _abi.Group,
+            "scruple_checkpoint_scale": _abi.Scale,
+            "scruple_checkpoint_note": _abi.Note,
+            "scruple_checkpoint_contents": _abi.Contents,
         }
         known = {
             kind
