@@ -106,8 +106,11 @@ void check_accumulates(const scruple_tensor& t, i64 index, const scruple_sink_op
   const RuleInfo& rule = t.optimizer->rule();
   if (rule.accumulation != (momentum ? Accumulation::momentum : Accumulation::adama))
     fail(SCRUPLE_UNSUPPORTED, "tensor ", index, ": accumulation ", momentum ? "momentum" : "adama",
-         " is for ", momentum ? "sgd and sgdw" : "adam and adamw", ", not for ", rule.name,
-         "; use policy compressed, for any optimizer");
+         " is not for ", rule.name,
+         rule.accumulation == Accumulation::none ? ""
+         : momentum                              ? ", which takes adama"
+                                                 : ", which takes momentum",
+         "; policy compressed is for any optimizer");
   check_parts(t, index);
 }
 

@@ -373,7 +373,7 @@ class Failures(Case):
             (
                 "momentum of AdamW",
                 dict(policy="released", accumulate=4, accumulation="momentum"),
-                ("momentum is for sgd", "adamw", "compressed"),
+                ("momentum is not for adamw", "adama", "compressed"),
                 ADAMW,
             ),
             ("adama of SGD", dict(policy="released", accumulate=4, accumulation="adama"), ("sgd",), SGD),
