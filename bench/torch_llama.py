@@ -1,12 +1,14 @@
 """Memory and time of whole training iterations of a Llama, every optimizer in a process of its own.
 
-    python bench/torch_llama.py [--model 1.1b|8b|tiny] [--runs REGEX] [--json FILE]
+    python bench/torch_llama.py [--model 1.1b|8b|tiny] [--runs REGEX] [--json FILE] [--peers DIR]
 
-Needs a GPU, torch, transformers and scruple; FlashOptim's rows need flashoptim. The model is transformers'
-LlamaForCausalLM with random weights in bf16 (fp32 with autocast in the first row), gradient checkpointing,
-sequences of 1,024 tokens, 8 at a time for 1.1b and 4 for 8b. After three iterations the peak is reset; then
-come seven that count. One iteration is one optimizer step; with 4 micro-batches it has four forward and
-backward passes.
+Needs a GPU, torch, transformers and scruple. The rows of others need flashoptim, bitsandbytes and torchao,
+installed or as unpacked wheels in the folder of --peers; a row whose package is not here says so. (On
+PYTHONPATH transformers would import them too, in every row, and one that is broken would break all.) The model is
+transformers' LlamaForCausalLM with random weights in bf16 (fp32 with autocast in the first row), gradient
+checkpointing, sequences of 1,024 tokens, 8 at a time for 1.1b and 4 for 8b. After three iterations the peak is
+reset; then come seven that count. One iteration is one optimizer step; with 4 micro-batches it has four forward
+and backward passes. "No master": nothing completes the bf16 weights, and they are rounded to nearest.
 
   peak GiB   torch.cuda.max_memory_allocated over the seven iterations: weights, state, gradients, activations
   at rest    torch.cuda.memory_allocated between iterations
@@ -15,6 +17,7 @@ backward passes.
 
 import argparse
 import datetime
+import importlib
 import json
 import re
 import statistics
@@ -70,6 +73,9 @@ RUNS = {
     "torch fused, pure bf16 (no master)": ("torch", {}),
     "FlashAdamW": ("flash", {}),
     "FlashAdamW, release": ("flash", {"release": True}),
+    "bitsandbytes 8-bit (no master)": ("bitsandbytes.optim", {"name": "AdamW8bit"}),
+    "torchao 8-bit (no master)": ("torchao.optim", {"name": "AdamW8bit"}),
+    "torchao 4-bit (no master)": ("torchao.optim", {"name": "AdamW4bit"}),
     "scruple": ("scruple", {}),
     "scruple, clip_and_step": ("scruple", {"clip": True}),
     "scruple, released": ("scruple", {"policy": "released"}),
@@ -105,11 +111,13 @@ def build(model, dtype, device):
     return made, torch.randint(shape["vocab_size"], (batch, length), device=device)
 
 
-def one(model, who):
+def one(model, who, peers):
     kind, how = RUNS[who]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     net, tokens = build(model, torch.float32 if how.get("autocast") else torch.bfloat16, device)
     hypers = {"lr": 1e-4, "weight_decay": 0.1}
+    if peers:
+        sys.path.append(peers)
     if kind == "torch":
         opt = torch.optim.AdamW(net.parameters(), fused=True, **hypers)
     elif kind == "flash":
@@ -118,6 +126,8 @@ def one(model, who):
         opt = flashoptim.FlashAdamW(net.parameters(), master_weight_bits=24, **hypers)
         if how.get("release"):
             flashoptim.enable_gradient_release(net, opt)
+    elif kind != "scruple":
+        opt = getattr(importlib.import_module(kind), how["name"])(net.parameters(), **hypers)
     else:
         from scruple.torch import AdamW, release_gradients
 
@@ -179,10 +189,11 @@ def main():
     parser.add_argument("--model", choices=MODELS, default="1.1b")
     parser.add_argument("--runs", default="", help="only those whose name matches this regular expression")
     parser.add_argument("--json")
+    parser.add_argument("--peers", help="a folder with unpacked wheels of others")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(one(arguments.model, arguments.one)))
+        print(json.dumps(one(arguments.model, arguments.one, arguments.peers)))
         return
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     _, batch, length = MODELS[arguments.model]
@@ -197,6 +208,8 @@ def main():
         if not re.search(arguments.runs, who):
             continue
         command = [sys.executable, __file__, "--model", arguments.model, "--one", who]
+        if arguments.peers:
+            command += ["--peers", arguments.peers]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -1,13 +1,15 @@
-"""The optimizer step through scruple.torch, with torch's and FlashOptim's optimizers beside it in one run.
+"""The optimizer step through scruple.torch, with the optimizers of others beside it in one run.
 
     python bench/torch_step.py [--device cpu|cuda] [--threads N] [--cases REGEX] [--quick] [--json FILE]
-    [--repeat N]
+    [--repeat N] [--peers DIR]
 
-Needs torch and scruple (pip install ., or PYTHONPATH=python with SCRUPLE_LIBRARY=build/libscruple.so);
-FlashOptim's rows, on a GPU, need flashoptim. Prints markdown rows as they are measured; a row that fails says
-why, and the run goes on. --cases keeps the rows whose "case: who" matches; --quick takes small sizes and
-judges nothing. On a GPU the large model has the shapes of a Llama of 1.1 billion parameters; on a CPU it has
-50 million. Our parameters and gradients are bf16, except where the row says fp32. Columns:
+Needs torch and scruple (pip install ., or PYTHONPATH=python with SCRUPLE_LIBRARY=build/libscruple.so). The rows
+of others need flashoptim (on a GPU), bitsandbytes and torchao, installed or as unpacked wheels in the folder of
+--peers; torchao's steps go through torch.compile. Prints markdown rows as they are measured; a row that
+fails, or whose package is not here, says why, and the run goes on. --cases keeps the rows whose "case: who"
+matches; --quick takes small sizes and judges nothing. On a GPU the large model has the shapes of a Llama of
+1.1 billion parameters; on a CPU it has 50 million. Parameters and gradients are bf16, except where the row says
+fp32; where it ends in bf16, nothing completes these weights, and they are rounded to nearest. Columns:
 
   ms         large, GPU: CUDA events around one step on an idle GPU, so with what the host adds; CPU: wall
              time; median. small tensors: wall time of (10 steps, synchronize) / 10; median.
@@ -24,6 +26,8 @@ judges nothing. On a GPU the large model has the shapes of a Llama of 1.1 billio
 import argparse
 import datetime
 import gc
+import importlib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -39,6 +43,7 @@ import time
 import torch
 
 WARM = 5
+PEERS = ("flashoptim", "bitsandbytes", "torchao")
 PEER_WARM = 20  # Triton compiles FlashOptim's kernels anew for step 1 and for the first multiple of 16
 
 
@@ -100,7 +105,13 @@ def time_small(step, device, repeat, warm):
     return {"ms": ms, "host_ms": host}
 
 
-def first_step(who, device):
+def optimizer_named(name):
+    """The class "module:name"."""
+    module, name = name.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def first_step(name, device):
     """In a process of its own: from importing the optimizer to the end of one step of 16 M parameters."""
     weight = torch.nn.Parameter(torch.zeros(1 << 24, dtype=torch.bfloat16, device=device))
     weight.grad = torch.ones_like(weight)
@@ -109,11 +120,7 @@ def first_step(who, device):
     ).step()  # torch imports seconds of its own with the first optimizer, whosesoever it is
     synchronize(device)
     start = time.perf_counter()
-    if who == "flash":
-        from flashoptim import FlashAdamW as AdamW
-    else:
-        from scruple.torch import AdamW
-    AdamW([weight], lr=1e-3).step()
+    optimizer_named(name)([weight], lr=1e-3).step()
     synchronize(device)
     return {"ms": (time.perf_counter() - start) * 1e3}
 
@@ -153,7 +160,22 @@ class Run:
             self.large = llama_shapes(4000, 512, 4, 1408, 64)
         self.small = (40 if arguments.quick else 400) * [(64, 64, 3, 3), (64,), (64,)]
         self.rows, self.torch_ms = [], {}
-        self.flash_here = cuda and importlib.util.find_spec("flashoptim")
+
+    def missing(self, name):
+        """A row's note where the package of the optimizer is not here."""
+        package = re.split("[.:]", name)[0]
+        if package == "flashoptim" and self.device != "cuda":
+            return {"note": "FlashOptim needs a GPU"}
+        return None if importlib.util.find_spec(package) else {"note": f"skipped: {package} is not here"}
+
+    @staticmethod
+    def version_of(package):
+        if not importlib.util.find_spec(package):
+            return f"{package} not here"
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} of unknown version"
 
     def main(self):
         source = torch.randn(
@@ -171,6 +193,7 @@ class Run:
             "device": self.machine(),
             "torch": torch.__version__,
             "scruple": scruple.version(),
+            "others": ", ".join(map(self.version_of, PEERS)),
             "large": f"{count[0]:,} parameters in {len(self.large)} tensors",
             "small": f"{count[1]:,} parameters in {len(self.small)} tensors",
             "copy_gb_per_s": round(self.copy, 1),
@@ -274,23 +297,26 @@ class Run:
         found = clock(make(parameters).step, self.device, self.repeat, warm)
         return {**found, "moved": per_param * sum(p.numel() for p in parameters), "per_param": per_param}
 
-    def flash(self, name, per_param, shapes=None, clock=time_large, **hypers):
-        if not self.flash_here:
-            return {"note": "FlashOptim is not here"}
-        import flashoptim
+    def other(self, name, per_param, shapes=None, clock=time_large, **hypers):
+        """Another's optimizer, "module:name", over bf16 parameters."""
+        return self.missing(name) or self.peer(
+            lambda p: optimizer_named(name)(p, lr=1e-3, **hypers), per_param, torch.bfloat16, shapes, clock
+        )
 
-        hypers |= {"lr": 1e-3, "master_weight_bits": 24}
-        make = getattr(flashoptim, name)
-        return self.peer(lambda p: make(p, **hypers), per_param, torch.bfloat16, shapes, clock)
+    def flash(self, name, per_param, **how):
+        return self.other("flashoptim:" + name, per_param, master_weight_bits=24, **how)
 
-    def first(self, who):
-        if who == "flash" and not self.flash_here:
-            return {"note": "FlashOptim is not here"}
+    def first(self, name):
+        if note := self.missing(name):
+            return note
         found = []
         for _ in range(3):
             with tempfile.TemporaryDirectory() as empty:
-                environment = {**os.environ, "TRITON_CACHE_DIR": empty, "CUDA_CACHE_PATH": empty}
-                command = [sys.executable, os.path.abspath(__file__), "--device", self.device, "--first", who]
+                caches = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
+                environment = {**os.environ, **{cache: empty for cache in caches}}
+                command = [sys.executable, os.path.abspath(__file__), "--device", self.device, "--first", name]
+                if self.arguments.peers:
+                    command += ["--peers", self.arguments.peers]
                 done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError((done.stderr.strip().splitlines() or ["no message"])[-1])
@@ -300,6 +326,12 @@ class Run:
     def cases(self):
         """Each as (case, who, bar, goal, measure)."""
         ours, peer, flash, cuda = self.ours, self.peer, self.flash, self.device == "cuda"
+        # Who, the optimizer, and the bytes that must move: a scale stands for 256 or 128 moments.
+        low_bits = (
+            ("bitsandbytes 8-bit, bf16", "bitsandbytes.optim:AdamW8bit", 6 + 4 * (1 + 4 / 256)),
+            ("torchao 8-bit, bf16", "torchao.optim:AdamW8bit", 6 + 4 * (1 + 4 / 256)),
+            ("torchao 4-bit, bf16", "torchao.optim:AdamW4bit", 6 + 4 * (0.5 + 4 / 128)),
+        )
         bar, goal = ({"of_copy": 0.75}, {"of_copy": 0.85}) if cuda else ({"of_torch": 0.6}, {"of_torch": 1.0})
 
         def adamw(**how):
@@ -327,6 +359,8 @@ class Run:
         for recipe in ("flash", "scant", "split", "mixed"):
             yield "AdamW", recipe + " recipe", {}, {}, lambda: ours("AdamW", recipe)
         yield "AdamW", "FlashAdamW", {}, {}, lambda: flash("FlashAdamW", 12.25)
+        for who, name, moved in low_bits:
+            yield "AdamW", who, {}, {}, lambda: self.other(name, moved)
         yield "norm, clip, step", "scruple", {"ratio": 1.35} if cuda else {}, {}, self.clipped
         yield "SGD momentum", "torch fused, fp32", {}, {}, lambda: peer(sgd, 20)
         yield (
@@ -344,6 +378,8 @@ class Run:
         yield "small tensors", "scruple", {}, {}, lambda: ours("AdamW", "scruple", **few)
         yield "small tensors", "torch foreach, fp32", {}, {}, lambda: peer(adamw(foreach=True), 28, **few)
         yield "small tensors", "FlashAdamW", {}, {}, lambda: flash("FlashAdamW", 12.25, **few)
+        for who, name, moved in low_bits:
+            yield "small tensors", who, {}, {}, lambda: self.other(name, moved, **few)
         some = {"shapes": self.small[:300], "clock": time_small}
         yield "300 tensors", "torch fused, fp32", {}, {}, lambda: peer(adamw(fused=True), 28, **some)
         yield (
@@ -353,8 +389,10 @@ class Run:
             {},
             lambda: ours("AdamW", "scruple", **some),
         )
-        yield "first step", "scruple", {}, {}, lambda: self.first("scruple")
-        yield "first step", "FlashAdamW", {}, {}, lambda: self.first("flash")
+        yield "first step", "scruple", {}, {}, lambda: self.first("scruple.torch:AdamW")
+        yield "first step", "FlashAdamW", {}, {}, lambda: self.first("flashoptim:FlashAdamW")
+        for who, name, _ in low_bits:
+            yield "first step", who, {}, {}, lambda: self.first(name)
 
 
 def main():
@@ -369,8 +407,11 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--peers", help="a folder with unpacked wheels of others")
     parser.add_argument("--first", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.peers:
+        sys.path.append(arguments.peers)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     if arguments.first:
