@@ -69,7 +69,7 @@ bool is_partial_name(std::string_view name, std::string_view prefix) {
   };
   if (!name.starts_with(prefix) || !take_number() || !name.ends_with('-')) return false;
   name.remove_suffix(1);
-  return take_number() && name.ends_with(kPartial) && name.size() > kPartial.size() + prefix.size();
+  return take_number() && name.ends_with(kPartialName) && name.size() > kPartialName.size() + prefix.size();
 }
 
 int open_folder(const std::string& path) {
