@@ -33,6 +33,11 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 IMPORTS = {
     "python/scruple/": {"scruple"},  # works without torch
     "python/scruple/torch/": {"scruple", "torch"},
+    # Doors to frameworks, which nothing else of the package opens.
+    "python/scruple/torch/axolotl.py": {"scruple", "torch", "axolotl", "pydantic"},
+    "python/scruple/torch/lightning.py": {"scruple", "torch", "lightning", "pytorch_lightning"},
+    "python/scruple/torch/torchtitan.py": {"scruple", "torch", "torchtitan"},
+    "python/scruple/torch/transformers.py": {"scruple", "torch", "transformers"},
 }
 # Imports that would break the rule above, and may stand inside a function: they happen when it is called, so that
 # `import scruple` still needs no torch. scruple.save and scruple.load take torch models.

@@ -1032,7 +1032,7 @@ class Writing(Folder):
         def cut(*_):
             os.truncate(self.path("a/model.safetensors"), len(kept) // 2)
 
-        with mock.patch.object(checkpoint, "_make_state", cut):
+        with mock.patch.object(checkpoint, "make_state", cut):
             with self.refused("shortened", "load again", kind=scruple.Error):
                 scruple.load(opt, model, self.path("a"))
         with open(self.path("a/model.safetensors"), "wb") as file:
