@@ -184,7 +184,7 @@ def _find():
 
 
 def last_error():
-    return library.last_error().decode()
+    return library.last_error().decode(errors="replace")
 
 
 def _checked(function):

@@ -714,6 +714,19 @@ class Refused(Folder):
     def load(self, name="a"):
         scruple.load(self.opt, self.model, self.path(name))
 
+    def test_bytes_that_are_no_text(self):
+        """What the message quotes of them can be read."""
+        for file in ("a/model.safetensors", "a/manifest.json"):
+            raw = read(self.path(file))
+            for at in range(10, 400, 13):
+                with open(self.path(file), "wb") as damaged:
+                    damaged.write(raw[:at] + b"\x97" + raw[at + 1 :])
+                with self.unchanged(os.path.basename(file), kind=scruple.Error):
+                    self.load()
+            with open(self.path(file), "wb") as mended:
+                mended.write(raw)
+        self.load()
+
     def test_a_flipped_bit(self):
         raw = read(self.path("a/model.safetensors"))
         start = 8 + struct.unpack("<Q", raw[:8])[0]

@@ -400,7 +400,7 @@ class Groups(Case):
         """What stands in the state would be read as something else: refused before anything is lost."""
         for change, words in (
             (dict(recipe="flash"), ("exp_avg", "companded8", "flash8")),
-            (dict(recipe="fp32"), ("companded8", "fp32")),
+            (dict(recipe="fp32"), ("weight", "bf16+8", "bf16+fp32")),
             (dict(weights="bf16+4"), ("weight", "bf16+8", "bf16+4")),
             (dict(moments={"exp_avg": "nf4"}), ("exp_avg", "nf4")),
             (dict(rounding="stochastic"), ("weight", "stochastic")),  # splits are read by it

@@ -117,7 +117,7 @@ class Trainer(Case):
         _, log, found = train(self.path("b"), "released", **how)
         self.assertSame(stored, found)
         for a, b in zip(stored_log, log):
-            self.assertAlmostEqual(a["grad_norm"] / b["grad_norm"], 1, places=2)  # torch's is rounded to bf16
+            self.assertAlmostEqual(a["grad_norm"] / b["grad_norm"], 1, delta=2.0**-7)  # torch's is rounded to bf16
 
     def test_released_over_micro_batches(self):
         how = dict(

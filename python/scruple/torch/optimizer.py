@@ -221,8 +221,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_meaning(self, p, layout):
         was, now = self._kept.get(p, {}), layout.meaning
-        for name in was.keys() & now.keys():
-            if was[name] != now[name]:
+        for name in was:  # in its order: the same sentence every time
+            if name in now and was[name] != now[name]:
                 raise UsageError(
                     f"{name} of a parameter of shape {tuple(p.shape)} is held as {was[name]}, and would be "
                     f"{now[name]}: its group was changed, or it was cast, after its first step. Set that back; "
