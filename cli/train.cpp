@@ -554,12 +554,14 @@ Record open_folder(const Session& session) {
     claim(options.out);
     return {};
   }
-  if (options.out != options.resume)
+  if (options.out != options.resume) {
     claim(options.out);
-  else
+  } else {
     for (const std::string& left : io::remove_partial(train::checkpoints_of(options.out), "step-"))
       std::cerr << "scruple: " << left
                 << " was left as it is: whoever writes it may still be at work; remove it if nobody does\n";
+    train::keep_last(options.out, options.keep);  // a kill may have come between a save and this
+  }
   return read_metrics(options.out + kMetrics, session.from->manifest().step);
 }
 

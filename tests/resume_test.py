@@ -136,6 +136,12 @@ class Killed(Case):
             self.assertEqual(self.checkpoints(out), ["step-00000039", "step-00000040"])
         print(f"{kills} kills of {runs} runs, {in_a_save} of them inside a save")  # save_failures_test aims
 
+    def test_after_the_last_save_and_before_the_old_ones_go(self):
+        """The save of the last step stands, the run is complete, and one checkpoint too many is there."""
+        self.trained("a", "--save-every", "1", "--keep", "3")
+        self.done("train", "--resume", self.path("a"), "--keep", "2")
+        self.assertEqual(self.checkpoints("a"), ["step-00000005", "step-00000006"])
+
     def test_by_hand_after_any_step(self):
         """Every step of every kind of run, without the dice."""
         for number, settings in enumerate(RUNS):

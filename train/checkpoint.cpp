@@ -81,12 +81,6 @@ io::LossScale stored_form(const scruple_scaler& scaler) {
   return {scaler.scale, scaler.growth, scaler.backoff, scaler.interval, scaler.clean};
 }
 
-void keep_last(const std::string& folder, std::int64_t keep) {
-  const std::vector<std::int64_t> steps = io::saved_steps(folder);
-  for (std::size_t i = 0; keep > 0 && i + static_cast<std::size_t>(keep) < steps.size(); ++i)
-    io::remove_folder(folder + "/" + io::step_name(steps[i]));
-}
-
 }  // namespace
 
 io::TensorState stored_form(std::string name, std::vector<std::int64_t> shape, const scruple_tensor& row) {
@@ -182,6 +176,13 @@ std::string checkpoints_of(const std::string& run) { return run + "/checkpoints"
 
 std::string find_checkpoint(const std::string& folder) { return io::find_checkpoint(folder); }
 
+void keep_last(const std::string& run, std::int64_t keep) {
+  const std::string folder = checkpoints_of(run);
+  const std::vector<std::int64_t> steps = io::saved_steps(folder);
+  for (std::size_t i = 0; keep > 0 && i + static_cast<std::size_t>(keep) < steps.size(); ++i)
+    io::remove_folder(folder + "/" + io::step_name(steps[i]));
+}
+
 void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes, const std::string& run,
           std::int64_t keep) {
   const Position position = trainer.position();
@@ -210,7 +211,7 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
                        [&](std::size_t t, std::size_t a, std::size_t p) {
                          return plane_of(state.table()[t], manifest.tensors[t], a, p);
                        });
-  keep_last(folder, keep);
+  keep_last(run, keep);
 }
 
 }  // namespace scruple::train

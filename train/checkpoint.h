@@ -35,8 +35,10 @@ std::string checkpoints_of(const std::string& run);
 // The checkpoint that a user means by a folder: itself, or the last one of a run.
 std::string find_checkpoint(const std::string& folder);
 
-// Saves the trainer into the run's folder; of its checkpoints the last `keep` stay (0: all). `notes` come
-// back in the manifest's `trainer`.
+// Of the run's checkpoints the last `keep` stay (0: all).
+void keep_last(const std::string& run, std::int64_t keep);
+// Saves the trainer into the run's folder, whose last `keep` checkpoints stay. `notes` come back in
+// the manifest's `trainer`.
 void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes, const std::string& run,
           std::int64_t keep);
 
