@@ -21,8 +21,9 @@ SCRUPLE_HD T value_or(const T* at, T otherwise) {
   return at == nullptr ? otherwise : *at;
 }
 
-// Squares of floats are exact in double and their sum cannot overflow: it is finite if and only if every
-// gradient is.
+// What a sum of squared gradients says: their norm, whether one of them was not finite, and the factor that
+// clips them. The square of a float is exact in double and no sum of them overflows, so the sum is finite if and
+// only if every gradient is.
 struct Measured {
   double norm;
   float found_inf, clip;
@@ -65,14 +66,15 @@ SCRUPLE_HD void write_measured(double sum_squares, const scruple_measure_options
   if (out.clip != nullptr) *out.clip = result.clip;
 }
 
-// The end of a step on every engine. All in the engine's memory; any may be null.
+// What the end of a step writes. A step is skipped where *found_inf is not 0. All pointers lead to the engine's
+// memory; any may be null.
 struct Advance {
   const float* found_inf;
-  scruple_scaler* scaler;
-  i64* steps;              // + 1 where the step was taken
-  i64* skipped = nullptr;  // + 1 where it was not
-  float* any = nullptr;    // 1 where it was not, else as it was
-  float* reset = nullptr;  // 0 at the end; may be found_inf
+  scruple_scaler* scaler;  // grows after enough steps, shrinks after a skipped one
+  i64* steps;              // one more after a step that was taken
+  i64* skipped = nullptr;  // one more after a step that was skipped
+  float* any = nullptr;    // becomes 1 after a skipped step, and stays as it is after any other
+  float* reset = nullptr;  // becomes 0, last of all; may be found_inf
 };
 SCRUPLE_HD void advance_by(const Advance& a) {
   const bool skip = a.found_inf != nullptr && *a.found_inf != 0;

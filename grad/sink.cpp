@@ -281,10 +281,10 @@ void scruple_sink::fold(const scruple_piece* pieces, const std::vector<scruple_t
                  &tensors_[counter].steps);
 }
 
-// The tensors that got something in this step, by the counter of their steps. Tensors that have taken the
-// same steps share one, so that there is one table, and one launch, until some tensor stays out of a step: it
-// leaves the counter of those that go on. (Whether the step will be skipped is not known here, so nobody can
-// count on the host.)
+// The tensors that got a gradient in this step, in one table for each step counter. A counter is a number in the
+// engine's memory, since only the device knows whether a step is taken or skipped. All tensors begin with
+// counter 0, so a step is one table and one launch. Where tensors 3 and 4 get no gradient in step 10, they move
+// to a counter of their own, which stays at 9 while counter 0 goes on to 10.
 std::map<i64, std::vector<scruple_tensor>> scruple_sink::tables_by_counter() {
   std::map<i64, std::vector<scruple_tensor>> tables;
   std::vector<bool> used(states_.size());
