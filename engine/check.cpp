@@ -212,7 +212,7 @@ void check_state(const scruple_tensor* tensors, i64 count) {
 }
 
 void check_parts(const scruple_tensor& t, i64 index) {
-  if (const char* problem = t.optimizer->whole_only())
+  if (const char* problem = t.optimizer->problem_with_parts())
     fail(SCRUPLE_UNSUPPORTED, "tensor ", index, ": ", t.optimizer->rule().name,
          " cannot take a step in parts: ", problem,
          "; fold the micro-batches into an accumulator first (policy compressed or stored)");

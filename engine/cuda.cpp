@@ -108,8 +108,10 @@ bool is_aligned(const scruple_array& array) {
   return aux == 0 || address(array.aux) % (array.format->aux_is_scale ? aux : 16) == 0;
 }
 
-// The tensors of a call that share a kernel, as they will stand in the workspace: begins, then rows.
-struct Image {
+// The tensors of a call that go to one kernel. A step of 100 `scruple` and 20 `mixed` tensors has two of these,
+// and makes two launches. Each is uploaded into the workspace at `at`: begins first, then rows; a DeviceTable
+// points at both.
+struct KernelTable {
   std::vector<i64> begins;
   std::vector<DeviceRow> rows;
   std::vector<u32> tensors;  // of each row, for messages
@@ -162,12 +164,14 @@ class DeviceBuffer {
   i64 size_ = 0;
 };
 
-// Where one kind of call keeps its table, so that a table which comes again in every step stays where it is.
+// The device memory in which one kind of call (step, measure, one array) keeps its tables. Training makes the
+// same call at every step: its tables are found where they are, and only rows that changed are uploaded.
 struct Workspace {
   DeviceBuffer memory;
-  std::vector<u8> shadow;  // what it holds: only upload() writes there
+  std::vector<u8> shadow;  // a copy of `memory` on the host, kept by upload(), to see what has changed
 
-  std::vector<Image> images;  // of the last call, one per kernel; those from `used` on wait to be used again
+  std::vector<KernelTable>
+      tables;  // of the last call, one per kernel; those from `used` on wait to be used again
   std::size_t used = 0;
   u64 version = 0;  // of the table that they were made from
 };
@@ -214,9 +218,9 @@ class CudaEngine final : public scruple_engine {
     }
     prepare(options.found_inf, options.clip, options.loss_scale, options.steps, options.part,
             options.part + 1 < options.parts);
-    for (const Image& image : images()) {
-      draw(image);
-      launch_over(image, image.kernel, static_cast<const Constants*>(constants()));
+    for (const KernelTable& table : tables()) {
+      draw(table);
+      launch_over(table, table.kernel, static_cast<const Constants*>(constants()));
     }
   }
 
@@ -248,7 +252,7 @@ class CudaEngine final : public scruple_engine {
     const Call call(*this);
     begin(workspaces_[kForFold]);
     check_readable(steps, "steps");
-    Image& image = image_for(gradient_kernels().fold);
+    KernelTable& table = table_for(gradient_kernels().fold);
     for (i64 i = 0; i < count; ++i) {
       const scruple_tensor& t = tensors[i];
       if (t.size == 0) continue;
@@ -257,12 +261,12 @@ class CudaEngine final : public scruple_engine {
       row.arrays[0] = device_array(incoming[i], false);
       row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
       row.aligned = is_aligned(incoming[i]) && is_aligned(t.arrays[SCRUPLE_GRADIENT]);
-      image.add(row, i, kBlockTile);
+      table.add(row, i, kBlockTile);
     }
     commit(tensors);
     prepare(nullptr, nullptr, nullptr, steps);
-    draw(image);
-    launch_over(image, image.kernel, multiplier);
+    draw(table);
+    launch_over(table, table.kernel, multiplier);
   }
 
   void clear(const scruple_tensor* tensors, i64 count) override {
@@ -385,7 +389,7 @@ class CudaEngine final : public scruple_engine {
       if (!is_aligned(t.arrays[a])) row.aligned = 0;
     }
     const Kernel kernel = kernel_of(t, active);
-    image_for(kernel.entry).add(row, index, static_cast<i64>(kernel.lane) * kBlock);
+    table_for(kernel.entry).add(row, index, static_cast<i64>(kernel.lane) * kBlock);
   }
 
   static DeviceRow row_of(const scruple_tensor& t) {
@@ -397,17 +401,17 @@ class CudaEngine final : public scruple_engine {
     return row;
   }
 
-  std::span<Image> images() { return {workspace_->images.data(), workspace_->used}; }
-  Image& image_for(const void* kernel) {
-    std::vector<Image>& images = workspace_->images;
+  std::span<KernelTable> tables() { return {workspace_->tables.data(), workspace_->used}; }
+  KernelTable& table_for(const void* kernel) {
+    std::vector<KernelTable>& tables = workspace_->tables;
     std::size_t& used = workspace_->used;
     for (std::size_t i = used; i-- > 0;)
-      if (images[i].kernel == kernel) return images[i];
-    if (used == images.size()) images.emplace_back();
-    Image& image = images[used++];
-    image.clear();
-    image.kernel = kernel;
-    return image;
+      if (tables[i].kernel == kernel) return tables[i];
+    if (used == tables.size()) tables.emplace_back();
+    KernelTable& table = tables[used++];
+    table.clear();
+    table.kernel = kernel;
+    return table;
   }
 
   // Tensors of one optimizer at one step share their constants.
@@ -454,20 +458,20 @@ class CudaEngine final : public scruple_engine {
     return {any_kernels().step, kLane};
   }
 
-  // Places the images one behind the other and uploads what does not stand there yet.
+  // Places the tables one behind the other and uploads what does not stand there yet.
   void commit(const scruple_tensor* tensors) {
     i64 end = 0;
-    for (Image& image : images()) {
-      image.at = end;
-      end += round_up(image.bytes(), 16);
+    for (KernelTable& table : tables()) {
+      table.at = end;
+      end += round_up(table.bytes(), 16);
     }
     reserve_table(end);
     constants_.reserve(static_cast<i64>(sources_.size() * sizeof(Constants)), capturing_);
-    for (const Image& image : images()) check_planes(image, tensors);
-    for (const Image& image : images()) {
-      upload(image.at, image.begins.data(), static_cast<i64>(image.begins.size() * sizeof(i64)));
-      upload(image.at + image.begins_bytes(), image.rows.data(),
-             static_cast<i64>(image.rows.size() * sizeof(DeviceRow)));
+    for (const KernelTable& table : tables()) check_planes(table, tensors);
+    for (const KernelTable& table : tables()) {
+      upload(table.at, table.begins.data(), static_cast<i64>(table.begins.size() * sizeof(i64)));
+      upload(table.at + table.begins_bytes(), table.rows.data(),
+             static_cast<i64>(table.rows.size() * sizeof(DeviceRow)));
     }
   }
 
@@ -480,19 +484,20 @@ class CudaEngine final : public scruple_engine {
 
   // Host memory given to a kernel would end the process's use of the device, so it is looked for: in rows
   // that the workspace does not hold already.
-  void check_planes(const Image& image, const scruple_tensor* tensors) {
-    for (std::size_t i = 0; i < image.rows.size(); ++i) {
-      const DeviceRow& row = image.rows[i];
-      const i64 at = image.at + image.begins_bytes() + static_cast<i64>(i * sizeof(DeviceRow));
+  void check_planes(const KernelTable& table, const scruple_tensor* tensors) {
+    for (std::size_t i = 0; i < table.rows.size(); ++i) {
+      const DeviceRow& row = table.rows[i];
+      const i64 at = table.at + table.begins_bytes() + static_cast<i64>(i * sizeof(DeviceRow));
       if (std::memcmp(workspace_->shadow.data() + at, &row, sizeof row) == 0) continue;
       for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
         for (const void* plane : {row.arrays[a].codes, row.arrays[a].aux})
-          if (plane != nullptr) check_plane(plane, image.tensors[i], name_in(image, tensors, i, a));
+          if (plane != nullptr) check_plane(plane, table.tensors[i], name_in(table, tensors, i, a));
     }
   }
-  static const char* name_in(const Image& image, const scruple_tensor* tensors, std::size_t row, int array) {
-    const bool arriving = image.kernel == gradient_kernels().fold && array == 0;
-    return arriving ? "incoming gradient" : array_name(tensors[image.tensors[row]], array);
+  static const char* name_in(const KernelTable& table, const scruple_tensor* tensors, std::size_t row,
+                             int array) {
+    const bool arriving = table.kernel == gradient_kernels().fold && array == 0;
+    return arriving ? "incoming gradient" : array_name(tensors[table.tensors[row]], array);
   }
   void check_readable(const void* pointer, const char* what) const {
     if (pointer != nullptr) check_pointer(pointer, [&](std::ostream& out) { out << what; });
@@ -550,13 +555,13 @@ class CudaEngine final : public scruple_engine {
     }
   }
 
-  // The coins of the image's rows for this call. They lie among the rows, where upload() does not look for
-  // changes.
-  void draw(const Image& image) {
-    const int rows = static_cast<int>(image.rows.size());
+  // Draws the coins of the table's rows for this call. They lie inside the rows, but the device writes them, so
+  // upload() leaves them out when it looks for changes.
+  void draw(const KernelTable& table) {
+    const int rows = static_cast<int>(table.rows.size());
     if (rows == 0) return;
     launch(gradient_kernels().draw, tiles_of(i64{rows} * (SCRUPLE_ARRAYS + 1), kBlock), kBlock,
-           workspace_->memory.at<DeviceRow>(image.at + image.begins_bytes()), rows,
+           workspace_->memory.at<DeviceRow>(table.at + table.begins_bytes()), rows,
            static_cast<const Constants*>(constants()));
   }
 
@@ -570,7 +575,7 @@ class CudaEngine final : public scruple_engine {
     check_readable(options.sum_before, "sum_before");
     check_readable(options.sum, "sum");
     check_readable(options.gamma, "gamma");
-    Image& image = image_for(gradient_kernels().sum_squares);
+    KernelTable& table = table_for(gradient_kernels().sum_squares);
     for (i64 i = 0; i < count; ++i) {
       const scruple_tensor& t = tensors[i];
       if (t.size == 0) continue;
@@ -578,15 +583,15 @@ class CudaEngine final : public scruple_engine {
       row.constants = constants_of(t, false, 1);
       row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
       row.aligned = is_aligned(t.arrays[SCRUPLE_GRADIENT]);
-      image.add(row, i, kChunk);
+      table.add(row, i, kChunk);
     }
-    const i64 chunks = image.begins.back();
+    const i64 chunks = table.begins.back();
     sums_.reserve((chunks + 1) * static_cast<i64>(sizeof(double)), capturing_);
     commit(tensors);
     auto* const sums = sums_.at<double>(0);
     prepare(nullptr, nullptr, nullptr, options.steps);
-    draw(image);
-    launch_over(image, image.kernel, sums + 1);
+    draw(table);
+    launch_over(table, table.kernel, sums + 1);
     launch(gradient_kernels().finish_norm, 1, kBlock, NormOutput{sums + 1, chunks, sums, options});
     return sums;
   }
@@ -595,23 +600,22 @@ class CudaEngine final : public scruple_engine {
   void one_array(const scruple_tensor& t, int array, float* values, bool encoding, float otherwise) {
     if (t.size == 0) return;
     begin(workspaces_[kForArray]);
-    Image& image = image_for(encoding ? any_kernels().encode : any_kernels().decode);
+    KernelTable& table = table_for(encoding ? any_kernels().encode : any_kernels().decode);
     DeviceRow row = row_of(t);
     row.constants = constants_of(t, false, 1);
     row.arrays[array] = device_array(t.arrays[array], is_nonneg(t, array));
     row.overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
-    image.add(row, 0, kBlockTile);
+    table.add(row, 0, kBlockTile);
     commit(&t);
     prepare(nullptr, nullptr, nullptr, nullptr);
-    draw(image);
-    DeviceTable table = table_of(image);
+    draw(table);
+    DeviceTable view = view_of(table);
     const auto run = [&](i64 first, i64 n, float* at) {
-      table.tiles = tiles_of(n, kBlockTile);
+      view.tiles = tiles_of(n, kBlockTile);
       if (encoding)
-        launch_tiles(image.kernel, table.tiles, table, array, first, static_cast<const float*>(at),
-                     otherwise);
+        launch_tiles(table.kernel, view.tiles, view, array, first, static_cast<const float*>(at), otherwise);
       else
-        launch_tiles(image.kernel, table.tiles, table, array, first, at);
+        launch_tiles(table.kernel, view.tiles, view, array, first, at);
     };
     cudaPointerAttributes found{};
     if (values != nullptr) check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
@@ -642,10 +646,10 @@ class CudaEngine final : public scruple_engine {
   // ---- Memory and launches ----
 
   Constants* constants() { return constants_.at<Constants>(0); }
-  DeviceTable table_of(const Image& image) {
-    return {workspace_->memory.at<const i64>(image.at),
-            workspace_->memory.at<const DeviceRow>(image.at + image.begins_bytes()),
-            static_cast<int>(image.rows.size()), image.begins.back()};
+  DeviceTable view_of(const KernelTable& table) {
+    return {workspace_->memory.at<const i64>(table.at),
+            workspace_->memory.at<const DeviceRow>(table.at + table.begins_bytes()),
+            static_cast<int>(table.rows.size()), table.begins.back()};
   }
 
   template <class... Arguments>
@@ -666,9 +670,9 @@ class CudaEngine final : public scruple_engine {
            arguments...);
   }
   template <class... Arguments>
-  void launch_over(const Image& image, const void* kernel, const Arguments&... arguments) {
-    const DeviceTable table = table_of(image);
-    launch_tiles(kernel, table.tiles, table, arguments...);
+  void launch_over(const KernelTable& table, const void* kernel, const Arguments&... arguments) {
+    const DeviceTable view = view_of(table);
+    launch_tiles(kernel, view.tiles, view, arguments...);
   }
   static constexpr i64 kWaves = 256;
 

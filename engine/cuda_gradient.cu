@@ -176,12 +176,12 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
     sum[i] = Whole || i < at.n ? canonical(fma(x[i], multiplier, sum[i])) : 0.0f;
   constexpr int kFirst = __COUNTER__ + 1;
   switch (total.format) {
-#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg)                        \
-  case __COUNTER__ - kFirst:                                                  \
-    if constexpr (serves(roles, 'a'))                                         \
-      with_rounding<Signed>(total, [&]<class C, Rounding R>() {               \
-        Known<C, k, R, kLane>::template encode<Whole>(sum, total, at, after); \
-      });                                                                     \
+#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg)                              \
+  case __COUNTER__ - kFirst:                                                        \
+    if constexpr (serves(roles, 'a'))                                               \
+      with_rounding<Signed>(total, [&]<class C, Rounding R>() {                     \
+        FixedFormat<C, k, R, kLane>::template encode<Whole>(sum, total, at, after); \
+      });                                                                           \
     return;
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT

@@ -18,7 +18,7 @@ constexpr auto array_of_slot() {
   if constexpr ((Active >> Slot & 1u) == 0)
     return Absent{};
   else if constexpr ((exact_slots<Rule>(Active) >> Slot & 1u) != 0)
-    return Known<Fp32, 0, kNearest, Width>{};
+    return FixedFormat<Fp32, 0, kNearest, Width>{};
   else if constexpr (Rule::slots[Slot].sign == Sign::nonneg)
     return Nonneg{};
   else
@@ -186,9 +186,11 @@ void add_recipe(std::vector<StepKernel>& list) {
                                    (kNonneg && has_words<typename N::Nonneg, N::k>())
                                ? 8
                                : 16;
-    using Weight = Known<typename W::Signed, W::k, WeightRounding, kWidth>;
-    using Moment = std::conditional_t<kSigned, Known<typename M::Signed, M::k, kNearest, kWidth>, Absent>;
-    using Nonneg = std::conditional_t<kNonneg, Known<typename N::Nonneg, N::k, kNearest, kWidth>, Absent>;
+    using Weight = FixedFormat<typename W::Signed, W::k, WeightRounding, kWidth>;
+    using Moment =
+        std::conditional_t<kSigned, FixedFormat<typename M::Signed, M::k, kNearest, kWidth>, Absent>;
+    using Nonneg =
+        std::conditional_t<kNonneg, FixedFormat<typename N::Nonneg, N::k, kNearest, kWidth>, Absent>;
     list.push_back({Active, WeightFormat, kSigned ? MomentFormat : -1, kNonneg ? NonnegFormat : -1,
                     WeightRounding, kWidth,
                     reinterpret_cast<const void*>(&step<Rule, Active, kWidth, Weight, Moment, Nonneg>)});

@@ -119,9 +119,10 @@ __device__ u32 get(const Words<Bytes>& words, int i) {
   if (shift + Bits > 32) value |= words.w[word + 1] << (32 - shift);
   return Bits == 32 ? value : value & ((1u << (Bits % 32)) - 1u);
 }
-// Puts Bits of `value`, from its bit `From` on, there. Values must come in order: bytes and halves wait in
-// the word as they are until the next one comes, and then take one instruction each, whatever their other
-// bits.
+// Writes value i: the Bits bits of `value` that begin at its bit `From`. put<16, 16> writes the upper half of a
+// float, which is its bf16 code. A word is filled from its first value to its last: of bytes and halves the first
+// waits in the word as it came, and the second call moves both to their places by one instruction, which also
+// drops the bits outside the window. Narrower values must have none.
 template <int Bits, int From, int Bytes>
 __device__ void put(Words<Bytes>& words, int i, u32 value) {
   const int bit = i * Bits, word = bit / 32, shift = bit % 32;
@@ -378,9 +379,10 @@ __device__ void fill_levels() {
   levels<C>()[threadIdx.x] = C::decode(threadIdx.x, 1.0f);
 }
 
-// One array of one tensor whose format and rounding are part of the kernel.
+// An array whose format and rounding are fixed when the kernel is compiled. The general kernel reads
+// both from the table (with_rounding, below).
 template <class C, int K, Rounding R, int N>
-struct Known {
+struct FixedFormat {
   using Codec = C;
   using Raw = typename Lane<C, N>::Raw;
   template <bool Whole>

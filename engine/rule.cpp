@@ -67,8 +67,8 @@ struct OptimizerOf final : scruple_optimizer {
       if (!first) return packed<StepConstants>(Rule::continued(whole));
     return packed<StepConstants>(whole);
   }
-  const char* whole_only() const override {
-    if constexpr (requires { Rule::whole_only(hyper_); }) return Rule::whole_only(hyper_);
+  const char* problem_with_parts() const override {
+    if constexpr (requires { Rule::problem_with_parts(hyper_); }) return Rule::problem_with_parts(hyper_);
     return "its update needs the whole gradient at once";
   }
 

@@ -48,7 +48,7 @@ struct scruple_optimizer {
   virtual scruple::HyperBytes hyper() const = 0;
   // `first`: of the parts of this step, or the whole of it. Reads lr_at, where it is set.
   virtual scruple::StepConstants prepare(scruple::i64 step, bool first) const = 0;
-  virtual const char* whole_only() const = 0;  // why it cannot take a step in parts, or nullptr
+  virtual const char* problem_with_parts() const = 0;  // why it cannot take a step in parts, or nullptr
 
   std::uint64_t seed = 0;
   const double* lr_at = nullptr;  // in an engine's memory

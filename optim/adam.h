@@ -77,7 +77,7 @@ struct Adam {
   }
   static constexpr Accumulation accumulation = Accumulation::adama;
   static SCRUPLE_HD Step continued(const Step& k) { return {k.moments.continued(), k.decay}; }
-  static const char* whole_only(const Hyper& h) {
+  static const char* problem_with_parts(const Hyper& h) {
     if (h.amsgrad != 0) return "amsgrad would compare second moments that are not complete";
     return h.weight_decay != 0 ? "coupled weight decay would be added with every part (adamw decays once)"
                                : nullptr;

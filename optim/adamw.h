@@ -29,7 +29,7 @@ struct AdamW {
   }
   static constexpr Accumulation accumulation = Accumulation::adama;
   static SCRUPLE_HD Step continued(const Step& k) { return {k.moments.continued(), k.keep}; }
-  static const char* whole_only(const Hyper& h) {
+  static const char* problem_with_parts(const Hyper& h) {
     return h.amsgrad != 0 ? "amsgrad would compare second moments that are not complete" : nullptr;
   }
   template <unsigned Active>

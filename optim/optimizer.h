@@ -12,7 +12,7 @@
 // and, where a step can be taken in parts (gradients of micro-batches going straight into the moments),
 //   accumulation         by which method
 //   continued(k)         the constants of the parts after the first: nothing decays
-//   whole_only(h)        why these hyperparameters cannot, or nullptr
+//   problem_with_parts(h)        why these hyperparameters cannot, or nullptr
 // All arithmetic is IEEE; fma is written where it is wanted and the compiler may not add any.
 #pragma once
 

@@ -17,7 +17,7 @@ struct Momentum {
             static_cast<float>(nesterov != 0 ? momentum : -1)};
   }
   SCRUPLE_HD Momentum continued() const { return {1, take, nesterov}; }
-  static const char* whole_only(const auto& h) {
+  static const char* problem_with_parts(const auto& h) {
     if (h.momentum == 0) return "without momentum there is no buffer to take the parts";
     if (h.dampening != 0) return "dampening would differ between the parts of the first step";
     return h.nesterov != 0 ? "nesterov needs the whole gradient when the weight moves" : nullptr;
@@ -59,7 +59,7 @@ struct Sgd {
   static constexpr Accumulation accumulation = Accumulation::momentum;
   // The decay came with the first part; the weight has not moved since.
   static SCRUPLE_HD Step continued(const Step& k) { return {k.momentum.continued(), k.lr, 0}; }
-  static const char* whole_only(const Hyper& h) { return Momentum::whole_only(h); }
+  static const char* problem_with_parts(const Hyper& h) { return Momentum::problem_with_parts(h); }
   template <unsigned Active>
   static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
     g = fma(k.decay, e.w, g);

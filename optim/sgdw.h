@@ -31,7 +31,7 @@ struct Sgdw {
   }
   static constexpr Accumulation accumulation = Accumulation::momentum;
   static SCRUPLE_HD Step continued(const Step& k) { return {k.momentum.continued(), k.lr, k.keep}; }
-  static const char* whole_only(const Hyper& h) { return Momentum::whole_only(h); }
+  static const char* problem_with_parts(const Hyper& h) { return Momentum::problem_with_parts(h); }
   template <unsigned Active>
   static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
     if constexpr (Active & 1) {

@@ -9,7 +9,7 @@
 namespace scruple::train {
 namespace {
 
-CBLAS_TRANSPOSE order_of(const Factor& factor) { return factor.turned ? CblasTrans : CblasNoTrans; }
+CBLAS_TRANSPOSE order_of(const Factor& factor) { return factor.is_transposed ? CblasTrans : CblasNoTrans; }
 int narrow(Index size) { return static_cast<int>(size); }  // problem_with() bounds every size
 
 // A threaded OpenBLAS would cut the work by the number of processors. Once per thread, because OpenMP's

@@ -19,13 +19,19 @@ struct Target {
   operator View() const { return {data, stride}; }
 };
 
-// A factor as it lies in memory, or turned: its columns are then the rows of the product's factor.
+// A factor of a product: a matrix as it lies in memory, or transposed(matrix).
 struct Factor {
   View view;
-  bool turned = false;
+  bool is_transposed = false;
+
+  Factor(View matrix) : view(matrix) {}
+  Factor(Target matrix) : view(matrix) {}
 };
-inline Factor turned(View view) { return {view, true}; }
-inline Factor plain(View view) { return {view, false}; }
+inline Factor transposed(View view) {
+  Factor factor = view;
+  factor.is_transposed = true;
+  return factor;
+}
 
 // OpenBLAS waits for ever where it cannot have its buffer, one per thread that calls it. Throws std::bad_alloc
 // where this machine cannot give them.

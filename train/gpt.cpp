@@ -354,8 +354,7 @@ void Gpt::next(Weights& weights, const std::int32_t* tokens, std::int64_t count,
   Lease lease(s.workspace);
   const View last = s.hidden.read(count - 1, 1, 0, width, lease.floats(width));
   const float* table = s.token_table(weights);
-  product(1, s.shape.vocabulary, width, 1, plain(last), turned({table, width}), 0,
-          {logits, s.shape.vocabulary});
+  product(1, s.shape.vocabulary, width, 1, last, transposed({table, width}), 0, {logits, s.shape.vocabulary});
 }
 
 }  // namespace scruple::train

@@ -184,7 +184,7 @@ void linear(const Crew& crew, const Source& x, const Linear& layer, Index rows, 
     const View in = x.read(first, count, 0, layer.in, lease.floats(count * layer.in));
     const Target out = y.open(first, 0, layer.out, lease.floats(count * layer.out));
     for (Index r = 0; r < count; ++r) std::copy_n(layer.bias, layer.out, out.data + r * out.stride);
-    product(count, layer.out, layer.in, 1, plain(in), plain({layer.weight, layer.out}), 1, out);
+    product(count, layer.out, layer.in, 1, in, View{layer.weight, layer.out}, 1, out);
     y.keep(first, count, 0, layer.out, out);
   });
 }
@@ -201,7 +201,7 @@ void linear_residual(const Crew& crew, const Source& x, const Linear& layer, Ind
       float* to = out.data + r * out.stride;
       for (Index i = 0; i < layer.out; ++i) to[i] = from[i] + layer.bias[i];
     }
-    product(count, layer.out, layer.in, 1, plain(in), plain({layer.weight, layer.out}), 1, out);
+    product(count, layer.out, layer.in, 1, in, View{layer.weight, layer.out}, 1, out);
     y.keep(first, count, 0, layer.out, out);
     measure(y, first, count, scratch, statistics);
   });
@@ -256,10 +256,10 @@ void attend(const Crew& crew, const Attention& shape, const Matrix& qkv, Matrix&
     float* scratch = lease.floats(kQueries * width);
     for (Index first = 0; first < shape.length; first += kQueries) {
       const Index count = std::min(kQueries, shape.length - first), seen = first + count;
-      product(count, seen, width, head.scale, plain(head.query(first)), turned(head.k), 0, scores);
+      product(count, seen, width, head.scale, head.query(first), transposed(head.k), 0, scores);
       causal_softmax(scores, first, count, head.log_sums(log_sums));
       const Target out = y.open(head.row + first, head.column, width, scratch);
-      product(count, width, seen, 1, plain(scores), plain(head.v), 0, out);
+      product(count, width, seen, 1, scores, head.v, 0, out);
       y.keep(head.row + first, count, head.column, width, out);
     }
   });
@@ -285,7 +285,7 @@ double head(const Crew& crew, const Matrix& hidden, const float* table, const st
     for (Index column = 0; column < vocabulary; column += kHeadColumns) {
       const Index columns = std::min(kHeadColumns, vocabulary - column);
       const Target out = logits.open(first, column, columns, scratch);
-      product(count, columns, width, 1, plain(in), turned({table + column * width, width}), 0, out);
+      product(count, columns, width, 1, in, transposed({table + column * width, width}), 0, out);
       logits.keep(first, count, column, columns, out);
     }
     float* line = lease.floats(vocabulary);
@@ -365,8 +365,8 @@ void head_backward(const Crew& crew, const float* table, const std::int32_t* tar
     for (Index column = 0; column < vocabulary; column += kHeadColumns) {
       const Index columns = std::min(kHeadColumns, vocabulary - column);
       const View part = logits.read(first, count, column, columns, scratch);
-      product(count, width, columns, 1, plain(part), plain({table + column * width, width}),
-              column == 0 ? 0.0f : 1.0f, dh);
+      product(count, width, columns, 1, part, View{table + column * width, width}, column == 0 ? 0.0f : 1.0f,
+              dh);
     }
     norm_rows(x, first, count, dh, false, g, sums, lease);
   });
@@ -376,7 +376,7 @@ void linear_backward(const Crew& crew, const Matrix& g, const Linear& layer, Ind
   crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
     const View dy = g.read(first, count, 0, layer.out, lease.floats(count * layer.out));
     const Target out = dx.open(first, 0, layer.in, lease.floats(count * layer.in));
-    product(count, layer.in, layer.out, 1, plain(dy), turned({layer.weight, layer.out}), 0, out);
+    product(count, layer.in, layer.out, 1, dy, transposed({layer.weight, layer.out}), 0, out);
     dx.keep(first, count, 0, layer.in, out);
   });
 }
@@ -387,7 +387,7 @@ void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, 
     const View dy = g.read(first, count, 0, layer.out, lease.floats(count * layer.out));
     const View in = x.read(first, count, 0, layer.in, lease.floats(count * layer.in));
     const Target out = dx.open(first, 0, layer.in, lease.floats(count * layer.in));
-    product(count, layer.in, layer.out, 1, plain(dy), turned({layer.weight, layer.out}), 0, out);
+    product(count, layer.in, layer.out, 1, dy, transposed({layer.weight, layer.out}), 0, out);
     for (Index r = 0; r < count; ++r) {
       const float* __restrict from = in.data + r * in.stride;
       float* __restrict to = out.data + r * out.stride;
@@ -402,7 +402,7 @@ void normed_backward(const Crew& crew, const Matrix& g, const Linear& layer, Ind
   crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
     const View dy = g.read(first, count, 0, layer.out, lease.floats(count * layer.out));
     const Target dh = {lease.floats(count * layer.in), layer.in};
-    product(count, layer.in, layer.out, 1, plain(dy), turned({layer.weight, layer.out}), 0, dh);
+    product(count, layer.in, layer.out, 1, dy, transposed({layer.weight, layer.out}), 0, dh);
     norm_rows(x, first, count, dh, true, residual, sums, lease);
   });
 }
@@ -447,13 +447,13 @@ void attend_backward(const Crew& crew, const Attention& shape, const Matrix& qkv
       const Index count = std::min(kQueries, length - first), seen = first + count, row = head.row + first;
       const View out = y.read(row, count, head.column, width, y_scratch);
       const View g = dy.read(row, count, head.column, width, dy_scratch);
-      product(count, seen, width, head.scale, plain(head.query(first)), turned(head.k), 0, p);
-      product(count, seen, width, 1, plain(g), turned(head.v), 0, dp);
+      product(count, seen, width, head.scale, head.query(first), transposed(head.k), 0, p);
+      product(count, seen, width, 1, g, transposed(head.v), 0, dp);
       softmax_backward(p, dp, first, count, head.log_sums(log_sums), out, g, width, head.scale);
-      product(seen, width, count, 1, turned(p), plain(g), 1, dv);
-      product(seen, width, count, 1, turned(dp), plain(head.query(first)), 1, dk);
+      product(seen, width, count, 1, transposed(p), g, 1, dv);
+      product(seen, width, count, 1, transposed(dp), head.query(first), 1, dk);
       const Target dq = dqkv.open(row, head.column, width, dq_scratch);
-      product(count, width, seen, 1, plain(dp), plain(head.k), 0, dq);
+      product(count, width, seen, 1, dp, head.k, 0, dq);
       dqkv.keep(row, count, head.column, width, dq);
     }
     dqkv.keep(head.row, length, shape.width + head.column, width, dk);
@@ -486,7 +486,7 @@ void weight_gradient(const Crew& crew, const Source& x, const Matrix& g, Index t
       const Index depth = std::min(kDepth, tokens - token);
       const View in = x.read(token, depth, first + row, height, x_scratch);
       const View dy = g.read(token, depth, column, breadth, g_scratch);
-      product(height, breadth, depth, 1, turned(in), plain(dy), token == 0 ? 0.0f : 1.0f, out);
+      product(height, breadth, depth, 1, transposed(in), dy, token == 0 ? 0.0f : 1.0f, out);
     }
   });
 }
