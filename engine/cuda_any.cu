@@ -19,10 +19,9 @@ __device__ __noinline__ void encode_one(const float (&in)[kLane], const DeviceAr
 }
 
 __device__ void with_codec(const DeviceArray& a, const auto& visit) {
-  constexpr int kFirst = __COUNTER__ + 1;
   switch (a.format) {
-#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg)         \
-  case __COUNTER__ - kFirst:                                   \
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg) \
+  case number:                                                 \
     if (a.nonneg != 0) return with_rounding<Nonneg>(a, visit); \
     return with_rounding<Signed>(a, visit);
 #include "formats/formats.def"

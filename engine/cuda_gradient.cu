@@ -174,10 +174,9 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
 #pragma unroll
   for (int i = 0; i < kLane; ++i)
     sum[i] = Whole || i < at.n ? canonical(fma(x[i], multiplier, sum[i])) : 0.0f;
-  constexpr int kFirst = __COUNTER__ + 1;
   switch (total.format) {
-#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg)                              \
-  case __COUNTER__ - kFirst:                                                        \
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                      \
+  case number:                                                                      \
     if constexpr (serves(roles, 'a'))                                               \
       with_rounding<Signed>(total, [&]<class C, Rounding R>() {                     \
         FixedFormat<C, k, R, kLane>::template encode<Whole>(sum, total, at, after); \

@@ -128,13 +128,12 @@ __global__ void __launch_bounds__(kBlock, blocks_at_once(Active))
 
 template <int Index>
 struct FormatRow;
-constexpr int kFirstFormat = __COUNTER__ + 1;
-#define SCRUPLE_FORMAT(name, roles, K, S, N)     \
-  template <>                                    \
-  struct FormatRow<__COUNTER__ - kFirstFormat> { \
-    using Signed = S;                            \
-    using Nonneg = N;                            \
-    static constexpr int k = K;                  \
+#define SCRUPLE_FORMAT(number, name, roles, K, S, N) \
+  template <>                                        \
+  struct FormatRow<number> {                         \
+    using Signed = S;                                \
+    using Nonneg = N;                                \
+    static constexpr int k = K;                      \
   };
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
@@ -145,12 +144,10 @@ constexpr bool same(const char* a, const char* b) {
   return *a == *b;
 }
 
-// Row of formats.def, or -1.
+// Number in formats.def, or -1.
 constexpr int format_index(const char* wanted) {
-  int index = 0;
-#define SCRUPLE_FORMAT(name, ...)       \
-  if (same(name, wanted)) return index; \
-  ++index;
+#define SCRUPLE_FORMAT(number, name, ...) \
+  if (same(name, wanted)) return number;
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
   return -1;

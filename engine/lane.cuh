@@ -431,10 +431,9 @@ constexpr bool serves(const char* roles, char role) {
 // Gradients come in few formats, and in any of them to every kernel: reading them is inlined, behind a branch
 // that a whole tile takes together.
 __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
-  constexpr int kFirst = __COUNTER__ + 1;
   switch (a.format) {
-#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg)                                  \
-  case __COUNTER__ - kFirst:                                                            \
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                          \
+  case number:                                                                          \
     if constexpr (serves(roles, 'g')) {                                                 \
       if constexpr ((Signed::roundings >> kDither & 1u) != 0)                           \
         if (a.rounding == kDither) return visit.template operator()<Signed, kDither>(); \

@@ -1,5 +1,7 @@
 #include "engine/registry.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <type_traits>
 
@@ -52,13 +54,19 @@ constexpr scruple_format row(const char* name, const char* roles, int k, int ind
           overflow_of_codec<Signed>()};
 }
 
-constexpr int kFirstRow = __COUNTER__ + 1;
-constexpr scruple_format kFormats[] = {
-#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg) \
-  row<Signed, Nonneg>(name, roles, k, __COUNTER__ - kFirstRow),
+constexpr std::array<scruple_format, kFormatCount> make_formats() {
+  std::array<scruple_format, kFormatCount> table{};
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg) \
+  table[number] = row<Signed, Nonneg>(name, roles, k, number);
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
-};
+  return table;
+}
+constexpr std::array<scruple_format, kFormatCount> kFormats = make_formats();
+// As many rows as places: none is empty where every number is there once.
+static_assert(std::all_of(kFormats.begin(), kFormats.end(),
+                          [](const scruple_format& format) { return format.name != nullptr; }),
+              "formats.def: a number stands twice, and another is missing");
 
 constexpr Recipe kRecipes[] = {
 #define SCRUPLE_RECIPE(...) {__VA_ARGS__},

@@ -13,7 +13,7 @@ struct scruple_format {
   const char* doc;
   unsigned roles;
   int k;
-  int index;  // its row in formats.def and in every unit's table
+  int index;  // its number in formats.def: its place here and in every unit's table
   scruple::Layout layout;
   bool aux_is_scale;
   unsigned roundings[2];  // [0] signed, [1] non-negative

@@ -466,13 +466,12 @@ void add_scaled(float* __restrict total, const float* __restrict x, float multip
 
 constexpr Unit make_unit() {
   Unit unit{};
-  int i = 0;
-#define SCRUPLE_FORMAT(name, roles, k, Signed, Nonneg) \
-  unit.codecs[i][0] = codec_fns<Signed>();             \
-  unit.codecs[i++][1] = codec_fns<Nonneg>();
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg) \
+  unit.codecs[number][0] = codec_fns<Signed>();                \
+  unit.codecs[number][1] = codec_fns<Nonneg>();
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
-  i = 0;
+  int i = 0;
 #define SCRUPLE_OPTIMIZER(Rule) add_update<Rule, 0>(unit.update[i++]);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
