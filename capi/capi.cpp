@@ -127,6 +127,14 @@ const scruple_format* scruple_format_at(int index) {
   return found;
 }
 
+const char* scruple_rounding_name(int rounding) {
+  return rounding >= 0 && rounding < kRoundings ? rounding_name(rounding) : nullptr;
+}
+
+int scruple_format_reads_as(const scruple_format* format, int rounding) {
+  return format == nullptr || scruple_rounding_name(rounding) == nullptr ? -1 : reads_as(*format, rounding);
+}
+
 const scruple_format* scruple_format_find(const char* name) {
   const scruple_format* found = nullptr;
   guarded([&] { found = &find_format(name); });

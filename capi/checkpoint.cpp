@@ -47,7 +47,7 @@ bool fits(const io::TensorState& tensor, const io::Array& array) {
   if (array.name == "weight" && (found->roles & SCRUPLE_ROLE_WEIGHT) == 0) return false;
   const unsigned roundings = found->roundings[0] | found->roundings[1];
   int rounding = 0;
-  while (rounding <= SCRUPLE_WIDE && array.rounding != rounding_name(rounding)) ++rounding;
+  while (rounding < kRoundings && array.rounding != rounding_name(rounding)) ++rounding;
   if ((roundings >> rounding & 1u) == 0) return false;
   const std::vector<io::Plane> planes = planes_of(*found, tensor.shape, tensor.elements());
   return std::equal(planes.begin(), planes.end(), array.planes.begin(), array.planes.end(), io::same_form);

@@ -43,8 +43,8 @@ void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned rol
 }
 
 int rounding_named(const std::string& name) {
-  for (int r = SCRUPLE_NEAREST; r <= SCRUPLE_WIDE; ++r)
-    if (name == kRoundingNames[r] && r != SCRUPLE_DITHER) return r;
+  const int found = find_rounding(name);
+  if (found >= 0 && found != SCRUPLE_DITHER) return found;
   throw UsageError("--rounding is '" + name +
                    "'; it must be nearest, truncate, stochastic or wide, or such a mode for some arrays: "
                    "weights=wide, moments=nearest, exp_avg_sq=stochastic");
@@ -180,8 +180,6 @@ std::vector<std::string> Choice::recipes() const {
   for (const scruple_recipe_info& known : all_recipes()) names.emplace_back(known.name);
   return names;
 }
-
-const char* rounding_name(int rounding) { return kRoundingNames[rounding]; }
 
 std::vector<scruple_recipe_info> all_recipes() {
   std::vector<scruple_recipe_info> recipes(static_cast<std::size_t>(scruple_recipe_count()));

@@ -50,7 +50,6 @@ std::vector<Refusal> for_each_recipe(const Choice& choice, const Body& body) {
 // Whether the recipe leaves a tensor of this size in fp32 because it is small; choices of formats do not
 // reach it then.
 bool stays_fp32(const std::string& recipe, std::int64_t size);
-const char* rounding_name(int rounding);
 std::vector<scruple_recipe_info> all_recipes();
 const char* array_name(const scruple_tensor& tensor, int array);
 

@@ -73,8 +73,8 @@ ordered_json formats() {
     ordered_json roles = ordered_json::array(), roundings = ordered_json::array();
     for (const Role& role : kRoles)
       if ((info.roles & role.bit) != 0) roles.push_back(role.name);
-    for (int r = SCRUPLE_NEAREST; r <= SCRUPLE_WIDE; ++r)
-      if ((info.roundings >> r & 1u) != 0) roundings.push_back(rounding_name(r));
+    for (int r = 0; scruple_rounding_name(r) != nullptr; ++r)
+      if ((info.roundings >> r & 1u) != 0) roundings.push_back(scruple_rounding_name(r));
     ordered_json entry = {{"name", info.name},
                           {"doc", info.doc},
                           {"bits_per_value", info.bits_per_value},
@@ -122,10 +122,10 @@ ordered_json recipes() {
                     {"moment", name_or_null(info.moment)},
                     {"nonneg", name_or_null(info.nonneg)},
                     {"gradient", name_or_null(info.gradient)},
-                    {"weight_rounding", rounding_name(info.weight_rounding)},
-                    {"moment_rounding", rounding_name(info.moment_rounding)},
-                    {"nonneg_rounding", rounding_name(info.nonneg_rounding)},
-                    {"gradient_rounding", rounding_name(info.gradient_rounding)},
+                    {"weight_rounding", scruple_rounding_name(info.weight_rounding)},
+                    {"moment_rounding", scruple_rounding_name(info.moment_rounding)},
+                    {"nonneg_rounding", scruple_rounding_name(info.nonneg_rounding)},
+                    {"gradient_rounding", scruple_rounding_name(info.gradient_rounding)},
                     {"small", info.small},
                     {"bytes_per_param", bytes_per_param(info.name)}});
   return list;

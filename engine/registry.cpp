@@ -123,7 +123,14 @@ const char* role_name(unsigned role) {
 
 const char* rounding_name(int rounding) {
   constexpr const char* kNames[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
+  static_assert(std::size(kNames) == kRoundings);
   return rounding >= 0 && rounding < kRoundings ? kNames[rounding] : "unknown";
+}
+
+// Formats of two parts alone can round wide.
+int reads_as(const scruple_format& format, int rounding) {
+  const bool is_split = (format.roundings[0] >> kWide & 1u) != 0;
+  return is_split && (rounding == kTruncate || rounding == kStochastic) ? rounding : int{kNearest};
 }
 
 }  // namespace scruple

@@ -49,5 +49,7 @@ Bytes bytes_of(const scruple_format& format, i64 size);
 std::string formats_for(unsigned role);
 const char* role_name(unsigned role);
 const char* rounding_name(int rounding);
+// The first rounding whose codes mean the same.
+int reads_as(const scruple_format& format, int rounding);
 
 }  // namespace scruple

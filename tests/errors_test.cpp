@@ -65,6 +65,34 @@ TEST(Errors, TheRegistryKnowsItsEnds) {
   EXPECT_INVALID(scruple_engine_at(0, nullptr), "out");
 }
 
+// Programs may have stored these numbers: a new row of formats.def takes none of them.
+TEST(Errors, FormatsAndRoundingsKeepTheirNumbers) {
+  const std::pair<const char*, int> known[] = {
+      {"fp32", 0},        {"bf16", 1},   {"bf16+fp32", 3}, {"bf16+8", 12}, {"fp16+8", 28},
+      {"int8", 37},       {"root8", 42}, {"linear8", 43},  {"flash8", 44}, {"nf4", 46},
+      {"companded8", 45}, {"log4", 47},  {"log5", 48}};
+  for (const auto& [name, number] : known)
+    EXPECT_EQ(scruple_format_find(name), scruple_format_at(number)) << name;
+  const char* const roundings[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
+  for (int r = SCRUPLE_NEAREST; r <= SCRUPLE_WIDE; ++r) EXPECT_STREQ(scruple_rounding_name(r), roundings[r]);
+  for (const int r : {-1, SCRUPLE_WIDE + 1, 1 << 30}) EXPECT_EQ(scruple_rounding_name(r), nullptr);
+}
+
+// What docs/checkpoint.md says of `rounding`.
+TEST(Errors, CodesAreReadAlikeWhateverRoundedThemButInSplitWeights) {
+  for (int f = 0; f < scruple_format_count(); ++f) {
+    const scruple_format* const format = scruple_format_at(f);
+    const std::string name = info_of(format).name;
+    const bool split = name.find('+') != name.npos && name.find("fp32") == name.npos;
+    for (int r = SCRUPLE_NEAREST; r <= SCRUPLE_WIDE; ++r)
+      EXPECT_EQ(scruple_format_reads_as(format, r),
+                split && (r == SCRUPLE_TRUNCATE || r == SCRUPLE_STOCHASTIC) ? r : int{SCRUPLE_NEAREST})
+          << name << " " << r;
+    EXPECT_EQ(scruple_format_reads_as(format, -1), -1);
+  }
+  EXPECT_EQ(scruple_format_reads_as(nullptr, 0), -1);
+}
+
 TEST(Errors, UnknownNamesAreToldTheKnownOnes) {
   EXPECT_EQ(scruple_format_find("bf17"), nullptr);
   for (const char* part : {"bf17", "fp32", "bf16+8", "companded8"})

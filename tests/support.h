@@ -127,8 +127,8 @@ struct Case {
   bool random() const { return rounding >= SCRUPLE_STOCHASTIC; }
   std::size_t group() const { return static_cast<std::size_t>(info.group_size); }
   std::string name() const {
-    constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
-    return std::string(info.name) + " in array " + std::to_string(array) + ", " + kRoundings[rounding];
+    return std::string(info.name) + " in array " + std::to_string(array) + ", " +
+           scruple_rounding_name(rounding);
   }
 };
 

@@ -48,11 +48,11 @@ int index_of(const scruple_tensor& row, const io::TensorState& tensor, const io:
   fail("tensor \"", tensor.name, "\" has an array \"", array.name, "\", which its optimizer does not use");
 }
 
-// Codes mean the same whatever rounded them, but for a weight in two halves.
 bool reads_alike(const io::Array& a, const io::Array& b) {
-  const auto is_nearest = [](const io::Array& x) { return x.rounding == "nearest" || x.rounding == "wide"; };
-  return a.format == b.format &&
-         (a.name != "weight" || a.rounding == b.rounding || (is_nearest(a) && is_nearest(b)));
+  const auto read_as = [](const io::Array& x) {
+    return scruple_format_reads_as(format_named(x.format.c_str()), find_rounding(x.rounding));
+  };
+  return a.format == b.format && read_as(a) == read_as(b);
 }
 
 // The stored tensor is what a row in its formats takes, plane by plane; `other_formats`: moments may be in others.
@@ -91,7 +91,8 @@ io::TensorState stored_form(std::string name, std::vector<std::int64_t> shape, c
   tensor.step = row.step;
   for (const int a : stored_arrays(row)) {
     const scruple_array& array = row.arrays[a];
-    tensor.arrays.push_back({array_name(row, a), info_of(array.format).name, kRoundingNames[array.rounding],
+    tensor.arrays.push_back({array_name(row, a), info_of(array.format).name,
+                             scruple_rounding_name(array.rounding),
                              planes_of(array.format, tensor.shape, row.size)});
   }
   return tensor;
@@ -108,13 +109,10 @@ scruple_tensor row_of(const io::TensorState& tensor, const scruple_optimizer* op
     fail("tensor \"", tensor.name, "\" has ", tensor.arrays.size(), " arrays, and its optimizer keeps ",
          arrays.size());
   for (const io::Array& stored : tensor.arrays) {
-    const auto* const rounding =
-        std::find(std::begin(kRoundingNames), std::end(kRoundingNames), stored.rounding);
-    if (rounding == std::end(kRoundingNames))
-      fail("tensor \"", tensor.name, "\": rounding \"", stored.rounding, "\" is not known");
-    row.arrays[index_of(row, tensor, stored)] = {
-        format_named(stored.format.c_str()), nullptr, nullptr,
-        static_cast<std::int32_t>(rounding - std::begin(kRoundingNames)), 0};
+    const int rounding = find_rounding(stored.rounding);
+    if (rounding < 0) fail("tensor \"", tensor.name, "\": rounding \"", stored.rounding, "\" is not known");
+    row.arrays[index_of(row, tensor, stored)] = {format_named(stored.format.c_str()), nullptr, nullptr,
+                                                 rounding, 0};
   }
   for (const int a : arrays)
     if (row.arrays[a].format == nullptr) fail("tensor \"", tensor.name, "\" has no ", array_name(row, a));

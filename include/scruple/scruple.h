@@ -73,6 +73,8 @@ typedef enum scruple_rounding {
       4 /* bf16+K, fp16+K: the wide value is rounded stochastically, so that the smallest steps add up;
                              the visible half is the nearest 16-bit number. Read as SCRUPLE_NEAREST */
 } scruple_rounding;
+/* "nearest", "truncate"...: its name in recipes and checkpoints; NULL after the last one and out of range. */
+SCRUPLE_API const char* scruple_rounding_name(int rounding);
 
 /* What an array is for; a format serves one or more roles. */
 enum {
@@ -110,6 +112,9 @@ typedef struct scruple_format_info {
 SCRUPLE_API int scruple_format_count(void);
 SCRUPLE_API const scruple_format* scruple_format_at(int index);          /* NULL out of range */
 SCRUPLE_API const scruple_format* scruple_format_find(const char* name); /* NULL and a message if unknown */
+/* The first rounding whose codes mean the same in this format: a split weight that was truncated or rounded
+ * stochastically is read in a way of its own, all else as SCRUPLE_NEAREST. -1: there is no such format or rounding. */
+SCRUPLE_API int scruple_format_reads_as(const scruple_format* format, int rounding);
 SCRUPLE_API scruple_status scruple_get_format_info(const scruple_format* format, scruple_format_info* out);
 /* Bytes of the two planes of an array of `size` values. */
 SCRUPLE_API scruple_status scruple_format_bytes(const scruple_format* format, int64_t size, int64_t* codes,

@@ -46,8 +46,12 @@ inline scruple_format_info info_of(const scruple_format* format) {
   return info;
 }
 
-// The names of scruple_rounding, in its order.
-inline constexpr const char* kRoundingNames[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
+// The scruple_rounding of this name; -1: there is none.
+inline int find_rounding(const std::string& name) {
+  int rounding = 0;
+  while (scruple_rounding_name(rounding) != nullptr && name != scruple_rounding_name(rounding)) ++rounding;
+  return scruple_rounding_name(rounding) == nullptr ? -1 : rounding;
+}
 
 // The arrays that the tensor's optimizer uses: indices into scruple_tensor::arrays.
 inline std::vector<int> used_arrays(const scruple_tensor& tensor) {

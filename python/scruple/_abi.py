@@ -6,6 +6,7 @@ build` left in the source tree.
 
 import contextlib
 import ctypes
+import itertools
 import os
 import pathlib
 import threading
@@ -14,8 +15,6 @@ from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_double, c_int, c_int64
 
 ABI_VERSION = 2
 NEAREST, TRUNCATE, STOCHASTIC, DITHER, WIDE = range(5)
-ROUNDING_NAMES = ("nearest", "truncate", "stochastic", "dither", "wide")  # by number
-ROUNDINGS = {name: i for i, name in enumerate(ROUNDING_NAMES) if i != DITHER}  # of weights and moments
 ROLE_WEIGHT, ROLE_NONNEG, ROLE_EXACT = 1, 4, 32
 WEIGHT, GRADIENT, ARRAYS = 0, 4, 5
 RELEASED, COMPRESSED = 1, 2
@@ -154,6 +153,8 @@ _OTHERS = {
     "format_count": (c_int, []),
     "format_at": (c_void_p, [c_int]),
     "format_find": (c_void_p, [c_char_p]),
+    "format_reads_as": (c_int, [c_void_p, c_int]),
+    "rounding_name": (c_char_p, [c_int]),
     "recipe_count": (c_int, []),
     "rule_count": (c_int, []),
     "engine_count": (c_int, []),
@@ -239,6 +240,16 @@ class _Library:
 library = _Library()
 
 
+def __getattr__(name):  # only for what is not there yet
+    """ROUNDING_NAMES, by number, and ROUNDINGS, the numbers of those that weights and moments have."""
+    if name not in ("ROUNDING_NAMES", "ROUNDINGS"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    names = [found.decode() for found in itertools.takewhile(bool, map(library.rounding_name, itertools.count()))]
+    globals()["ROUNDING_NAMES"] = tuple(names)
+    globals()["ROUNDINGS"] = {found: i for i, found in enumerate(names) if i != DITHER}
+    return globals()[name]
+
+
 class Format:
     """One entry of the registry; `handle` is what the library knows it by."""
 
@@ -254,9 +265,8 @@ class Format:
         return bool(self.roundings >> rounding & 1)
 
     def reads_as(self, rounding):
-        """The first rounding whose codes mean the same: of a weight in two parts, which alone can round wide,
-        truncate and stochastic have a meaning of their own; of all others what rounded them is forgotten."""
-        return rounding if self.rounds(WIDE) and rounding in (TRUNCATE, STOCHASTIC) else NEAREST
+        """The first rounding whose codes mean the same."""
+        return library.format_reads_as(self.handle, rounding)
 
     def bytes(self, size):
         codes, aux = c_int64(), c_int64()

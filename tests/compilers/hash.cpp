@@ -196,13 +196,12 @@ std::string all_hashes(scruple_engine* engine) {
     }
   scruple_optimizer* adam = nullptr;
   check(scruple_optimizer_create("adamw", &adam));
-  constexpr const char* kRoundings[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
   for (int f = 0; f < scruple_format_count(); ++f) {
     scruple_format_info info{};
     check(scruple_get_format_info(scruple_format_at(f), &info));
-    for (int rounding = 0; rounding < 5; ++rounding) {
+    for (int rounding = 0; scruple_rounding_name(rounding) != nullptr; ++rounding) {
       if ((info.roundings >> rounding & 1u) == 0) continue;
-      const std::string name = std::string(info.name) + " " + kRoundings[rounding];
+      const std::string name = std::string(info.name) + " " + scruple_rounding_name(rounding);
       Hash format, fold;
       hash_format(engine, adam, scruple_format_at(f), rounding, format);
       add_line(out, "format " + name, format);

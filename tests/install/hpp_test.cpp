@@ -33,6 +33,13 @@ TEST(Hpp, FailuresAreExceptionsWithTheLibrarysMessage) {
   EXPECT_EQ(tensor.raw().step, 1);
 }
 
+TEST(Hpp, RoundingsAreFoundByName) {
+  for (int r = 0; scruple_rounding_name(r) != nullptr; ++r)
+    EXPECT_EQ(scruple::find_rounding(scruple_rounding_name(r)), r);
+  EXPECT_EQ(scruple::find_rounding("wide"), SCRUPLE_WIDE);
+  EXPECT_EQ(scruple::find_rounding("up"), -1);
+}
+
 TEST(Hpp, OptimizerKeepsWhatItIsTold) {
   scruple::Optimizer sgd("sgd", {{"lr", 0.5}, {"momentum", 0.25}});
   sgd.set("lr", 0.75);
