@@ -167,73 +167,76 @@ class Checker {
 
 // ---- Writing a manifest ----
 
-std::string numbers(const std::vector<std::int64_t>& values) {
-  std::string text;
-  for (const std::int64_t value : values) text += (text.empty() ? "" : ",") + std::to_string(value);
-  return "[" + text + "]";
-}
-
-template <class List, class Write>
-std::string joined(const List& list, const char* between, const Write& write) {
-  std::string text;
-  for (const auto& element : list) {
-    if (!text.empty()) text += between;
-    text += write(element);
-  }
-  return text;
-}
+std::string crc_text(std::uint32_t crc) { return json_text(hex(crc)); }
 
 std::string text_of(const Piece& piece) {
-  return "[" + std::to_string(piece.file) + "," + std::to_string(piece.first) + "," +
-         std::to_string(piece.end) + ",\"" + hex(piece.crc) + "\"]";
+  const std::string values[] = {std::to_string(piece.file), std::to_string(piece.first),
+                                std::to_string(piece.end), crc_text(piece.crc)};
+  return json_array(values, [](const std::string& value) { return value; });
 }
 
 std::string text_of(const Plane& plane) {
-  return "{\"kind\":" + json_text(plane.kind) + ",\"dtype\":\"" + name_of(plane.dtype) +
-         "\",\"shape\":" + numbers(plane.shape) + ",\"block_bytes\":" + std::to_string(plane.block_bytes) +
-         ",\"pieces\":[" + joined(plane.pieces, ",", [](const Piece& piece) { return text_of(piece); }) +
-         "]}";
+  return json_object(
+      {{"kind", json_text(plane.kind)},
+       {"dtype", json_text(name_of(plane.dtype))},
+       {"shape", json_numbers(plane.shape)},
+       {"block_bytes", std::to_string(plane.block_bytes)},
+       {"pieces", json_array(plane.pieces, [](const Piece& piece) { return text_of(piece); })}});
 }
 
 std::string text_of(const Array& array) {
-  return "{\"name\":" + json_text(array.name) + ",\"format\":" + json_text(array.format) +
-         ",\"rounding\":" + json_text(array.rounding) + ",\"planes\":[" +
-         joined(array.planes, ",", [](const Plane& plane) { return text_of(plane); }) + "]}";
+  return json_object(
+      {{"name", json_text(array.name)},
+       {"format", json_text(array.format)},
+       {"rounding", json_text(array.rounding)},
+       {"planes", json_array(array.planes, [](const Plane& plane) { return text_of(plane); })}});
 }
 
 std::string text_of(const TensorState& tensor) {
-  return "{\"name\":" + json_text(tensor.name) + ",\"shape\":" + numbers(tensor.shape) +
-         ",\"group\":" + std::to_string(tensor.group) + ",\"id\":" + std::to_string(tensor.id) +
-         ",\"step\":" + std::to_string(tensor.step) +
-         ",\"adagc_norm\":" + (tensor.adagc_norm ? written(*tensor.adagc_norm) : "null") + ",\"arrays\":[" +
-         joined(tensor.arrays, ",\n ", [](const Array& array) { return text_of(array); }) + "]}";
+  const auto of_array = [](const Array& array) { return text_of(array); };
+  return json_object({{"name", json_text(tensor.name)},
+                      {"shape", json_numbers(tensor.shape)},
+                      {"group", std::to_string(tensor.group)},
+                      {"id", std::to_string(tensor.id)},
+                      {"step", std::to_string(tensor.step)},
+                      {"adagc_norm", tensor.adagc_norm ? written(*tensor.adagc_norm) : "null"},
+                      {"arrays", json_array(tensor.arrays, of_array, ",\n ")}});
 }
 
 std::string text_of(const Group& group) {
-  return "{\"optimizer\":" + json_text(group.optimizer) + ",\"seed\":" + std::to_string(group.seed) +
-         ",\"hyperparameters\":{" +
-         joined(group.hyperparameters, ",",
-                [](const auto& hyper) { return json_text(hyper.first) + ":" + written(hyper.second); }) +
-         "}}";
+  std::vector<JsonMember> hypers;
+  for (const auto& [name, value] : group.hyperparameters) hypers.push_back({name, written(value)});
+  return json_object({{"optimizer", json_text(group.optimizer)},
+                      {"seed", std::to_string(group.seed)},
+                      {"hyperparameters", json_object(hypers)}});
 }
 
 std::string text_of(const std::optional<LossScale>& loss_scale) {
   if (!loss_scale) return "null";
-  return "{\"scale\":" + written(loss_scale->scale) + ",\"growth\":" + written(loss_scale->growth) +
-         ",\"backoff\":" + written(loss_scale->backoff) +
-         ",\"interval\":" + std::to_string(loss_scale->interval) +
-         ",\"clean\":" + std::to_string(loss_scale->clean) + "}";
+  return json_object({{"scale", written(loss_scale->scale)},
+                      {"growth", written(loss_scale->growth)},
+                      {"backoff", written(loss_scale->backoff)},
+                      {"interval", std::to_string(loss_scale->interval)},
+                      {"clean", std::to_string(loss_scale->clean)}});
+}
+
+std::string text_of(const FileEntry& file, const std::string& name) {
+  return json_object({{"name", json_text(name)},
+                      {"bytes", std::to_string(file.bytes)},
+                      {"header_crc32", crc_text(file.header_crc)}});
 }
 
 // What is not about files and tensors; the files' own metadata repeat it.
 std::string run_text(const Manifest& manifest) {
-  return "\"recipe\":" + json_text(manifest.recipe) + ",\n\"step\":" + std::to_string(manifest.step) +
-         ",\n\"groups\":[" +
-         joined(manifest.groups, ",\n ", [](const Group& group) { return text_of(group); }) +
-         "],\n\"loss_scale\":" + text_of(manifest.loss_scale) + ",\n\"trainer\":{" +
-         joined(manifest.trainer, ",\n ",
-                [](const auto& entry) { return json_text(entry.first) + ":" + json_text(entry.second); }) +
-         "}";
+  std::vector<JsonMember> trainer;
+  for (const auto& [name, value] : manifest.trainer) trainer.push_back({name, json_text(value)});
+  const auto of_group = [](const Group& group) { return text_of(group); };
+  return json_members({{"recipe", json_text(manifest.recipe)},
+                       {"step", std::to_string(manifest.step)},
+                       {"groups", json_array(manifest.groups, of_group, ",\n ")},
+                       {"loss_scale", text_of(manifest.loss_scale)},
+                       {"trainer", json_object(trainer, ",\n ")}},
+                      ",\n");
 }
 
 // ---- Reading a manifest ----
@@ -505,16 +508,20 @@ std::uint32_t manifest_crc(std::string_view text) {
 
 std::string to_text(const Manifest& manifest) {
   Checker(manifest, "the checkpoint").check();
-  std::string text = "{\"scruple_checkpoint\":" + std::to_string(kCheckpointVersion) +
-                     ",\"library\":" + json_text(manifest.library) + "," + std::string(kCrcKey) +
-                     "00000000\",\n" + run_text(manifest) + ",\n\"files\":[";
-  for (std::size_t i = 0; i < manifest.files.size(); ++i)
-    text += (i == 0 ? "" : ",\n ") + std::string("{\"name\":") +
-            json_text(file_name(i, manifest.files.size())) +
-            ",\"bytes\":" + std::to_string(manifest.files[i].bytes) + ",\"header_crc32\":\"" +
-            hex(manifest.files[i].header_crc) + "\"}";
-  text += "],\n\"tensors\":[" +
-          joined(manifest.tensors, ",\n", [](const TensorState& tensor) { return text_of(tensor); }) + "]}\n";
+  std::vector<std::string> files;
+  for (const FileEntry& file : manifest.files)
+    files.push_back(text_of(file, file_name(files.size(), manifest.files.size())));
+  const auto as_it_is = [](const std::string& file) { return file; };
+  const auto of_tensor = [](const TensorState& tensor) { return text_of(tensor); };
+  std::string text = "{" +
+                     json_members({{"scruple_checkpoint", std::to_string(kCheckpointVersion)},
+                                   {"library", json_text(manifest.library)},
+                                   {"crc32", crc_text(0)}}) +
+                     ",\n" + run_text(manifest) + ",\n" +
+                     json_members({{"files", json_array(files, as_it_is, ",\n ")},
+                                   {"tensors", json_array(manifest.tensors, of_tensor, ",\n")}},
+                                  ",\n") +
+                     "}\n";
   if (text.size() > kMaxManifest)
     fail("the manifest would take ", text.size(), " bytes, and the limit is ", kMaxManifest,
          "; shorten what goes into trainer");
@@ -568,8 +575,8 @@ void Checkpoint::check_files() const {
           const StoredTensor& found = files_[piece.file].at(wanted.name);
           if (found.dtype != wanted.dtype || found.shape != wanted.shape)
             fail(files_[piece.file].path(), ": tensor ", shown(wanted.name), " is ", name_of(found.dtype),
-                 " ", numbers(found.shape), ", and the manifest says ", name_of(wanted.dtype), " ",
-                 numbers(wanted.shape));
+                 " ", json_numbers(found.shape), ", and the manifest says ", name_of(wanted.dtype), " ",
+                 json_numbers(wanted.shape));
           ++pieces[piece.file];
         }
   for (std::size_t i = 0; i < files_.size(); ++i)
@@ -707,19 +714,17 @@ void cut(Manifest& manifest, std::size_t shards) {
 
 // For whoever opens one of the files alone: transformers wants to see "pt".
 Metadata metadata_of(const Manifest& manifest, std::size_t file) {
-  std::string ranges;
+  std::vector<JsonMember> ranges;
   for (const TensorState& tensor : manifest.tensors)
     for (const Piece& piece : tensor.arrays.front().planes.front().pieces)
-      if (piece.file == file && manifest.files.size() > 1)
-        ranges += (ranges.empty() ? "" : ",") + json_text(tensor.name) + ":[" + std::to_string(piece.first) +
-                  "," + std::to_string(piece.end) + "]";
+      if (piece.file == file) ranges.push_back({tensor.name, json_numbers({piece.first, piece.end})});
   Metadata all = {{"format", "pt"},
                   {"scruple_checkpoint", std::to_string(kCheckpointVersion)},
                   {"library", manifest.library},
                   {"run", "{" + run_text(manifest) + "}"}};
   if (manifest.files.size() > 1) {
     all["shard"] = std::to_string(file + 1) + " of " + std::to_string(manifest.files.size());
-    all["elements"] = "{" + ranges + "}";
+    all["elements"] = json_object(ranges);
   }
   return all;
 }

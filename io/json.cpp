@@ -79,6 +79,19 @@ std::string written(double value) {
   return {text, end};
 }
 
+std::string json_numbers(const std::vector<std::int64_t>& values) {
+  return json_array(values, [](std::int64_t value) { return std::to_string(value); });
+}
+
+std::string json_members(const std::vector<JsonMember>& members, std::string_view between) {
+  return joined(members, between,
+                [](const JsonMember& member) { return json_text(member.key) + ":" + member.value; });
+}
+
+std::string json_object(const std::vector<JsonMember>& members, std::string_view between) {
+  return "{" + json_members(members, between) + "}";
+}
+
 // ---- Reading ----
 
 char JsonReader::next() {

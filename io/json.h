@@ -1,4 +1,6 @@
-// JSON from files that may be hostile: read in one pass, by the kind of value that must come next. No tree is
+// JSON, both ways. It is written from texts that are JSON already: one function for each kind of value.
+//
+// It comes from files that may be hostile: read in one pass, by the kind of value that must come next. No tree is
 // built, so memory is spent only on what the caller keeps; depth is the caller's, never the file's. Problems
 // are thrown as std::runtime_error with the file, the place and what was found.
 #pragma once
@@ -8,6 +10,7 @@
 #include <initializer_list>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "io/file.h"
 
@@ -17,6 +20,31 @@ namespace scruple::io {
 std::string json_text(std::string_view text);
 // The shortest text that reads back as the same double. Throws where it is not finite: JSON has no word for it.
 std::string written(double value);
+
+std::string json_numbers(const std::vector<std::int64_t>& values);  // an array
+
+// What `write` makes of each element of a list.
+template <class List, class Write>
+std::string joined(const List& list, std::string_view between, const Write& write) {
+  std::string text;
+  for (const auto& element : list) {
+    if (!text.empty()) text += between;
+    text += write(element);
+  }
+  return text;
+}
+
+struct JsonMember {
+  std::string_view key;
+  std::string value;  // JSON
+};
+// The members of an object, without the braces around them.
+std::string json_members(const std::vector<JsonMember>& members, std::string_view between = ",");
+std::string json_object(const std::vector<JsonMember>& members, std::string_view between = ",");
+template <class List, class Write>
+std::string json_array(const List& list, const Write& write, std::string_view between = ",") {
+  return "[" + joined(list, between, write) + "]";
+}
 
 // For messages: names come from files that may be hostile, so neither their length nor their bytes are
 // trusted.

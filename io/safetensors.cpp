@@ -39,12 +39,6 @@ std::string all_dtypes() {
   return names;
 }
 
-std::string written(const std::vector<std::int64_t>& shape) {
-  std::string text;
-  for (const std::int64_t n : shape) text += (text.empty() ? "" : ",") + std::to_string(n);
-  return "[" + text + "]";
-}
-
 // Zeros are left out of the product until its end: [0, huge, huge] is as wrong as [huge, huge, 0].
 std::optional<std::int64_t> size_in_bytes(const TensorInfo& tensor) {
   std::int64_t bytes = bytes_of(tensor.dtype);
@@ -73,7 +67,7 @@ std::int64_t bytes_of(Dtype dtype) { return row_of(dtype).bytes; }
 std::int64_t TensorInfo::bytes() const {
   const std::optional<std::int64_t> bytes = size_in_bytes(*this);
   if (!bytes)
-    fail("tensor ", shown(name), ": ", name_of(dtype), " of shape ", written(shape),
+    fail("tensor ", shown(name), ": ", name_of(dtype), " of shape ", json_numbers(shape),
          " has no size that fits 63 bits; every dimension must be at least 0 and their product smaller");
   return *bytes;
 }
@@ -190,11 +184,11 @@ void check_size(const Entry& entry, std::uint64_t data_bytes, const std::string&
     fail(path, ": tensor ", shown(entry.info.name), ": ", parts...);
   };
   const std::optional<std::int64_t> bytes = size_in_bytes(entry.info);
-  if (!bytes) refuse("its shape ", written(entry.info.shape), " asks for more than 2^63 bytes");
+  if (!bytes) refuse("its shape ", json_numbers(entry.info.shape), " asks for more than 2^63 bytes");
   if (entry.begin > entry.end)
     refuse("data_offsets begin at ", entry.begin, " and end before, at ", entry.end);
   if (entry.end - entry.begin != static_cast<std::uint64_t>(*bytes))
-    refuse(name_of(entry.info.dtype), " of shape ", written(entry.info.shape), " takes ", *bytes,
+    refuse(name_of(entry.info.dtype), " of shape ", json_numbers(entry.info.shape), " takes ", *bytes,
            " bytes, but data_offsets [", entry.begin, ", ", entry.end, "] hold ", entry.end - entry.begin);
   if (entry.end > data_bytes)
     refuse("data_offsets end at ", entry.end, ", but the file has only ", data_bytes,
@@ -288,10 +282,9 @@ std::vector<std::size_t> aligned_order(const std::vector<TensorInfo>& tensors) {
 }
 
 std::string metadata_json(const Metadata& metadata) {
-  std::string text;
-  for (const auto& [key, value] : metadata)
-    text += (text.empty() ? "" : ",") + json_text(key) + ":" + json_text(value);
-  return json_text(kMetadataKey) + ":{" + text + "}";
+  std::vector<JsonMember> members;
+  for (const auto& [key, value] : metadata) members.push_back({key, json_text(value)});
+  return json_object(members);
 }
 
 }  // namespace
@@ -299,7 +292,8 @@ std::string metadata_json(const Metadata& metadata) {
 SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<TensorInfo> tensors,
                                      const Metadata& metadata)
     : tensors_(checked(std::move(tensors))), next_(tensors_.size()), end_(tensors_.size()), file_(path) {
-  std::string header = "{" + (metadata.empty() ? std::string() : metadata_json(metadata));
+  std::vector<JsonMember> entries;
+  if (!metadata.empty()) entries.push_back({kMetadataKey, metadata_json(metadata)});
   std::uint64_t offset = 0;
   for (const std::size_t i : aligned_order(tensors_)) {
     const TensorInfo& tensor = tensors_[i];
@@ -308,11 +302,13 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, std::vector<Tensor
         offset > INT64_MAX / 2)
       fail("the tensors of ", path, " together are larger than any file can be");
     end_[i] = offset;
-    header += (header.size() == 1 ? "" : ",") + json_text(tensor.name) + ":{\"dtype\":\"" +
-              name_of(tensor.dtype) + "\",\"shape\":" + written(tensor.shape) + ",\"data_offsets\":[" +
-              std::to_string(next_[i]) + "," + std::to_string(end_[i]) + "]}";
+    entries.push_back(
+        {tensor.name, json_object({{"dtype", json_text(name_of(tensor.dtype))},
+                                   {"shape", json_numbers(tensor.shape)},
+                                   {"data_offsets", json_numbers({static_cast<std::int64_t>(next_[i]),
+                                                                  static_cast<std::int64_t>(end_[i])})}})});
   }
-  header += "}";
+  std::string header = json_object(entries);
   header.append((kAlignment - (kLengthBytes + header.size()) % kAlignment) % kAlignment, ' ');
   if (header.size() > kMaxHeader)
     fail("the header of ", path, " would take ", header.size(), " bytes, and the format's limit is ",
