@@ -330,7 +330,7 @@ std::vector<std::string> problems_of(const Checkpoint& checkpoint) {
 void verify(const Options& options) {
   std::vector<std::string> problems;
   std::int64_t tensors = 0, bytes = 0;
-  std::string folder = options.folder;
+  std::string folder = options.folder, advice;
   try {
     folder = train::find_checkpoint(options.folder);
     const Checkpoint checkpoint(folder);
@@ -338,6 +338,7 @@ void verify(const Options& options) {
     bytes = static_cast<std::int64_t>(checkpoint.bytes());
     problems = problems_of(checkpoint);
   } catch (const std::runtime_error& error) {
+    if (!problems.empty()) advice = io::advice_on_damage(folder);
     problems.emplace_back(error.what());
   }
   if (options.json)
@@ -355,7 +356,7 @@ void verify(const Options& options) {
     for (const std::string& problem : problems) std::cout << problem << '\n';
   if (!problems.empty())
     throw std::runtime_error(folder + " has " +
-                             plural(static_cast<std::int64_t>(problems.size()), "problem"));
+                             plural(static_cast<std::int64_t>(problems.size()), "problem") + advice);
 }
 
 // ---- New checkpoints from old ones ----

@@ -541,7 +541,18 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
 
 // ---- Reading ----
 
-Checkpoint::Checkpoint(const std::string& folder) : folder_(folder) {
+Checkpoint::Checkpoint(const std::string& folder) {
+  try {
+    open(folder);
+  } catch (const Misuse&) {
+    throw;
+  } catch (const std::runtime_error& error) {
+    fail(error.what(), advice_on_damage(folder));
+  }
+}
+
+void Checkpoint::open(const std::string& folder) {
+  folder_ = folder;
   {
     const MappedFile file(manifest_path(folder));
     if (file.bytes().size() > kMaxManifest)
@@ -925,6 +936,30 @@ std::vector<std::int64_t> saved_steps(const std::string& folder) {
       if (entry.path().filename().string() == step_name(*step)) steps.push_back(*step);
   std::sort(steps.begin(), steps.end());
   return steps;
+}
+
+std::string advice_on_damage(const std::string& folder) {
+  constexpr std::size_t kNamed = 5;
+  std::filesystem::path path = std::filesystem::absolute(folder).lexically_normal();
+  if (path.filename().empty()) path = path.parent_path();  // it was given with a slash at its end
+  const std::filesystem::path run = path.parent_path();
+  std::vector<std::int64_t> steps = saved_steps(run.string());
+  std::vector<std::string> names;
+  for (; !steps.empty() && names.size() < kNamed; steps.pop_back()) {
+    const std::string name = step_name(steps.back());
+    if (name == path.filename()) continue;
+    try {
+      Checkpoint().open((run / name).string());
+      names.push_back(name);
+    } catch (const std::runtime_error&) {  // it is damaged too
+    }
+  }
+  if (names.empty())
+    return "; no other checkpoint beside it can be opened: take another copy of this one. Its safetensors "
+           "files, where they are whole, open without the manifest in any program that reads them";
+  return "; of its run " + joined(names, ", ", [](const std::string& name) { return name; }) +
+         " can be opened: 'scruple checkpoint verify " + (run / names.front()).string() +
+         "' checks all of that one, and whatever takes a checkpoint takes that path";
 }
 
 std::string find_checkpoint(const std::string& path) {

@@ -126,6 +126,9 @@ class Checkpoint {
 
  private:
   friend class PlaneReader;
+  friend std::string advice_on_damage(const std::string& folder);
+  Checkpoint() = default;
+  void open(const std::string& folder);
   void check_files() const;
 
   std::string folder_;
@@ -199,5 +202,7 @@ std::string step_name(std::int64_t step);  // "step-00000100"
 std::vector<std::int64_t> saved_steps(const std::string& folder);
 // The checkpoint that a user means by a path: itself, or the last one of a run.
 std::string find_checkpoint(const std::string& path);
+// For the end of a message about a checkpoint that is damaged: which others of its run can be opened.
+std::string advice_on_damage(const std::string& folder);
 
 }  // namespace scruple::io

@@ -275,6 +275,25 @@ TEST_F(Checkpoints, TheDamagedTensorIsNamed) {
   expect_words(message, "tensor \"t6/exp_avg\": its checksum is", "flipped bit");
 }
 
+// Where one is damaged, the message says which others of the run are not.
+TEST_F(Checkpoints, WhatElseARunHasIsSaid) {
+  for (const int step : {1, 2, 3, 4}) save(path("run/" + step_name(step)), sample());
+  const auto spoil = [&](int step) { put("{", ("run/" + step_name(step) + "/manifest.json").c_str()); };
+  spoil(4);
+  spoil(2);
+  const std::string last = path("run/" + step_name(4)),
+                    others = "of its run step-00000003, step-00000001 can be opened";
+  for (const std::string& name : {last, last + "/"}) {
+    const std::string message = message_of([&] { Checkpoint checkpoint(name); });
+    expect_words(message, others, "two are whole");
+    expect_words(message, "'scruple checkpoint verify " + path("run/" + step_name(3)) + "'",
+                 "the later of them");
+  }
+  spoil(3);
+  spoil(1);
+  expect_words(message_of([&] { Checkpoint checkpoint(last); }), "take another copy", "none is whole");
+}
+
 TEST_F(Checkpoints, FilesThatAreCutLongerOrMissingAreRefused) {
   save(path("c"), sample());
   for (const char* name : {"c/manifest.json", "c/model.safetensors"}) {

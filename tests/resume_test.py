@@ -371,7 +371,12 @@ class Tools(Case):
         self.assertFalse(found["ok"])
         self.assertRegex(found["problems"][0], r'tensor "transformer\.[^"]+": its checksum is')
         self.flip(os.path.join(broken, "manifest.json"))
-        self.assertIn("manifest is damaged", self.fails(1, "1 problem", "checkpoint", "verify", broken).stdout)
+        said = self.fails(1, "1 problem", "checkpoint", "verify", broken).stdout
+        self.assertIn("manifest is damaged; of its run step-00000006 can be opened: 'scruple checkpoint verify " +
+                      self.path("a/checkpoints/step-00000006") + "'", said)
+        os.rename(self.path("a/checkpoints/step-00000006"), self.path("away"))
+        self.fails(1, "take another copy of this one", "checkpoint", "inspect", self.path("a"))
+        os.rename(self.path("away"), self.path("a/checkpoints/step-00000006"))
         self.fails(1, "1 problem", "checkpoint", "verify", self.path("nowhere"))
         # A step that no gradient check guards makes its weights NaN, visibly.
         self.trained("b", "--recipe", "fp32", "--gradients", "released", "--lr", "1e30", "--save-every", "6")
