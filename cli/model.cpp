@@ -4,10 +4,14 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <stdexcept>
 
+#include "scruple/scruple.hpp"
 #include "text.h"
 
 namespace scruple::cli {
@@ -15,8 +19,8 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::int64_t kMaxHeader = 100'000'000;  // what the safetensors library itself accepts
-constexpr std::int64_t kMaxConfig = 10'000'000;
+constexpr std::int64_t kMaxHeader =
+    100'000'000;               // what the safetensors library itself accepts; of a .json too
 constexpr int kMaxDepth = 16;  // a header of nothing but brackets must not fill the memory
 
 [[noreturn]] void fail(const std::string& message) { throw std::runtime_error(message); }
@@ -116,6 +120,13 @@ std::int64_t add_entry(Model& model, const json& entry, std::int64_t& integers) 
   return offsets[1].get<std::int64_t>();
 }
 
+// In a file of a checkpoint: whether the tensor completes a weight, or is a moment of it: "WEIGHT/exp_avg".
+bool belongs_to_another(const json& root, const std::string& name) {
+  for (std::size_t at = name.find('/'); at != name.npos; at = name.find('/', at + 1))
+    if (root.contains(name.substr(0, at))) return true;
+  return false;
+}
+
 void add_safetensors(Model& model, const std::string& path) {
   std::int64_t file_size = 0;
   std::ifstream file = open(path, file_size);
@@ -134,17 +145,23 @@ void add_safetensors(Model& model, const std::string& path) {
   const json root = parse(file, header);
   if (!root.is_object()) fail("its header is no JSON object");
 
-  std::int64_t integers = 0, data_end = 0;
+  const json notes = root.value("__metadata__", json());
+  const bool of_checkpoint = notes.is_object() && notes.contains("scruple_checkpoint");
+  Model state;  // of an optimizer
+  std::int64_t integers = 0, data_end = 0, ignored = 0;
   for (const auto& [name, entry] : root.items()) {
     if (name == "__metadata__") continue;
     try {
-      data_end = std::max(data_end, add_entry(model, entry, integers));
+      const bool is_state = of_checkpoint && belongs_to_another(root, name);
+      data_end =
+          std::max(data_end, add_entry(is_state ? state : model, entry, is_state ? ignored : integers));
     } catch (const std::runtime_error& error) {
       fail("tensor " + json(name).dump() + ": " + error.what());
     }
   }
   if (integers > 0)
-    model.notes.push_back(path + ": " + plural(integers, "tensor") + " of integers not counted");
+    model.notes.push_back(path + ": " + plural(integers, "tensor") + " of integers not counted" +
+                          (of_checkpoint ? "; the checkpoint's folder says what they stand for" : ""));
   if (data_end > file_size - 8 - header)
     model.notes.push_back(path + ": the file is cut short; the shapes are those of its header");
 }
@@ -243,13 +260,48 @@ void add_gpt2(Model& model, const Config& config) {
   model.add({hidden}, 6 * layers + 2);  // two norms with biases and the biases of both c_proj; ln_f
 }
 
-void add_config(Model& model, const std::string& path) {
+// ---- Models of several files ----
+
+// The index that Hugging Face writes beside shards: {"weight_map": {tensor: file}}.
+void add_index(Model& model, const json& map, const std::filesystem::path& folder) {
+  std::set<std::string> files;
+  if (!map.is_object() || map.empty()) fail("its weight_map names no shards");
+  for (const auto& [tensor, file] : map.items()) {
+    if (!file.is_string() ||
+        std::filesystem::path(file.get<std::string>()).filename() != file.get<std::string>())
+      fail("tensor " + json(tensor).dump() + " is in " + file.dump() +
+           "; it must be a file beside the index");
+    files.insert(file);
+  }
+  for (const std::string& file : files) {
+    try {
+      add_safetensors(model, folder / file);
+    } catch (const std::runtime_error& error) {
+      fail("its shard " + json(file).dump() + ": " + error.what());
+    }
+  }
+}
+
+void add_checkpoint(Model& model, const std::string& path) {
+  scruple_checkpoint* opened = nullptr;
+  check(scruple_checkpoint_open(path.c_str(), &opened));
+  const std::unique_ptr<scruple_checkpoint, void (*)(scruple_checkpoint*)> owner(opened,
+                                                                                 scruple_checkpoint_close);
+  const scruple_checkpoint_contents& contents = *scruple_checkpoint_manifest(opened);
+  for (std::int64_t t = 0; t < contents.tensor_count; ++t) {
+    const scruple_checkpoint_tensor& tensor = contents.tensors[t];
+    model.add({tensor.shape, tensor.shape + tensor.dimensions});
+  }
+  if (path != contents.folder) model.notes.push_back(path + ": its last checkpoint is " + contents.folder);
+}
+
+void add_json(Model& model, const std::string& path) {
   std::int64_t size = 0;
   std::ifstream file = open(path, size);
-  if (size > kMaxConfig) fail("it has " + plural(size, "byte") + "; a config.json has at most 10 MB");
+  if (size > kMaxHeader) fail("it has " + plural(size, "byte") + "; the limit is 100 MB");
   json root = parse(file, size);
   if (root.is_object() && root.contains("weight_map"))
-    fail("it is an index of shards; give the .safetensors files");
+    return add_index(model, root.at("weight_map"), std::filesystem::path(path).parent_path());
   if (!root.is_object()) fail("it is no JSON object");
   const Config config(std::move(root));
   const std::string type = config.text("model_type");
@@ -261,6 +313,20 @@ void add_config(Model& model, const std::string& path) {
   }
   fail((type.empty() ? "it has no model_type" : "unknown model_type " + json(type).dump()) +
        "; known: " + known + "gpt2; for another model give its .safetensors files or --params");
+}
+
+// A model as Hugging Face lays it out or 'scruple train' leaves it, a checkpoint, or a run that has some.
+void add_folder(Model& model, const std::string& path) {
+  const std::filesystem::path folder = path;
+  const auto has = [&](const char* name) { return std::filesystem::exists(folder / name); };
+  if (has("manifest.json")) return add_checkpoint(model, path);
+  if (has("model.safetensors.index.json")) return add_json(model, folder / "model.safetensors.index.json");
+  if (has("model.safetensors")) return add_safetensors(model, folder / "model.safetensors");
+  if (has("checkpoints")) return add_checkpoint(model, path);
+  if (has("config.json")) return add_json(model, folder / "config.json");
+  fail(
+      "it has no model.safetensors, no index of shards, no checkpoint and no config.json; give files of the "
+      "model, or --params");
 }
 
 }  // namespace
@@ -289,9 +355,11 @@ Model read_model(const std::vector<std::string>& paths) {
   for (const std::string& path : paths) {
     try {
       if (path.ends_with(".json") && paths.size() > 1)
-        fail("a config.json stands for a whole model; give it alone");
-      if (path.ends_with(".json"))
-        add_config(model, path);
+        fail("a .json file stands for a whole model; give it alone");
+      if (std::filesystem::is_directory(path))
+        add_folder(model, path);
+      else if (path.ends_with(".json"))
+        add_json(model, path);
       else
         add_safetensors(model, path);
     } catch (const std::runtime_error& error) {

@@ -1,5 +1,5 @@
-// The sizes of a model's tensors: from a number of parameters, safetensors headers, or a Hugging Face
-// config.json.
+// The sizes of a model's tensors: from a number of parameters, safetensors headers, an index of them, a Hugging Face
+// config.json, or a checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,8 @@ struct Model {
 };
 
 Model one_tensor(std::int64_t params);
-// Files that end in .json are configs, all others safetensors; the shards of one model add up.
+// Files that end in .json are configs or indices, all others safetensors, whose shards add up; a folder is a model, a
+// checkpoint or a run.
 Model read_model(const std::vector<std::string>& paths);
 
 }  // namespace scruple::cli

@@ -25,13 +25,15 @@ constexpr const char* kFooter =
     "  total       all of these; activations are not counted\n"
     "  released, compressed   the total with that policy, where --gradients does not choose one\n"
     "\n"
-    "Model files: .safetensors (only the header is read; the shards of one model add up) or a Hugging\n"
-    "Face config.json of a llama, mistral, qwen2, qwen3, gemma, gemma2 or gpt2 model.\n"
+    "A model is .safetensors files (only headers are read; shards add up), the index of shards, a\n"
+    "config.json of a llama, mistral, qwen2, qwen3, gemma, gemma2 or gpt2 model, or a folder: a model of\n"
+    "Hugging Face's layout, a run, or a checkpoint, of which the weights alone are counted.\n"
     "\n"
     "Examples:\n"
     "  scruple plan --params 8.03e9 --optimizer adamw\n"
     "  scruple plan config.json --recipe scruple --gradients compressed\n"
     "  scruple plan --params 125M --optimizer sgd --set momentum=0.95\n"
+    "  scruple plan run1 --optimizer lion\n"
     "  scruple plan --params 1.1B --weights bf16+4 --moments companded8 --second-moments log5";
 
 struct Options {
@@ -55,7 +57,7 @@ struct Plan {
 
 Plan make_plan(const Options& options) {
   if (options.params.empty() == options.files.empty())
-    throw UsageError("plan needs either --params or a model file, such as: scruple plan --params 8.03e9");
+    throw UsageError("plan needs either --params or a model, such as: scruple plan --params 8.03e9");
   Plan plan;
   const Choice& choice = options.choice;
   const Optimizer optimizer = choice.make_optimizer();
@@ -138,8 +140,8 @@ void add_plan(CLI::App& program) {
       ->type_name("COUNT");
   command
       ->add_option("--model,model", options->files,
-                   "model files to read the tensor shapes from, in place of --params")
-      ->type_name("FILE");
+                   "files or a folder to read the tensor shapes from, in place of --params")
+      ->type_name("PATH");
   options->choice.add_options(*command);
   command->add_option("--gradients", options->policy, "what becomes of gradients (default: stored)")
       ->type_name("POLICY")

@@ -203,6 +203,41 @@ class Models(Case):
         self.assertEqual(self.json_of("plan", self.file("config.json", gpt2))["tensors"], 148)
 
 
+    def test_folders_and_indices(self):
+        """As Hugging Face lays models out: an index with its shards, one file, or a config alone."""
+        def shard(elements, name):
+            return safetensors({name: entry([elements], 0, 4 * elements)}, bytes(4 * elements))
+        config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_positions": 4, "vocab_size": 10}
+        self.file("config.json", config)
+        of_config = self.json_of("plan", self.folder)["params"]
+        self.assertEqual(of_config, self.json_of("plan", os.path.join(self.folder, "config.json"))["params"])
+        self.file("model.safetensors", shard(7, "w"))
+        self.assertEqual(self.json_of("plan", self.folder)["params"], 7)
+        self.file("a.safetensors", shard(100, "a"))
+        self.file("b.safetensors", shard(20, "b"))
+        self.file("other.safetensors", shard(1000, "other"))  # which the index does not name
+        index = {"metadata": {}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+        path = self.file("model.safetensors.index.json", index)
+        for given in [self.folder, self.folder + "/", path]:
+            found = self.json_of("plan", given)
+            self.assertEqual((found["params"], found["tensors"]), (120, 2))
+        for wrong, message in [({"a": "c.safetensors"}, 'shard "c.safetensors": cannot open'), ({"a": 3}, "beside the index"),
+                               ({"a": "../a.safetensors"}, "beside the index"), ([], "no shards")]:
+            self.fails(1, message, "plan", self.file("model.safetensors.index.json", {"weight_map": wrong}))
+
+    def test_a_file_of_a_checkpoint_counts_its_weights(self):
+        planes = {"layer/w": ("BF16", 200), "layer/w/extra": ("U8", 100), "layer/w/exp_avg": ("U8", 100),
+                  "layer/w/exp_avg/scale": ("F32", 4), "b": ("F32", 40), "b/exp_avg": ("F32", 40)}
+        header, at = {"__metadata__": {"scruple_checkpoint": "1"}}, 0
+        for name, (dtype, size) in planes.items():
+            header[name] = entry([size // {"BF16": 2, "U8": 1, "F32": 4}[dtype]], at, at + size, dtype)
+            at += size
+        found = self.json_of("plan", self.file("m.safetensors", safetensors(header, bytes(at))))
+        self.assertEqual((found["params"], found["tensors"], found["notes"]), (110, 2, []))
+        header["__metadata__"] = {}  # of another program: all of it counts
+        self.assertEqual(self.json_of("plan", self.file("m.safetensors", safetensors(header, bytes(at))))["tensors"], 4)
+
+
 class Bench(Case):
     def test_rows(self):
         found = self.json_of("bench", "--params", "50000", "--tensors", "7", "--threads", "2",
@@ -325,7 +360,8 @@ class Failures(Case):
             with self.subTest(name):
                 self.fails(1, message, "plan", self.file("bad.safetensors", content))
         self.fails(1, "open", "plan", os.path.join(self.folder, "absent.safetensors"))
-        self.fails(1, "no file", "plan", self.folder)
+        os.mkdir(os.path.join(self.folder, "empty"))
+        self.fails(1, "no model.safetensors", "plan", os.path.join(self.folder, "empty"))
 
     def test_control_characters_do_not_reach_the_terminal(self):
         path = self.file("bad.safetensors", safetensors({"\x1b[31m": 1}))
