@@ -18,16 +18,23 @@ int role_of(const scruple_tensor& tensor, int array) {
   return role;
 }
 
+const scruple_format* known_format(const std::string& name) {
+  std::vector<std::string> known;
+  for (int f = 0; f < scruple_format_count(); ++f) known.emplace_back(info_of(scruple_format_at(f)).name);
+  check_name("format", name, known);
+  return format_named(name.c_str());
+}
+
 // The recipe's way of rounding stays where the new format knows it.
-void use_format(scruple_array& array, const char* name) {
-  array.format = format_named(name);
+void use_format(scruple_array& array, const std::string& name) {
+  array.format = known_format(name);
   if ((info_of(array.format).roundings >> array.rounding & 1u) == 0) array.rounding = SCRUPLE_NEAREST;
 }
 
 // Gives a format to every used slot of these roles that it can hold. Where it can hold none, the first one
 // gets it all the same: the library then says what would fit.
 void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned roles) {
-  const unsigned serves = info_of(format_named(name.c_str())).roles;
+  const unsigned serves = info_of(known_format(name)).roles;
   scruple_array* first = nullptr;
   bool served = false;
   for (const int a : used_arrays(tensor)) {
@@ -35,11 +42,11 @@ void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned rol
     if (!is_slot(a) || (role & roles) == 0) continue;
     if (first == nullptr) first = &tensor.arrays[a];
     if ((role & serves) == 0) continue;
-    use_format(tensor.arrays[a], name.c_str());
+    use_format(tensor.arrays[a], name);
     served = true;
   }
   if (first == nullptr) throw UsageError("there is no moment here for format " + name + " to hold");
-  if (!served) use_format(*first, name.c_str());
+  if (!served) use_format(*first, name);
 }
 
 int rounding_named(const std::string& name) {
@@ -123,6 +130,13 @@ void Choice::add_options(CLI::App& command) {
 }
 
 Optimizer Choice::make_optimizer() const {
+  std::vector<std::string> known;
+  scruple_rule_info info;
+  for (int r = 0; r < scruple_rule_count(); ++r) {
+    check(scruple_rule_at(r, &info));
+    known.emplace_back(info.name);
+  }
+  check_name("optimizer", optimizer, known);
   Optimizer made(optimizer.c_str());
   give_momentum(made);
   for (const std::string& text : hypers) {
@@ -136,18 +150,19 @@ Optimizer Choice::make_optimizer() const {
 
 scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_recipe,
                                 std::int64_t size) const {
+  check_recipe(with_recipe);
   scruple_tensor tensor = {};
   tensor.optimizer = rule.raw();
   tensor.size = size;
   tensor.step = 1;
   check(scruple_tensor_use(&tensor, with_recipe.c_str()));
   scruple_array& accumulator = tensor.arrays[SCRUPLE_GRADIENT];
-  if (!gradient.empty()) use_format(accumulator, gradient.c_str());
+  if (!gradient.empty()) use_format(accumulator, gradient);
   if (unbiased)
     for (const int rounding : {SCRUPLE_STOCHASTIC, SCRUPLE_DITHER})  // the last that its format can
       if ((info_of(accumulator.format).roundings >> rounding & 1u) != 0) accumulator.rounding = rounding;
   if (stays_fp32(with_recipe, size)) return tensor;
-  if (!weights.empty()) use_format(tensor.arrays[SCRUPLE_WEIGHT], weights.c_str());
+  if (!weights.empty()) use_format(tensor.arrays[SCRUPLE_WEIGHT], weights);
   if (!moments.empty()) use_for_slots(tensor, moments, SCRUPLE_ROLE_SIGNED | SCRUPLE_ROLE_NONNEG);
   if (!second_moments.empty()) use_for_slots(tensor, second_moments, SCRUPLE_ROLE_NONNEG);
   for (const std::string& rounding : roundings) use_rounding(tensor, rounding);
@@ -185,6 +200,18 @@ std::vector<scruple_recipe_info> all_recipes() {
   std::vector<scruple_recipe_info> recipes(static_cast<std::size_t>(scruple_recipe_count()));
   for (std::size_t i = 0; i < recipes.size(); ++i) check(scruple_recipe_at(static_cast<int>(i), &recipes[i]));
   return recipes;
+}
+
+void check_name(const std::string& kind, const std::string& name, const std::vector<std::string>& known) {
+  if (std::find(known.begin(), known.end(), name) == known.end())
+    throw UsageError("unknown " + kind + " '" + name + "'; known: " + joined(known) +
+                     did_you_mean(name, known));
+}
+
+void check_recipe(const std::string& name) {
+  std::vector<std::string> known;
+  for (const scruple_recipe_info& info : all_recipes()) known.emplace_back(info.name);
+  check_name("recipe", name, known);
 }
 
 const char* array_name(const scruple_tensor& tensor, int array) {

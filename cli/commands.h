@@ -3,6 +3,8 @@
 
 #include <CLI/CLI.hpp>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 namespace scruple::cli {
 
@@ -10,6 +12,9 @@ namespace scruple::cli {
 struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// Checks that an option's value is one of these; says which was perhaps meant where it is not.
+CLI::Validator one_of(const std::vector<std::string>& known);
 
 void add_list(CLI::App& program);
 void add_plan(CLI::App& program);

@@ -1,9 +1,12 @@
 // The program `scruple`: reads the command line, runs one subcommand, and says on stderr what went wrong.
+#include <algorithm>
 #include <iostream>
 #include <string>
+#include <vector>
 
 #include "commands.h"
 #include "scruple/scruple.hpp"
+#include "text.h"
 
 namespace {
 
@@ -29,11 +32,60 @@ constexpr const char* kFooter =
     "  scruple sample run1 --prompt \"Once upon a time\"\n"
     "  scruple checkpoint inspect run1\n"
     "\n"
-    "Each command has its own --help. Exit code: 0 done, 1 failed, 2 the command line is wrong.";
+    "'scruple help COMMAND' says more of each. Exit code: 0 done, 1 failed, 2 the command line is wrong.";
 
 int complain(const std::string& message, int code) {
   std::cerr << "scruple: " << message << '\n';
   return code;
+}
+
+using Words = std::vector<std::string>;
+
+bool is_option(const std::string& word) { return word.starts_with("-"); }
+
+std::string full_name(const CLI::App& command) {
+  const CLI::App* const above = command.get_parent();
+  return above == nullptr ? command.get_name() : full_name(*above) + " " + command.get_name();
+}
+
+std::string help_of(const CLI::App& command) {
+  const CLI::App* const above = command.get_parent();
+  return command.help(above == nullptr ? "" : full_name(*above));
+}
+
+// The command that the words lead to. Where one should stand, another word is refused.
+CLI::App& find_command(CLI::App& program, const Words& words) {
+  CLI::App* at = &program;
+  for (const std::string& word : words) {
+    const std::vector<CLI::App*> below = at->get_subcommands({});
+    if (below.empty()) break;
+    if (is_option(word)) continue;
+    Words names;
+    for (const CLI::App* command : below) names.push_back(command->get_name());
+    const auto found = std::find(names.begin(), names.end(), word);
+    if (found == names.end())
+      throw cli::UsageError("'" + word + "' is no command of " + full_name(*at) +
+                            "; there are: " + cli::joined(names) + cli::did_you_mean(word, names));
+    at = below[static_cast<std::size_t>(found - names.begin())];
+  }
+  return *at;
+}
+
+// The first option that the command does not have, and which one was perhaps meant; "" where it has all.
+std::string unknown_option(const CLI::App& command, const Words& words) {
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::string name = words[i].substr(0, words[i].find('='));
+    if (!name.starts_with("--")) continue;
+    if (const CLI::Option* known = command.get_option_no_throw(name)) {
+      if (name == words[i] && known->get_items_expected_min() > 0) ++i;  // its value
+      continue;
+    }
+    Words names;
+    for (const CLI::Option* option : command.get_options())
+      for (const std::string& known : option->get_lnames()) names.push_back("--" + known);
+    return full_name(command) + " has no option " + name + cli::did_you_mean(name, names);
+  }
+  return "";
 }
 
 int run(int argc, char** argv) {
@@ -42,6 +94,7 @@ int run(int argc, char** argv) {
   program.set_version_flag("--version", std::string("scruple ") + scruple_version());
   program.require_subcommand(0, 1);
   program.get_formatter()->column_width(34);
+  program.add_subcommand("help", "Show the help of a command, as its --help does");
   cli::add_list(program);
   cli::add_plan(program);
   cli::add_bench(program);
@@ -51,13 +104,26 @@ int run(int argc, char** argv) {
   cli::add_sample(program);
   cli::add_checkpoint(program);
 #endif
+  Words words(argv + std::min(1, argc), argv + argc);
+  if (!words.empty() && words.front() == "help") {
+    words.erase(words.begin());
+    words.emplace_back("--help");
+  }
+  const CLI::App& command = find_command(program, words);
+  // As git does: no command is a question, and still no success.
+  if (!command.get_subcommands({}).empty() && std::none_of(words.begin(), words.end(), is_option)) {
+    std::cout << help_of(command);
+    return kUsage;
+  }
   try {
-    program.parse(argc, argv);
+    program.parse(Words(words.rbegin(), words.rend()));  // CLI11 takes them from the end
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return program.exit(error);  // --help and --version
-    return complain(std::string(error.what()) + "; try --help", kUsage);
+    std::string message = unknown_option(command, words);
+    if (message.empty()) message = error.what();
+    if (!message.ends_with("?")) message += "; try '" + full_name(command) + " --help'";
+    return complain(message, kUsage);
   }
-  if (program.get_subcommands().empty()) return complain("no command given; try 'scruple --help'", kUsage);
   // A full disk or a closed pipe must not look like success.
   if (!std::cout.flush()) return complain("cannot write the output", kFailure);
   return 0;

@@ -145,7 +145,7 @@ void add_plan(CLI::App& program) {
   options->choice.add_options(*command);
   command->add_option("--gradients", options->policy, "what becomes of gradients (default: stored)")
       ->type_name("POLICY")
-      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kPolicies), std::end(kPolicies))));
+      ->check(one_of({std::begin(kPolicies), std::end(kPolicies)}));
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'; sizes in bytes");
   command->callback([options] {
     const Plan plan = make_plan(*options);

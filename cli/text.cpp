@@ -23,6 +23,23 @@ double suffix_factor(char suffix) {
   }
 }
 
+// Letters put in, left out, replaced, or swapped with their neighbour: the fewest that lead from a to b.
+std::size_t slips_between(const std::string& a, const std::string& b) {
+  std::vector<std::vector<std::size_t>> d(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
+  for (std::size_t i = 0; i <= a.size(); ++i)
+    for (std::size_t j = 0; j <= b.size(); ++j) {
+      if (i == 0 || j == 0) {
+        d[i][j] = i + j;
+        continue;
+      }
+      const std::size_t same = a[i - 1] == b[j - 1] ? 0 : 1;
+      d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + same});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+        d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
+    }
+  return d[a.size()][b.size()];
+}
+
 }  // namespace
 
 void Table::print(std::ostream& out) const {
@@ -64,6 +81,35 @@ std::string grouped(std::int64_t value) {
 
 std::string plural(std::int64_t count, const std::string& noun) {
   return grouped(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
+std::string joined(const std::vector<std::string>& words, const char* between) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : between) + word;
+  return text;
+}
+
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& known) {
+  constexpr std::size_t kLongest = 100;  // no name is longer
+  if (word.size() > kLongest) return "";
+  std::vector<std::string> nearest;
+  std::size_t fewest = std::max<std::size_t>(1, word.size() / 3);
+  for (const std::string& name : known) {
+    const std::size_t slips = slips_between(word, name);
+    if (slips > fewest) continue;
+    if (slips < fewest) nearest.clear();
+    fewest = slips;
+    nearest.push_back("'" + name + "'");
+  }
+  return nearest.empty() ? "" : "; did you mean " + joined(nearest, " or ") + "?";
+}
+
+CLI::Validator one_of(const std::vector<std::string>& known) {
+  return {[known](const std::string& value) {
+            if (std::find(known.begin(), known.end(), value) != known.end()) return std::string();
+            return "'" + value + "' is none of " + joined(known) + did_you_mean(value, known);
+          },
+          "{" + joined(known, ",") + "}"};
 }
 
 Unit unit_for(std::int64_t largest) {

@@ -292,10 +292,46 @@ class Help(Case):
             self.assertEqual(done.returncode, 0)
             self.assertIn("xample", done.stdout)
 
+    def test_help_is_a_command_too(self):
+        self.assertEqual(run("help").stdout, run("--help").stdout)
+        for command in ["list", "plan", "bench"]:
+            done = run("help", command)
+            self.assertEqual((done.returncode, done.stdout), (0, run(command, "--help").stdout))
+            self.assertIn("scruple " + command, done.stdout)
+        self.fails(2, "did you mean 'plan'?", "help", "pla")
+
+    def test_no_command_shows_the_help(self):
+        done = run()
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (2, run("--help").stdout, ""))
+
+
+class Slips(Case):
+    """What was perhaps meant, where it is near; nothing where it is not."""
+
+    def test_commands(self):
+        self.fails(2, "'pln' is no command of scruple; there are: help, list", "pln", "--params", "1e9")
+        for word, meant in [("pln", "plan"), ("lsit", "list"), ("benhc", "bench"), ("hepl", "help")]:
+            self.fails(2, f"did you mean '{meant}'?", word, "--params", "x")
+        self.assertNotIn("did you mean", run("frob").stderr)
+        self.assertNotIn("did you mean", run("p" * 1000).stderr)
+
+    def test_options(self):
+        self.fails(2, "scruple plan has no option --parms; did you mean '--params'?\n", "plan", "--parms", "1e9")
+        self.fails(2, "did you mean '--params'?", "plan", "--parms=1e9", "--recipe", "scruple")
+        self.fails(2, "scruple plan has no option --bogus; try 'scruple plan --help'\n", "plan", "--params", "1", "--bogus")
+
+    def test_values(self):
+        plan = ["plan", "--params", "1e6"]
+        for option, slip, meant in [("--recipe", "scruble", "scruple"), ("--optimizer", "adamv", "adamw"),
+                                    ("--weights", "bf16+88", "bf16+8"), ("--moments", "compnded8", "companded8"),
+                                    ("--second-moments", "lgo5", "log5"), ("--gradients", "relased", "released")]:
+            self.fails(2, f"'{meant}'", *plan, option, slip)
+            self.assertIn("did you mean", run(*plan, option, slip).stderr)
+            self.assertNotIn("did you mean", run(*plan, option, "frobnicate").stderr)
+
 
 class Failures(Case):
     def test_command_line(self):
-        self.fails(2, "no command")
         self.fails(2, "frob", "frob")
         self.fails(2, "--params", "plan")
         self.fails(2, "--bogus", "plan", "--params", "1", "--bogus")
