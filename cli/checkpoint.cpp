@@ -10,6 +10,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "choice.h"
 #include "commands.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
@@ -31,15 +32,15 @@ constexpr const char* kFooter =
     "  scruple checkpoint inspect run1 --histogram transformer.wte.weight\n"
     "  scruple checkpoint verify run1/checkpoints/step-00000100\n"
     "  scruple checkpoint convert run1 --recipe scant --out smaller\n"
-    "  scruple checkpoint export run1 --fp32 --out weights.safetensors\n"
+    "  scruple checkpoint export run1 --to bf16 --out weights.safetensors\n"
     "  scruple checkpoint diff run1 run2\n"
     "  scruple checkpoint reshard run1 --shards 4 --out four";
 
 struct Options {
-  std::string folder, other, out, recipe;
+  std::string folder, other, out, recipe, to = "fp32";
   std::vector<std::string> histograms;
   std::size_t shards = 0;
-  bool json = false, fp32 = false;
+  bool json = false;
 };
 
 // A checkpoint whose tensors can be decoded, one at a time.
@@ -337,8 +338,8 @@ void verify(const Options& options) {
     tensors = static_cast<std::int64_t>(checkpoint.manifest().tensors.size());
     bytes = static_cast<std::int64_t>(checkpoint.bytes());
     problems = problems_of(checkpoint);
-  } catch (const std::runtime_error& error) {
     if (!problems.empty()) advice = io::advice_on_damage(folder);
+  } catch (const std::runtime_error& error) {
     problems.emplace_back(error.what());
   }
   if (options.json)
@@ -419,6 +420,7 @@ io::Metadata with_recipe(io::Metadata notes, const std::string& recipe) {
 
 void convert(const Options& options) {
   check_new(options.out);
+  check_recipe(options.recipe);
   const Checkpoint checkpoint(train::find_checkpoint(options.folder));
   Decoder decoder(checkpoint);
   io::Manifest manifest = checkpoint.manifest();
@@ -461,31 +463,62 @@ void convert(const Options& options) {
   std::cout << "\nwrote " << options.out << ": " << grouped(before) << " -> " << grouped(after) << " bytes\n";
 }
 
+// The weights of a checkpoint in fp32 or bf16. Nothing else is read, so that damaged moments do not matter.
+class WeightReader {
+ public:
+  WeightReader(const Checkpoint& checkpoint, const std::string& to)
+      : checkpoint_(checkpoint), dtype_(to == "bf16" ? io::Dtype::bf16 : io::Dtype::f32) {}
+
+  io::TensorInfo info(const TensorState& tensor) const { return {tensor.name, dtype_, tensor.shape}; }
+
+  std::vector<std::byte> read(const TensorState& tensor) {
+    const io::Array& weight = tensor.arrays.front();
+    std::vector<std::byte> bytes(static_cast<std::size_t>(info(tensor).bytes()));
+    if (weight.planes.front().dtype == io::Dtype::bf16 && dtype_ == io::Dtype::bf16) {
+      checkpoint_.read(tensor, weight, weight.planes.front(), bytes);  // the visible weights as they are
+      return bytes;
+    }
+    TensorState alone = tensor;
+    alone.arrays.resize(1);
+    const Tensor wide(engine_, train::row_of(alone, stateless_.raw()));
+    train::load(engine_, checkpoint_, alone, wide.raw());
+    const std::vector<float> values = values_of(wide, SCRUPLE_WEIGHT);
+    scruple_tensor row = wide.raw();
+    row.arrays[SCRUPLE_WEIGHT] = {format_named(dtype_ == io::Dtype::bf16 ? "bf16" : "fp32"), bytes.data(),
+                                  nullptr, SCRUPLE_NEAREST, 0};
+    check(scruple_encode(engine_.raw(), &row, SCRUPLE_WEIGHT, values.data()));
+    return bytes;
+  }
+
+ private:
+  const Checkpoint& checkpoint_;
+  const io::Dtype dtype_;
+  Engine engine_;
+  const Optimizer stateless_{"sgd", {{"momentum", 0.0}}};
+};
+
 void export_weights(const Options& options) {
-  if (!options.fp32) throw UsageError("export writes fp32 weights; say so with --fp32");
   check_new(options.out);
   const Checkpoint checkpoint(train::find_checkpoint(options.folder));
-  Decoder decoder(checkpoint);
+  WeightReader weights(checkpoint, options.to);
   const std::vector<TensorState>& tensors = checkpoint.manifest().tensors;
   std::vector<io::TensorInfo> infos;
   infos.reserve(tensors.size());
-  for (const TensorState& tensor : tensors) infos.push_back({tensor.name, io::Dtype::f32, tensor.shape});
+  for (const TensorState& tensor : tensors) infos.push_back(weights.info(tensor));
   io::SafetensorsWriter writer(options.out, infos, {{"format", "pt"}});
-  for (std::size_t t = 0; t < tensors.size(); ++t) {
-    const std::vector<float> values = values_of(decoder.load(tensors[t]), SCRUPLE_WEIGHT);
-    writer.write(t, std::as_bytes(std::span(values)));
-  }
+  for (std::size_t t = 0; t < tensors.size(); ++t) writer.write(t, weights.read(tensors[t]));
   writer.finish();
   if (options.json)
     std::cout << ordered_json{{"from", checkpoint.folder()},
                               {"to", options.out},
+                              {"dtype", options.to},
                               {"tensors", tensors.size()},
                               {"bytes", writer.bytes()}}
                      .dump(2)
               << '\n';
   else
     std::cout << "wrote " << options.out << ": "
-              << plural(static_cast<std::int64_t>(tensors.size()), "tensor") << ", "
+              << plural(static_cast<std::int64_t>(tensors.size()), "tensor") << " in " << options.to << ", "
               << grouped(static_cast<std::int64_t>(writer.bytes())) << " bytes\n";
 }
 
@@ -536,6 +569,8 @@ class Difference {
   }
 
   ordered_json settings = ordered_json::array(), tensors = ordered_json::array();
+  std::map<std::string, std::int64_t> forms;  // "weight: bf16+8 -> fp32", and how many tensors it is true of
+  std::int64_t compared = 0, differing = 0;   // arrays; differing: in their values
   bool same() const { return settings.empty() && tensors.empty(); }
 
  private:
@@ -550,12 +585,18 @@ class Difference {
   void note(const std::string& tensor, const std::string& what) {
     tensors.push_back({{"tensor", tensor}, {"difference", what}});
   }
+  template <class T>
+  void field(const std::string& tensor, const char* name, const T& a, const T& b) {
+    if (a != b) note(tensor, name + (" " + ordered_json(a).dump()) + " -> " + ordered_json(b).dump());
+  }
 
   void compare(const TensorState& a, const TensorState& b) {
     if (a.shape != b.shape)
-      return note(a.name, "shapes " + shape_text(a.shape) + " and " + shape_text(b.shape));
-    if (a.step != b.step || a.id != b.id || a.group != b.group || a.adagc_norm != b.adagc_norm)
-      note(a.name, "step, id, group or AdaGC's norm");
+      return note(a.name, "shape " + shape_text(a.shape) + " -> " + shape_text(b.shape));
+    field(a.name, "step", a.step, b.step);
+    field(a.name, "id", a.id, b.id);
+    field(a.name, "group", a.group, b.group);
+    field(a.name, "AdaGC's norm", a.adagc_norm.value_or(0), b.adagc_norm.value_or(0));
     const Tensor first = decode_a_.load(a), second = decode_b_.load(b);
     for (std::size_t i = 0; i < std::max(a.arrays.size(), b.arrays.size()); ++i) {
       if (i >= a.arrays.size() || i >= b.arrays.size() || a.arrays[i].name != b.arrays[i].name)
@@ -567,7 +608,9 @@ class Difference {
   void compare_arrays(const TensorState& a, const TensorState& b, std::size_t i, const Tensor& first,
                       const Tensor& second) {
     const io::Array &x = a.arrays[i], &y = b.arrays[i];
+    ++compared;
     bool equal = x.format == y.format && x.rounding == y.rounding;
+    if (!equal) ++forms[x.name + ": " + form_of(x) + " -> " + form_of(y)];
     for (std::size_t p = 0; equal && p < x.planes.size(); ++p) {
       const auto left = train::plane_of(first.raw(), a, i, p), right = train::plane_of(second.raw(), b, i, p);
       equal = left.size() == right.size() && std::equal(left.begin(), left.end(), right.begin());
@@ -575,28 +618,85 @@ class Difference {
     if (equal) return;
     const std::vector<float> u = values_of(first, state_arrays(first)[i]),
                              v = values_of(second, state_arrays(second)[i]);
-    std::int64_t differing = 0;
+    std::int64_t count = 0;
     for (std::size_t k = 0; k < u.size(); ++k)
-      differing += std::bit_cast<std::uint32_t>(u[k]) != std::bit_cast<std::uint32_t>(v[k]) ? 1 : 0;
+      count += std::bit_cast<std::uint32_t>(u[k]) != std::bit_cast<std::uint32_t>(v[k]) ? 1 : 0;
+    differing += count > 0 ? 1 : 0;
     Deviation deviation;
     deviation.add(u, v);
     tensors.push_back({{"tensor", a.name},
                        {"array", x.name},
                        {"formats", {x.format, y.format}},
+                       {"roundings", {x.rounding, y.rounding}},
                        {"values", u.size()},
-                       {"differing", differing},
+                       {"differing", count},
                        {"relative_rms", deviation.relative()},
                        {"largest", deviation.largest}});
   }
+  static std::string form_of(const io::Array& array) { return array.format + " (" + array.rounding + ")"; }
 
   Decoder decode_a_, decode_b_;
 };
+
+std::string plain(const ordered_json& value, bool exactly) {
+  if (value.is_number_float() && !exactly) return shortest(value);
+  return value.is_string() ? value.get<std::string>() : value.is_null() ? "none" : value.dump();
+}
+
+// What of a setting differs, field by field: "group 1 lr: 0.001 -> 0.002".
+void print_setting(const std::string& name, const ordered_json& first, const ordered_json& second) {
+  if (first == second) return;
+  if (!first.is_structured() && !second.is_structured()) {
+    const bool exactly = plain(first, false) == plain(second, false);
+    std::cout << name << ": " << plain(first, exactly) << " -> " << plain(second, exactly) << '\n';
+    return;
+  }
+  const auto fields_of = [](const ordered_json& x) {
+    return x.is_structured() ? x.flatten() : ordered_json::object();
+  };
+  const ordered_json fields = fields_of(first), others = fields_of(second);
+  ordered_json all = fields;
+  all.update(others);
+  for (const auto& [path, value] : all.items()) {
+    std::string words = path;  // "/1/hyperparameters/lr"
+    if (const std::size_t at = words.find("/hyperparameters"); at != words.npos)
+      words.erase(at, words.find('/', at + 1) - at);
+    std::replace(words.begin(), words.end(), '/', ' ');
+    print_setting(name + words, fields.value(path, ordered_json()), others.value(path, ordered_json()));
+  }
+}
+
+void print_difference(const Difference& difference) {
+  for (const ordered_json& setting : difference.settings)
+    print_setting(setting["name"] == "groups" ? "group" : setting["name"], setting["first"],
+                  setting["second"]);
+  for (const auto& [form, count] : difference.forms)
+    std::cout << form << " in " << plural(count, "tensor") << '\n';
+  Table table;
+  table.rows = {{"tensor", "array", "differing", "relative RMS", "largest"}};
+  table.left = {1};
+  for (const ordered_json& row : difference.tensors) {
+    if (row.contains("difference"))
+      table.rows.push_back({row["tensor"], row["difference"], "", "", ""});
+    else if (row["differing"] > 0)
+      table.rows.push_back({row["tensor"], row["array"],
+                            grouped(row["differing"]) + " of " + grouped(row["values"]),
+                            shortest(row["relative_rms"], 3), shortest(row["largest"], 3)});
+  }
+  if (table.rows.size() > 1) {
+    std::cout << '\n';
+    table.print(std::cout);
+  }
+  std::cout << '\n'
+            << grouped(difference.differing) << " of " << plural(difference.compared, "array")
+            << " differ in their values\n";
+}
 
 void diff(const Options& options) {
   const Checkpoint first(train::find_checkpoint(options.folder)),
       second(train::find_checkpoint(options.other));
   const Difference difference(first, second);
-  if (options.json) {
+  if (options.json)
     std::cout << ordered_json{{"first", first.folder()},
                               {"second", second.folder()},
                               {"same", difference.same()},
@@ -604,25 +704,10 @@ void diff(const Options& options) {
                               {"tensors", difference.tensors}}
                      .dump(2)
               << '\n';
-  } else if (difference.same()) {
+  else if (difference.same())
     std::cout << "the same, to the bit\n";
-  } else {
-    for (const ordered_json& setting : difference.settings)
-      std::cout << setting["name"].get<std::string>() << ": " << setting["first"] << " and "
-                << setting["second"] << '\n';
-    Table table;
-    table.rows = {{"tensor", "array", "differing", "relative RMS", "largest"}};
-    table.left = {1};
-    for (const ordered_json& row : difference.tensors) {
-      if (row.contains("difference"))
-        table.rows.push_back({row["tensor"], row["difference"], "", "", ""});
-      else
-        table.rows.push_back({row["tensor"], row["array"],
-                              grouped(row["differing"]) + " of " + grouped(row["values"]),
-                              shortest(row["relative_rms"], 3), shortest(row["largest"], 3)});
-    }
-    if (table.rows.size() > 1) table.print(std::cout);
-  }
+  else
+    print_difference(difference);
   if (!difference.same()) throw std::runtime_error("the two checkpoints differ");
 }
 
@@ -657,8 +742,18 @@ void add_checkpoint(CLI::App& program) {
       ->add_option("--recipe", options->recipe, "as 'scruple list' names it")
       ->type_name("NAME")
       ->required();
-  add_out(add("export", "The master weights for other programs", export_weights), "FILE")
-      ->add_flag("--fp32", options->fp32, "as fp32");
+  CLI::App* weights =
+      add_out(add("export", "The weights for other programs; nothing else is read", export_weights), "FILE");
+  weights
+      ->add_option("--to", options->to,
+                   "fp32: the master weights; bf16: the visible ones, or the nearest to the master's")
+      ->type_name("FORMAT")
+      ->capture_default_str()
+      ->check(one_of({"fp32", "bf16"}));
+  weights
+      ->add_flag_callback(
+          "--fp32", [options] { options->to = "fp32"; }, "--to fp32")
+      ->excludes("--to");
   add("diff", "What differs between two checkpoints; exit code 1 if anything does", diff)
       ->add_option("other", options->other, "the second checkpoint")
       ->type_name("DIR")

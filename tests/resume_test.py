@@ -415,7 +415,72 @@ class Tools(Case):
                 half = struct.unpack(f"<{len(wide)}H", bits(visible[name]))
                 half = struct.unpack(f"<{len(wide)}f", struct.pack(f"<{len(wide)}I", *(h << 16 for h in half)))
                 self.assertTrue(all(abs(w - h) <= abs(h) / 256 for w, h in zip(wide, half)), name)
-        self.fails(2, "--fp32", "checkpoint", "export", self.path("a"), "--out", self.path("x"))
+        self.checkpoint("export", self.path("a"), "--out", self.path("w2"))
+        self.assertEqual(content(self.path("w")), content(self.path("w2")))
+        self.fails(2, "did you mean 'bf16'?", "checkpoint", "export", self.path("a"), "--to", "bf61", "--out", self.path("x"))
+
+    def test_export_to_bf16(self):
+        """The visible weights to the bit where there are some; otherwise the nearest, ties to even."""
+        for name, settings in (("a", ()), ("b", ("--recipe", "mixed")), ("c", ("--recipe", "fp32")), ("d", RUNS[2]), ("e", RUNS[3])):
+            self.trained(name, *settings, "--save-every", "6")
+            self.assertEqual(self.checkpoint("export", self.path(name), "--to", "bf16", "--out", self.path(name + "16"))["dtype"], "bf16")
+            self.checkpoint("export", self.path(name), "--to", "fp32", "--out", self.path(name + "32"))
+            narrow, halves = tensors_of(self.path(name + "16"))
+            wide, words = tensors_of(self.path(name + "32"))
+            stored, visible = tensors_of(self.path(name, "checkpoints/step-00000006/model.safetensors"))
+            self.assertEqual(set(narrow), set(wide))
+            for tensor in set(narrow) - {"__metadata__"}:
+                self.assertEqual((narrow[tensor]["dtype"], narrow[tensor]["shape"]), ("BF16", wide[tensor]["shape"]))
+                if name in "ab":
+                    self.assertEqual(halves(narrow[tensor]), visible(stored[tensor]), tensor)
+                    continue
+                bits = struct.unpack(f"<{len(words(wide[tensor])) // 4}I", words(wide[tensor]))
+                rounded = [(x + 0x7FFF + (x >> 16 & 1)) >> 16 for x in bits]
+                self.assertEqual(halves(narrow[tensor]), struct.pack(f"<{len(bits)}H", *rounded), (name, tensor))
+
+    def test_export_reads_weights_alone(self):
+        self.trained("a", "--save-every", "6")
+        self.checkpoint("export", self.path("a"), "--out", self.path("before"))
+        file = self.path("a/checkpoints/step-00000006/model.safetensors")
+        header, _ = tensors_of(file)
+        start = os.path.getsize(file) - max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+        for name in ("transformer.wte.weight/exp_avg", "transformer.wte.weight/exp_avg_sq/scale"):
+            self.flip(file, start + header[name]["data_offsets"][0])
+        self.fails(1, "2 problems", "checkpoint", "verify", self.path("a"))
+        self.checkpoint("export", self.path("a"), "--out", self.path("after"))
+        self.assertEqual(content(self.path("before")), content(self.path("after")))
+        # The extra bits are the master's, not the visible weights'.
+        self.flip(file, start + header["transformer.wte.weight/extra"]["data_offsets"][0])
+        self.checkpoint("export", self.path("a"), "--to", "bf16", "--out", self.path("visible"))
+        self.fails(1, "wte.weight/extra", "checkpoint", "export", self.path("a"), "--out", self.path("no"))
+        self.assertFalse(os.path.exists(self.path("no")))
+
+    def test_plan_counts_weights(self):
+        """A run, its checkpoints, their files: each has the parameters of the model, and nothing else has."""
+        for name, settings in (("a", ()), ("b", RUNS[3])):
+            self.trained(name, *settings, "--save-every", "3")
+            params = sum(map(product, shapes_of(self.path(name, "model.safetensors"))))
+            step = self.path(name, "checkpoints/step-00000006")
+            self.checkpoint("reshard", step, "--shards", "3", "--out", self.path(name + "3"))
+            for path in (self.path(name), step, self.path(name + "3"), self.path(name, "model.safetensors")):
+                self.assertEqual(json.loads(self.done("plan", path, "--json"))["params"], params, path)
+            os.remove(self.path(name, "model.safetensors"))  # as in a run that was killed
+            found = json.loads(self.done("plan", self.path(name), "--json"))
+            self.assertEqual((found["params"], found["notes"]), (params, [f"{self.path(name)}: its last checkpoint is {step}"]))
+            file = os.path.join(step, "model.safetensors")
+            if name == "a":
+                self.assertEqual(json.loads(self.done("plan", file, "--json"))["params"], params)
+            else:  # int10: only the manifest says how many
+                self.assertIn("the checkpoint's folder says", self.done("plan", file))
+
+    def test_slips(self):
+        self.fails(2, "did you mean 'train'?", "tain", "--data", "x")
+        self.fails(2, "'inspct' is no command of scruple checkpoint; there are: inspect, verify", "checkpoint", "inspct")
+        self.fails(2, "did you mean '--shards'?", "checkpoint", "reshard", self.folder, "--shard", "3", "--out", self.path("x"))
+        self.fails(2, "did you mean 'scant'?", "checkpoint", "convert", self.folder, "--recipe", "scan", "--out", self.path("x"))
+        bare = run("checkpoint")
+        self.assertEqual((bare.returncode, bare.stdout, bare.stderr), (2, self.done("checkpoint", "--help"), ""))
+        self.assertEqual(self.done("help", "checkpoint", "diff"), self.done("checkpoint", "diff", "--help"))
 
     def test_diff(self):
         self.trained("a", "--save-every", "6")
@@ -425,6 +490,25 @@ class Tools(Case):
         found = json.loads(self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c"), "--json").stdout)
         self.assertIn("groups", [row["name"] for row in found["settings"]])
         self.assertGreater(found["tensors"][0]["differing"], 0)
+
+    def test_diff_in_words(self):
+        """Which setting differs, from what to what; of the arrays those that differ, and how many."""
+        self.trained("a", "--save-every", "6")
+        self.trained("b", "--save-every", "6", "--seed", "2", "--set", "weight_decay=0.05")
+        said = self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("b")).stdout
+        self.assertIn("group 0 seed: 1 -> 2\n", said)
+        self.assertRegex(said, r"group 0 weight_decay: 0\.\d+ -> 0\.05\n")
+        self.assertNotIn("lr:", said)
+        self.assertNotIn("{", said)
+        arrays = len(said[said.index("tensor "):].split("\n\n")[0].splitlines()) - 1
+        self.assertRegex(said, rf"\n{arrays} of \d+ arrays differ in their values\n$")
+        # Formats that hold the same values are a line, and no row.
+        self.checkpoint("convert", self.path("a"), "--recipe", "fp32", "--out", self.path("c"))
+        said = self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c")).stdout
+        self.assertIn("recipe: scruple -> fp32\n", said)
+        self.assertIn("weight: bf16+8 (wide) -> fp32 (nearest) in ", said)
+        self.assertTrue(said.endswith("\n0 of 48 arrays differ in their values\n"), said)
+        self.assertNotIn("relative RMS", said)
 
     def test_shards(self):
         self.trained("a", *RUNS[3], "--save-every", "3", "--keep", "0")
@@ -451,6 +535,17 @@ class Tools(Case):
                 size[recipe] = self.checkpoint("inspect", self.path(name + recipe))["bytes"]["total"]
             print(name, size, size["scruple"] / size["fp32"])
             self.assertLess(size["scruple"], 0.45 * size["fp32"])
+
+
+def product(shape):
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def shapes_of(path):
+    return [entry["shape"] for name, entry in tensors_of(path)[0].items() if name != "__metadata__"]
 
 
 def tensors_of(path):
