@@ -569,8 +569,9 @@ class Difference {
   }
 
   ordered_json settings = ordered_json::array(), tensors = ordered_json::array();
-  std::map<std::string, std::int64_t> forms;  // "weight: bf16+8 -> fp32", and how many tensors it is true of
-  std::int64_t compared = 0, differing = 0;   // arrays; differing: in their values
+  std::map<std::string, std::vector<std::string>>
+      notes;                                 // "step 41 -> 61", and the tensors of which it is true
+  std::int64_t compared = 0, differing = 0;  // arrays; differing: in their values
   bool same() const { return settings.empty() && tensors.empty(); }
 
  private:
@@ -584,6 +585,7 @@ class Difference {
   }
   void note(const std::string& tensor, const std::string& what) {
     tensors.push_back({{"tensor", tensor}, {"difference", what}});
+    notes[what].push_back(tensor);
   }
   template <class T>
   void field(const std::string& tensor, const char* name, const T& a, const T& b) {
@@ -610,7 +612,7 @@ class Difference {
     const io::Array &x = a.arrays[i], &y = b.arrays[i];
     ++compared;
     bool equal = x.format == y.format && x.rounding == y.rounding;
-    if (!equal) ++forms[x.name + ": " + form_of(x) + " -> " + form_of(y)];
+    if (!equal) notes[x.name + " " + form_of(x) + " -> " + form_of(y)].push_back(a.name);
     for (std::size_t p = 0; equal && p < x.planes.size(); ++p) {
       const auto left = train::plane_of(first.raw(), a, i, p), right = train::plane_of(second.raw(), b, i, p);
       equal = left.size() == right.size() && std::equal(left.begin(), left.end(), right.begin());
@@ -670,19 +672,17 @@ void print_difference(const Difference& difference) {
   for (const ordered_json& setting : difference.settings)
     print_setting(setting["name"] == "groups" ? "group" : setting["name"], setting["first"],
                   setting["second"]);
-  for (const auto& [form, count] : difference.forms)
-    std::cout << form << " in " << plural(count, "tensor") << '\n';
+  for (const auto& [note, tensors] : difference.notes)
+    std::cout << (tensors.size() == 1 ? tensors.front() : std::to_string(tensors.size()) + " tensors") << ": "
+              << note << '\n';
   Table table;
   table.rows = {{"tensor", "array", "differing", "relative RMS", "largest"}};
   table.left = {1};
-  for (const ordered_json& row : difference.tensors) {
-    if (row.contains("difference"))
-      table.rows.push_back({row["tensor"], row["difference"], "", "", ""});
-    else if (row["differing"] > 0)
+  for (const ordered_json& row : difference.tensors)
+    if (row.value("differing", std::int64_t{0}) > 0)
       table.rows.push_back({row["tensor"], row["array"],
                             grouped(row["differing"]) + " of " + grouped(row["values"]),
                             shortest(row["relative_rms"], 3), shortest(row["largest"], 3)});
-  }
   if (table.rows.size() > 1) {
     std::cout << '\n';
     table.print(std::cout);

@@ -506,9 +506,14 @@ class Tools(Case):
         self.checkpoint("convert", self.path("a"), "--recipe", "fp32", "--out", self.path("c"))
         said = self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c")).stdout
         self.assertIn("recipe: scruple -> fp32\n", said)
-        self.assertIn("weight: bf16+8 (wide) -> fp32 (nearest) in ", said)
+        self.assertIn("\n16 tensors: weight bf16+8 (wide) -> fp32 (nearest)\n", said)
         self.assertTrue(said.endswith("\n0 of 48 arrays differ in their values\n"), said)
         self.assertNotIn("relative RMS", said)
+        self.trained("d", "--save-every", "3", "--keep", "0")
+        steps = [self.path("d/checkpoints", f"step-0000000{n}") for n in (3, 6)]
+        said = self.fails(1, "differ", "checkpoint", "diff", *steps).stdout
+        self.assertTrue(said.startswith("step: 3 -> 6\n"), said)
+        self.assertEqual(said.count("step 4 -> 7"), 1, said)
 
     def test_shards(self):
         self.trained("a", *RUNS[3], "--save-every", "3", "--keep", "0")
