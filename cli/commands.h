@@ -23,6 +23,7 @@ void add_bench(CLI::App& program);
 void add_compare(CLI::App& program);
 void add_train(CLI::App& program);
 void add_sample(CLI::App& program);
+void add_tokenize(CLI::App& program);
 void add_checkpoint(CLI::App& program);
 
 }  // namespace scruple::cli

@@ -30,6 +30,7 @@ constexpr const char* kFooter =
     "  scruple compare --recipes fp32,scruple\n"
     "  scruple train --data book.txt --out run1\n"
     "  scruple sample run1 --prompt \"Once upon a time\"\n"
+    "  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin\n"
     "  scruple checkpoint inspect run1\n"
     "\n"
     "'scruple help COMMAND' says more of each. Exit code: 0 done, 1 failed, 2 the command line is wrong.";
@@ -102,6 +103,7 @@ int run(int argc, char** argv) {
   cli::add_compare(program);
   cli::add_train(program);
   cli::add_sample(program);
+  cli::add_tokenize(program);
   cli::add_checkpoint(program);
 #endif
   Words words(argv + std::min(1, argc), argv + argc);

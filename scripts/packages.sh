@@ -3,7 +3,7 @@
 # needs no network, when all are there. Usage: packages.sh build|test|format|tidy|wheel
 set -euo pipefail
 
-build="g++ cmake make pkg-config libcli11-dev nlohmann-json3-dev libopenblas-pthread-dev"
+build="g++ cmake make pkg-config libcli11-dev nlohmann-json3-dev libopenblas-pthread-dev libpcre2-dev libutf8proc-dev"
 case "${1:-}" in
   build) wanted="$build" ;;
   test) wanted="$build libgtest-dev clang clang-format python3 python3-venv chromium" ;;
@@ -21,6 +21,8 @@ present() {
     libcli11-dev) has_header CLI/CLI.hpp ;;
     nlohmann-json3-dev) has_header nlohmann/json.hpp ;;
     libgtest-dev) has_header gtest/gtest.h ;;
+    libpcre2-dev) has_header pcre2.h ;;
+    libutf8proc-dev) has_header utf8proc.h ;;
     libopenblas-pthread-dev) ls /usr/lib/*/openblas-pthread/libopenblas.so >/dev/null 2>&1 ||
       [ -e /usr/local/lib/libopenblas.so ] ;;
     python3-venv) python3 -c "import ensurepip" 2>/dev/null ;;

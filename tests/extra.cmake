@@ -71,5 +71,7 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   add_test(NAME safetensors_interop
            COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/safetensors_interop_test.py
                    $<TARGET_FILE:safetensors_test>)
-  set_tests_properties(logits_test safetensors_interop PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+  add_test(NAME tokenizer_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/tokenizer_test.py
+                                       $<TARGET_FILE:scruple_cli>)
+  set_tests_properties(logits_test safetensors_interop tokenizer_test PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
 endif()

@@ -1,0 +1,145 @@
+// `scruple tokenize`: texts into a file of tokens, by a model's tokenizer.json, and back.
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "commands.h"
+#include "io/file.h"
+#include "text.h"
+#include "train/tokenizer.h"
+#include "train/tokens.h"
+#include "train/utf8.h"
+
+namespace scruple::cli {
+namespace {
+
+constexpr const char* kFooter =
+    "The tokens are those of Hugging Face's library `tokenizers`. Each file is one document: the tokens "
+    "that\n"
+    "the model expects around a text are added to it (Llama's <|begin_of_text|>), and the end token after "
+    "it.\n"
+    "Bytes that are no UTF-8 become U+FFFD, as in Python. The file is llm.c's: 16-bit tokens, or 32-bit "
+    "ones\n"
+    "where the vocabulary is larger than 65,536; `--form nanogpt` leaves its header out.\n"
+    "\n"
+    "Examples:\n"
+    "  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin\n"
+    "  cat *.py | scruple tokenize --model ./gpt2 - --out code.bin --end none\n"
+    "  scruple tokenize --model ./gpt2 --decode tokens.bin > book.txt";
+
+struct Options {
+  std::string model, out, end, decode, form = "llm.c";
+  std::vector<std::string> texts;
+  bool bare = false;
+};
+
+std::string read_all(const std::string& path) {
+  if (path != "-") {
+    if (std::filesystem::is_directory(path))
+      throw std::runtime_error(path + " is a folder; name the files in it");
+    const io::MappedFile file(path);
+    return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+  }
+  return {std::istreambuf_iterator<char>(std::cin), {}};
+}
+
+// The end token that the model's folder names, or "".
+std::string end_named_beside(const std::string& model) {
+  const std::string path = model + "/tokenizer_config.json";
+  if (!std::filesystem::exists(path)) return "";
+  std::ifstream file(path);
+  const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || !json.contains("eos_token")) return "";
+  const nlohmann::json& token = json["eos_token"];  // a text, or an object that has it
+  if (token.is_string()) return token.get<std::string>();
+  const auto content = token.is_object() ? token.find("content") : token.end();
+  return content != token.end() && content->is_string() ? content->get<std::string>() : "";
+}
+
+std::optional<train::Token> end_token(const Options& options, const train::Tokenizer& tokenizer) {
+  const std::string name = options.end.empty() ? end_named_beside(options.model) : options.end;
+  if (name.empty() || name == "none") return {};
+  if (const auto token = tokenizer.find(name)) return token;
+  throw UsageError("the tokenizer of " + options.model + " has no token " + name +
+                   "; name another with --end, or leave it out with --end none");
+}
+
+void encode(const Options& options) {
+  train::Tokenizer tokenizer = train::read_tokenizer(options.model);
+  const auto end = end_token(options, tokenizer);
+  std::vector<train::Token> tokens;
+  std::int64_t bytes = 0, replaced = 0;
+  const auto begin = std::chrono::steady_clock::now();
+  for (const std::string& path : options.texts) {
+    const std::string text = read_all(path);
+    std::int64_t here = 0;
+    const std::string valid = train::valid_utf8(text, &here);
+    const auto found = tokenizer.encode(valid, !options.bare);
+    tokens.insert(tokens.end(), found.begin(), found.end());
+    if (end) tokens.push_back(*end);
+    bytes += static_cast<std::int64_t>(text.size());
+    replaced += here;
+    if (options.texts.size() > 1)
+      std::cerr << path << ": " << grouped(static_cast<std::int64_t>(found.size())) << " tokens\n";
+  }
+  if (tokens.empty()) throw std::runtime_error("there is no text in what was given; nothing was written");
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  train::write_tokens(options.out,
+                      options.form == "nanogpt" ? train::TokenFile::nanogpt : train::TokenFile::llm_c, tokens,
+                      tokenizer.size());
+  const auto count = static_cast<std::int64_t>(tokens.size());
+  std::cout << "wrote " << options.out << ": " << grouped(count) << " tokens of " << grouped(bytes)
+            << " bytes (" << fixed(static_cast<double>(bytes) / static_cast<double>(count), 2)
+            << " bytes per token), vocabulary " << grouped(tokenizer.size()) << "; "
+            << fixed(static_cast<double>(bytes) / 1e6 / seconds, 1) << " MB/s\n";
+  if (replaced > 0)
+    std::cerr << "scruple: " << plural(replaced, "place") << " in the text were no UTF-8 and became U+FFFD\n";
+}
+
+void decode(const Options& options) {
+  const train::Tokenizer tokenizer = train::read_tokenizer(options.model);
+  const std::string text = tokenizer.decode(train::read_tokens(options.decode));
+  if (options.out.empty())
+    std::cout.write(text.data(), static_cast<std::streamsize>(text.size()));
+  else
+    io::write_text(options.out, text);
+}
+
+}  // namespace
+
+void add_tokenize(CLI::App& program) {
+  CLI::App* command = program.add_subcommand("tokenize", "Turn texts into tokens, and back");
+  command->footer(kFooter);
+  const auto options = std::make_shared<Options>();
+  command->add_option("texts", options->texts, "the files to read; -: standard input")->type_name("FILE");
+  command->add_option("--model", options->model, "a folder with a tokenizer.json, or that file")
+      ->type_name("DIR")
+      ->required();
+  command->add_option("--out", options->out, "the file to write")->type_name("FILE");
+  command
+      ->add_option("--end", options->end,
+                   "the token after each document; none: none (default: the eos_token that the folder names)")
+      ->type_name("TOKEN");
+  command->add_flag("--bare", options->bare, "without the tokens that the model expects around a text");
+  command->add_option("--form", options->form, "llm.c or nanogpt")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"llm.c", "nanogpt"}));
+  command->add_option("--decode", options->decode, "a file of tokens to turn back into text")
+      ->type_name("FILE");
+  command->callback([options] {
+    if (!options->decode.empty() && !options->texts.empty())
+      throw UsageError("--decode reads tokens, and " + options->texts.front() +
+                       " would be text; give one of them");
+    if (!options->decode.empty()) return decode(*options);
+    if (options->texts.empty() || options->out.empty())
+      throw UsageError(
+          "name the texts to read, and the file to write with --out; try 'scruple tokenize --help'");
+    encode(*options);
+  });
+}
+
+}  // namespace scruple::cli

@@ -1,0 +1,341 @@
+"""`scruple tokenize` against Hugging Face's `tokenizers`, token for token: tokenizers of every known kind are trained
+here, on texts of many scripts, code and noise, and both libraries encode the same bytes.
+Usage: tokenizer_test.py SCRUPLE   (exit code 77: there is no `tokenizers`)"""
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import unicodedata
+import unittest
+
+try:
+    import numpy
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+
+SCRUPLE = ""
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+SPECIAL = "<|endoftext|>"
+# Assigned for many years, so that no library's tables are too old for them.
+ALPHABETS = [range(0x20, 0x7F), range(0xA0, 0x180), range(0x370, 0x400), range(0x400, 0x460), range(0x5D0, 0x5EB),
+             range(0x620, 0x64B), range(0x660, 0x66A), range(0x904, 0x93A), range(0x966, 0x970), range(0xE01, 0xE3B),
+             range(0x10A0, 0x10C6), range(0x1100, 0x1113), range(0x1161, 0x1176), range(0x2000, 0x2030),
+             range(0x2150, 0x2180), range(0x2200, 0x2300), range(0x3041, 0x3097), range(0x4E00, 0x4F00),
+             range(0xAC00, 0xAD00), range(0xFF10, 0xFF1A), range(0x1D400, 0x1D454), range(0x1F600, 0x1F640)]
+MARKS = range(0x300, 0x340)  # they compose with letters
+SPACES = "\t\n\v\f\r \x85\xa0\u1680\u180e\u2003\u2028\u2029\u202f\u205f\u3000"
+WORDS = ("the of and to in that his was with for not he she they we it's don't I'll we've you're I'd I'm " + "Don'T "
+         "language model training byte pair encoding number theory für Straße naïve café ſ'ſ int main return void "
+         "self def class import lambda").split()
+
+
+def assigned(points):
+    return [chr(p) for p in points if unicodedata.category(chr(p)) not in ("Cn", "Co", "Cs")]
+
+
+def make_text(dice, size):
+    """Words, code, many scripts, numbers, spaces of every kind and marks that compose."""
+    scripts = [assigned(points) for points in ALPHABETS]
+    out = []
+    while sum(map(len, out)) < size:
+        kind = dice.randrange(10)
+        if kind < 4:
+            out.append(" ".join(dice.choices(WORDS, k=dice.randint(1, 12))))
+        elif kind == 4:
+            out.append("".join(dice.choices(dice.choice(scripts), k=dice.randint(1, 20))))
+        elif kind == 5:
+            out.append("".join(dice.choice(dice.choice(scripts)) for _ in range(dice.randint(1, 8))))
+        elif kind == 6:
+            out.append(str(dice.randrange(10 ** dice.randint(1, 12))))
+        elif kind == 7:
+            out.append("".join(dice.choices(SPACES, k=dice.randint(1, 5))))
+        elif kind == 8:
+            out.append(dice.choice("aeiouyncAEIOÅ") + "".join(dice.choices(assigned(MARKS), k=dice.randint(1, 3))))
+        else:
+            out.append(dice.choice(["{\n    x += 1;\n}\n", "if (a && b) { }", "\r\n\r\n", "...", "!?", " '", "'S 'LL", SPECIAL,
+                                    " " + SPECIAL + " ", "<pad>", " <tool>  x", "<|x|>", "abc<pad>"]))
+        out.append(dice.choice(["", " ", " ", " ", "\n", "  "]))
+    return "".join(out)
+
+
+def trained(tokenizer, text, size=900, **more):
+    tokenizer.train_from_iterator(text.splitlines(True), trainers.BpeTrainer(vocab_size=size, show_progress=False, **more))
+    return tokenizer
+
+
+def byte_level(cut, text, normalizer=None, **model):
+    tokenizer = Tokenizer(models.BPE(**model))
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = cut
+    tokenizer.decoder = decoders.ByteLevel()
+    return trained(tokenizer, text, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[SPECIAL])
+
+
+def sentencepiece(text, metaspace=None):
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if metaspace:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace, split=metaspace == "always")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                               decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                               decoders.Strip(" ", 1, 0)])
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    learnt = Tokenizer(models.BPE(unk_token="<unk>"))
+    learnt.pre_tokenizer = pre_tokenizers.Metaspace()
+    plain = "".join(c for c in text if ord(c) < 0x460)  # so that other scripts need the bytes
+    trained(learnt, plain, special_tokens=["<unk>", "<s>", "</s>", *bytes_])
+    model = json.loads(learnt.to_str())["model"]
+    whole = json.loads(tokenizer.to_str())
+    whole["model"].update(vocab=model["vocab"], merges=model["merges"])
+    whole["added_tokens"] = [{"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+                              "normalized": False, "special": True} for i, name in enumerate(("<unk>", "<s>", "</s>"))]
+    tokenizer = Tokenizer.from_str(json.dumps(whole))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def kinds(text):
+    level, sequence, split = pre_tokenizers.ByteLevel, pre_tokenizers.Sequence, pre_tokenizers.Split
+    gpt2 = byte_level(level(add_prefix_space=False), text)
+    gpt2.post_processor = processors.ByteLevel(trim_offsets=False)
+    llama3 = byte_level(sequence([split(Regex(LLAMA3), "isolated"), level(add_prefix_space=False, use_regex=False)]), text,
+                        ignore_merges=True)
+    llama3.post_processor = processors.Sequence([processors.ByteLevel(), processors.TemplateProcessing(
+        single=f"{SPECIAL} $A {SPECIAL}", special_tokens=[(SPECIAL, llama3.token_to_id(SPECIAL))])])
+    return {
+        "gpt2": gpt2,
+        "prefixed": byte_level(level(add_prefix_space=True), text),
+        "llama3": llama3,
+        "qwen2": byte_level(sequence([split(Regex(QWEN2), "isolated"), level(add_prefix_space=False, use_regex=False)]), text,
+                            normalizers.NFC()),
+        "smollm": byte_level(sequence([pre_tokenizers.Digits(individual_digits=True), level(add_prefix_space=False)]), text),
+        "digits": byte_level(sequence([pre_tokenizers.Digits(), level(add_prefix_space=False)]), text),
+        "llama2": sentencepiece(text),
+        "mistral": sentencepiece(text, "first"),
+        "metaspace": sentencepiece(text, "always"),
+    }
+
+
+def read(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+class Case(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.temporary = tempfile.TemporaryDirectory()
+        if not hasattr(Case, "kinds"):
+            Case.kinds = kinds(make_text(random.Random(1), 60_000))
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.temporary.cleanup()
+
+    def path(self, name):
+        return os.path.join(self.temporary.name, name)
+
+    def run_scruple(self, *arguments, **options):
+        return subprocess.run([SCRUPLE, "tokenize", *arguments], capture_output=True, timeout=300, **options)
+
+    def done(self, *arguments, **options):
+        result = self.run_scruple(*arguments, **options)
+        self.assertEqual(result.returncode, 0, f"{arguments}: {result.stderr.decode(errors='replace')}")
+        return result
+
+    def saved(self, name, tokenizer):
+        path = self.path(f"{name}.json")
+        tokenizer.save(path)
+        return path
+
+    def tokens(self, model, data, *more):
+        """The tokens of these bytes by scruple, and the file they are in."""
+        out = self.path("tokens.bin")
+        self.done("--model", model, "-", "--out", out, "--end", "none", *more, input=data)
+        raw = read(out)
+        header = numpy.frombuffer(raw[:1024], dtype="<i4")
+        self.assertEqual((header[0], header[1]), (20240520, 1))
+        found = numpy.frombuffer(raw[1024:], dtype="<u2")
+        self.assertEqual(header[2], len(found))
+        return found.tolist()
+
+    def compare(self, name, tokenizer, data):
+        model = self.saved(name, tokenizer)
+        text = data.decode(errors="replace")
+        for more, special in (((), True), (("--bare",), False)):
+            expected = tokenizer.encode(text, add_special_tokens=special).ids
+            found = self.tokens(model, data, *more)
+            if found != expected:
+                at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
+                place = tokenizer.encode(text, add_special_tokens=special).offsets[min(at, len(expected) - 1)]
+                self.fail(f"{name}: token {at} is {found[at:at + 3]}, not {expected[at:at + 3]}; near "
+                          f"{text[max(place[0] - 20, 0):place[1] + 10]!r}; {len(found)} tokens and {len(expected)}")
+        return found
+
+
+class Encode(Case):
+    def test_every_kind_on_much_text(self):
+        fresh = make_text(random.Random(2), 150_000)
+        for name, tokenizer in self.kinds.items():
+            with self.subTest(name):
+                self.compare(name, tokenizer, fresh.encode())
+
+    def test_broken_utf8(self):
+        dice = random.Random(3)
+        data = bytearray(make_text(dice, 30_000).encode())
+        for _ in range(3000):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        data += bytes(dice.randrange(256) for _ in range(20_000)) + b"\xf0\x9f\x98"
+        for name in ("gpt2", "llama3", "llama2"):
+            with self.subTest(name):
+                self.compare(name, self.kinds[name], bytes(data))
+
+    def test_every_character(self):
+        """Alone and between letters, so that its class shows."""
+        old = unicodedata.ucd_3_2_0  # assigned since 2002: in every library's tables, with the same class
+        text = " ".join(f"{c} a{c}b 1{c}2 {c}{c}" for c in assigned(range(0x20000))
+                        if old.category(c) == unicodedata.category(c))
+        for name in ("llama3", "smollm"):  # smollm has gpt2's words
+            with self.subTest(name):
+                self.compare(name, self.kinds[name], text.encode())
+
+    def test_small_texts(self):
+        for name, tokenizer in self.kinds.items():
+            model = self.saved(name, tokenizer)
+            for text in [" ", "\n", "a", "  a", "a  ", "é", "▁", "▁▁a ▁", SPECIAL, SPECIAL + " a", "\u180e", " \u180ea", "\0", "a\0b"]:
+                with self.subTest(name, text=text):
+                    self.assertEqual(self.tokens(model, text.encode()), tokenizer.encode(text).ids)
+
+    def test_one_long_word(self):
+        dice = random.Random(5)
+        text = "".join(dice.choices("abcde", k=50_000)) + "▁" * 3000 + " " * 5000 + "9" * 5000
+        for name in ("gpt2", "llama3", "llama2", "mistral"):
+            with self.subTest(name):
+                self.compare(name, self.kinds[name], text.encode())
+
+    def test_added_tokens(self):
+        for name in ("gpt2", "qwen2", "llama2", "mistral"):
+            tokenizer = Tokenizer.from_str(self.kinds[name].to_str())
+            tokenizer.add_special_tokens([AddedToken("<pad>", lstrip=True, rstrip=True)])
+            tokenizer.add_tokens([AddedToken("<tool>", rstrip=True), AddedToken("<tool>x"), AddedToken("café"),
+                                  AddedToken("word", single_word=True, normalized=False), AddedToken("  ", normalized=True)])
+            with self.subTest(name):
+                text = make_text(random.Random(6), 40_000) + "a word, words, sword word_ <tool>x <tool>  y cafe\u0301 café   <pad>\n\t<pad> x"
+                self.compare(name, tokenizer, text.encode())
+
+
+class Decode(Case):
+    def test_round_trip(self):
+        dice = random.Random(7)
+        text = make_text(dice, 100_000)
+        for name, tokenizer in self.kinds.items():
+            with self.subTest(name):
+                model = self.saved(name, tokenizer)
+                tokens = self.tokens(model, text.encode(), "--bare")
+                back = self.done("--model", model, "--decode", self.path("tokens.bin")).stdout.decode()
+                self.assertEqual(back, tokenizer.decode(tokens, skip_special_tokens=False))
+                if name in ("gpt2", "llama3", "smollm"):
+                    self.assertEqual(back, text)
+
+    def test_a_token_that_is_not_there(self):
+        model = self.saved("gpt2", self.kinds["gpt2"])
+        with open(self.path("far.bin"), "wb") as file:
+            file.write(numpy.array([1, 60000], dtype="<u2").tobytes())
+        result = self.run_scruple("--model", model, "--decode", self.path("far.bin"))
+        self.assertEqual((result.returncode, b"there is no token 60000" in result.stderr), (1, True), result.stderr)
+
+
+class Files(Case):
+    def test_documents_and_their_end(self):
+        folder = self.path("model")
+        os.makedirs(folder, exist_ok=True)
+        tokenizer = self.kinds["gpt2"]
+        tokenizer.save(os.path.join(folder, "tokenizer.json"))
+        with open(os.path.join(folder, "tokenizer_config.json"), "w") as file:
+            json.dump({"eos_token": {"content": SPECIAL}}, file)
+        for name, text in (("a.txt", "one"), ("b.txt", "two words")):
+            with open(self.path(name), "w") as file:
+                file.write(text)
+        out = self.path("nano.bin")
+        self.done("--model", folder, self.path("a.txt"), self.path("b.txt"), "--out", out, "--form", "nanogpt")
+        end = [tokenizer.token_to_id(SPECIAL)]
+        expected = tokenizer.encode("one").ids + end + tokenizer.encode("two words").ids + end
+        self.assertEqual(numpy.fromfile(out, dtype="<u2").tolist(), expected)
+        self.assertEqual(self.done("--model", folder, "--decode", out).stdout.decode(),
+                         f"one{SPECIAL}two words{SPECIAL}")
+
+    def test_a_large_vocabulary_takes_32_bits(self):
+        whole = json.loads(self.kinds["gpt2"].to_str())
+        whole["added_tokens"].append({"id": 70_000, "content": "<far>", "single_word": False, "lstrip": False,
+                                      "rstrip": False, "normalized": False, "special": True})
+        with open(self.path("large.json"), "w") as file:
+            json.dump(whole, file)
+        out = self.path("large.bin")
+        self.done("--model", self.path("large.json"), "-", "--out", out, input=b"a<far>")
+        raw = read(out)
+        self.assertEqual(numpy.frombuffer(raw[:12], dtype="<i4").tolist(), [20240801, 7, 2])
+        self.assertEqual(numpy.frombuffer(raw[1024:], dtype="<u4")[1], 70_000)
+        self.assertEqual(self.done("--model", self.path("large.json"), "--decode", out).stdout, b"a<far>")
+        result = self.run_scruple("--model", self.path("large.json"), "-", "--out", out, "--form", "nanogpt", input=b"a")
+        self.assertEqual((result.returncode, b"16-bit" in result.stderr), (1, True), result.stderr)
+
+    def test_hostile(self):
+        good = json.loads(self.kinds["gpt2"].to_str())
+
+        def changed(**members):
+            return json.dumps({**good, **members})
+
+        def model(**members):
+            return changed(model={**good["model"], **members})
+        deep = "[" * 100_000
+        cases = {
+            "": b"parse error", "[]": b"no JSON object", "{}": b"vocab", deep: b"nested", '{"normalizer":' + deep: b"nested",
+            changed(normalizer={"type": "Lowercase"}): b"the normalizer", changed(pre_tokenizer={"type": "Whitespace"}): b"the pre_tokenizer",
+            changed(decoder={"type": "WordPiece"}): b"the decoder", changed(post_processor={"type": "BertProcessing"}): b"the post_processor",
+            changed(pre_tokenizer={"type": "Sequence"}): b"without its list", changed(pre_tokenizer={"type": "Split", "behavior": "Isolated",
+                    "pattern": {"Regex": "(("}}): b"regular expression",
+            changed(added_tokens=[{"content": "x"}]): b"the number of token", changed(added_tokens=[{"id": 1}]): b"content",
+            changed(added_tokens=[{"content": "x", "id": 1 << 40}]): b"the number of token",
+            model(type="Unigram"): b"only BPE", model(vocab={}): b"no \"vocab\"", model(vocab={"a": -1}): b"the number of token",
+            model(vocab={"a": "b"}): b"the number of token", model(merges=[["a"]]): b"merge 0", model(merges=[["a", "ȫȫ"]]): b"merge 0",
+            model(merges=["q zzzz"]): b"not in the vocabulary", model(unk_token="<none>"): b"unk_token", model(dropout=0.1): b"dropout",
+            model(end_of_word_suffix="</w>"): b"end_of_word_suffix",
+        }
+        for text, words in cases.items():
+            with self.subTest(words=words):
+                with open(self.path("bad.json"), "w") as file:
+                    file.write(text)
+                result = self.run_scruple("--model", self.path("bad.json"), "-", "--out", self.path("none.bin"), input=b"a")
+                self.assertEqual(result.returncode, 1, result.stderr)
+                self.assertIn(words, result.stderr)
+                self.assertIn(b"bad.json", result.stderr)
+                self.assertFalse(os.path.exists(self.path("none.bin")))
+
+    def test_bad_usage_and_files(self):
+        model = self.saved("gpt2", self.kinds["gpt2"])
+        cut = self.path("cut.bin")
+        with open(cut, "wb") as file:
+            file.write(numpy.array([20240520, 1, 10] + [0] * 253, dtype="<i4").tobytes() + b"\0\0")
+        for arguments, code, words in (
+                (("--model", model), 2, b"--out"), (("--model", model, "x", "--decode", "y"), 2, b"--decode"),
+                (("--model", self.path("nowhere"), "-", "--out", "x"), 1, b"nowhere"),
+                (("--model", self.temporary.name, "-", "--out", "x"), 1, b"has no tokenizer.json"),
+                (("--model", model, "-", "--out", "x", "--end", "<nope>"), 2, b"has no token <nope>"),
+                (("--model", model, "--decode", cut), 1, b"was cut"), (("--model", model, "-", "--out", "x"), 1, b"no text")):
+            with self.subTest(arguments):
+                result = self.run_scruple(*arguments, input=b"")
+                self.assertEqual((result.returncode, words in result.stderr), (code, True), result.stderr)
+
+
+if __name__ == "__main__":
+    SCRUPLE = os.path.abspath(sys.argv.pop(1))
+    unittest.main()

@@ -1,0 +1,45 @@
+// Tokenizers as Hugging Face's tokenizer.json describes them: byte-pair encodings of bytes (GPT-2, Llama 3, Qwen,
+// SmolLM) and of characters with byte fallback (Llama 2, Mistral). The same tokens as its library `tokenizers`.
+//
+//   text -> added tokens cut out -> normalised -> cut into words -> tokens of each word
+//
+// What is not known here is refused by name. Problems are thrown as std::runtime_error.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "train/bpe.h"
+
+namespace scruple::train {
+
+class Tokenizer {
+ public:
+  // The text of a tokenizer.json; `path` names it in messages.
+  Tokenizer(std::string_view json, const std::string& path);
+  ~Tokenizer();
+  Tokenizer(Tokenizer&&) noexcept;
+
+  // The tokens of `text`. Bytes that are no UTF-8 count as U+FFFD. `with_template`: with the tokens that the model
+  // expects around a text, such as Llama's <|begin_of_text|>. Not for two threads at once.
+  std::vector<Token> encode(std::string_view text, bool with_template = true);
+  // The bytes that these tokens stand for. A token may end within a character. Throws where there is no such token.
+  std::string decode(std::span<const Token> tokens) const;
+
+  std::int64_t size() const;  // one more than the last token's number
+  std::optional<Token> find(std::string_view name) const;
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+// The tokenizer of a model's folder, or the file itself.
+Tokenizer read_tokenizer(const std::string& path);
+
+}  // namespace scruple::train
