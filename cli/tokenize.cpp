@@ -127,7 +127,7 @@ void add_tokenize(CLI::App& program) {
   command->add_flag("--bare", options->bare, "without the tokens that the model expects around a text");
   command->add_option("--form", options->form, "llm.c or nanogpt")
       ->capture_default_str()
-      ->check(CLI::IsMember({"llm.c", "nanogpt"}));
+      ->check(one_of({"llm.c", "nanogpt"}));
   command->add_option("--decode", options->decode, "a file of tokens to turn back into text")
       ->type_name("FILE");
   command->callback([options] {
