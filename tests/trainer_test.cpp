@@ -396,6 +396,22 @@ TEST(Memory, WhatDoesNotFitIsRefusedBeforeItIsTouched) {
   }
 }
 
+TEST(Memory, WhatIsCountedBeforehandIsWhatIsTaken) {
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED}) {
+    for (const char* recipe : {"fp32", "scruple", "lpmm"}) {
+      const Job job = job_of(recipe, policy, policy == SCRUPLE_COMPRESSED ? "int8" : "fp32");
+      const Ledger counted = memory_of(job);
+      Ledger ledger;
+      Trainer trainer(job, ledger);
+      take(trainer, 2);
+      EXPECT_EQ(counted.peak(), ledger.peak()) << recipe << policy;
+      EXPECT_EQ(counted.entries().size(), ledger.entries().size()) << recipe << policy;
+      for (const Ledger::Entry& entry : ledger.entries())
+        EXPECT_EQ(counted.peak(entry.kind), entry.peak) << recipe << policy << entry.kind;
+    }
+  }
+}
+
 TEST(Memory, TheLedgerIsEmptyAfterwards) {
   Ledger ledger;
   {

@@ -8,6 +8,12 @@
 
 namespace scruple::train {
 
+Ledger Ledger::counter() {
+  Ledger ledger;
+  ledger.only_counts_ = true;
+  return ledger;
+}
+
 void Ledger::check_room(const std::string& kind, std::int64_t bytes) const {
   if (bytes > limit_ - now_)
     throw std::runtime_error("the run needs at least " + std::to_string((now_ + bytes) >> 20) + " MiB, " +
@@ -42,7 +48,8 @@ Block::Block(Ledger& ledger, std::string kind, std::int64_t bytes)
     : ledger_(&ledger), kind_(std::move(kind)), bytes_(bytes) {
   if (bytes < 0) throw std::bad_alloc();
   ledger_->add(kind_, bytes_);
-  memory_ = std::calloc(1, static_cast<std::size_t>(std::max<std::int64_t>(bytes, 1)));
+  const std::int64_t taken = ledger.only_counts() ? 1 : std::max<std::int64_t>(bytes, 1);
+  memory_ = std::calloc(1, static_cast<std::size_t>(taken));
   if (memory_ == nullptr) {
     ledger_->give_back(kind_, bytes_);
     throw std::bad_alloc();

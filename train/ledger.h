@@ -17,6 +17,9 @@ class Ledger {
   };
   // More than `limit` bytes at once are refused, before any is touched.
   explicit Ledger(std::int64_t limit = std::numeric_limits<std::int64_t>::max()) : limit_(limit) {}
+  // One that only counts: its blocks have no memory to write to.
+  static Ledger counter();
+  bool only_counts() const { return only_counts_; }
   void add(const std::string& kind, std::int64_t bytes);
   void give_back(const std::string& kind, std::int64_t bytes) noexcept;  // of what was added
   void check_room(const std::string& kind, std::int64_t bytes) const;    // throws where add() would
@@ -27,6 +30,7 @@ class Ledger {
  private:
   std::vector<Entry> entries_;
   std::int64_t limit_, now_ = 0, peak_ = 0;
+  bool only_counts_ = false;
 };
 
 // Zeroed memory of one kind, counted from construction to destruction. Throws where the ledger or the

@@ -51,6 +51,10 @@ std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
   return sum;
 }
 
+std::int64_t token_bytes(const Job& job) {
+  return job.batch * job.shape.context * std::int64_t{sizeof(std::int32_t)};
+}
+
 // `optimizer` for what does not decay.
 Optimizer without_decay(Optimizer optimizer) {
   double value = 0;
@@ -171,15 +175,30 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
   tiles_ = std::make_unique<Tiles>(engine_, *state_, job_.gradients, ledger);
   job_.gradients.adagc_norms = nullptr;  // copied
-  const std::int64_t token_bytes = job.batch * job.shape.context * std::int64_t{sizeof(std::int32_t)};
-  tokens_ = Block(ledger, "activations", token_bytes);
-  targets_ = Block(ledger, "activations", token_bytes);
+  tokens_ = Block(ledger, "activations", token_bytes(job));
+  targets_ = Block(ledger, "activations", token_bytes(job));
   if (job.gradients.policy == SCRUPLE_COMPRESSED)
     ledger.check_room("gradients", gradient_bytes(state_->table()));
   reserve_buffers(threads_.count());
 }
 
 Trainer::~Trainer() = default;
+
+Ledger memory_of(const Job& job) {
+  Ledger ledger = Ledger::counter();
+  {
+    Engine engine("cpu", job.threads);
+    Threads threads(engine.threads());
+    const Optimizer decaying = job.optimizer(), plain = without_decay(job.optimizer());
+    const State state(engine, parameters_of(job.shape), decaying, plain, job.describe, ledger);
+    const Gpt model(job.shape, job.batch, job.activations, threads, ledger);
+    const bool released = job.gradients.policy == SCRUPLE_RELEASED;
+    const Block tile(ledger, released ? "gradients" : "workspace", tile_bytes(state.parameters()));
+    const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
+    const Block tokens(ledger, "activations", 2 * token_bytes(job));
+  }
+  return ledger;
+}
 
 namespace {
 

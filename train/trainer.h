@@ -44,6 +44,9 @@ struct Job {
 // Bytes of the largest gradient that exists at once under `released`: a tile of rows, at most 1 MiB.
 std::int64_t tile_bytes(const std::vector<Parameter>& parameters);
 
+// What a trainer of this job takes at its peaks, counted without taking it.
+Ledger memory_of(const Job& job);
+
 // Where a run stands, beside its planes: what a checkpoint keeps of it.
 struct Position {
   std::int64_t taken = 0;
