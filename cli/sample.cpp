@@ -1,6 +1,7 @@
 // `scruple sample`: continues a text with a model that train has written.
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <iostream>
 #include <memory>
 #include <numeric>
@@ -8,6 +9,7 @@
 #include "commands.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
+#include "train/checkpoint.h"
 #include "train/export.h"
 #include "train/gpt.h"
 #include "train/random.h"
@@ -18,10 +20,12 @@ namespace {
 
 constexpr const char* kFooter =
     "Prints the prompt and what the model makes of it, byte by byte. The same seed gives the same text.\n"
+    "Where the folder has no config.json, the model is that of the checkpoint, or of the run's last one.\n"
     "\n"
     "Examples:\n"
     "  scruple sample run1 --prompt \"Once upon a time\"\n"
-    "  scruple sample run1 --length 400 --temperature 0.7 --top 20 --seed 3";
+    "  scruple sample run1 --length 400 --temperature 0.7 --top 20 --seed 3\n"
+    "  scruple sample run1/checkpoints/step-00000500";
 
 struct Options {
   std::string folder, prompt = "\n";
@@ -54,8 +58,25 @@ int draw(std::vector<float>& logits, const Options& options, std::uint64_t index
   return order[std::min(static_cast<std::size_t>(found), order.size() - 1)];
 }
 
+// The model that a run has written; where there is none, that of a checkpoint.
+train::Model find_model(const std::string& folder) {
+  std::error_code ignored;
+  if (std::filesystem::exists(folder + "/config.json", ignored)) return train::read_model(folder);
+  std::string checkpoint;
+  try {
+    checkpoint = train::find_checkpoint(folder);
+  } catch (const std::exception&) {
+    throw std::runtime_error(
+        folder +
+        " has neither config.json nor a complete checkpoint; give the folder of a run, or of "
+        "one of its checkpoints");
+  }
+  Engine engine;
+  return train::model_of(engine, io::Checkpoint(checkpoint));
+}
+
 void sample(const Options& options) {
-  train::Model model = train::read_model(options.folder);
+  train::Model model = find_model(options.folder);
   if (model.shape.vocabulary != 256)
     throw std::runtime_error(
         options.folder + " has a vocabulary of " + std::to_string(model.shape.vocabulary) +
@@ -86,7 +107,7 @@ void add_sample(CLI::App& program) {
   CLI::App* command = program.add_subcommand("sample", "Continue a text with a trained model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  command->add_option("model", options->folder, "a folder that 'scruple train' wrote")
+  command->add_option("model", options->folder, "a run of 'scruple train', or a checkpoint of one")
       ->type_name("DIR")
       ->required();
   command->add_option("--prompt", options->prompt, "the text to continue (default: a new line)")

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <iterator>
 #include <utility>
@@ -173,6 +174,98 @@ Optimizer optimizer_of(const io::Group& group) {
 std::string checkpoints_of(const std::string& run) { return run + "/checkpoints"; }
 
 std::string find_checkpoint(const std::string& folder) { return io::find_checkpoint(folder); }
+
+namespace {
+
+GptShape shape_of(const io::Checkpoint& checkpoint) {
+  const io::Metadata& notes = checkpoint.manifest().trainer;
+  const auto program = notes.find("program");
+  if (program == notes.end() || program->second != kProgram)
+    fail(checkpoint.folder(),
+         " was not saved by 'scruple train', so nothing says what model its tensors make");
+  GptShape shape;
+  const auto read = [&](const char* name, std::int64_t& value) {
+    const auto found = notes.find(name);
+    const char* const text = found == notes.end() ? "" : found->second.c_str();
+    char* end = nullptr;
+    value = std::strtoll(text, &end, 10);
+    if (end == text || *end != '\0') fail(checkpoint.folder(), " says nothing of the run's ", name);
+  };
+  read("--layers", shape.layers), read("--width", shape.width);
+  read("--heads", shape.heads), read("--context", shape.context);
+  if (const std::string problem = problem_with(shape); !problem.empty())
+    fail(checkpoint.folder(), ": ", problem);
+  return shape;
+}
+
+}  // namespace
+
+Model model_of(Engine& engine, const io::Checkpoint& checkpoint) {
+  Model model;
+  model.shape = shape_of(checkpoint);
+  const io::Manifest& manifest = checkpoint.manifest();
+  const std::vector<Parameter> parameters = parameters_of(model.shape);
+  if (manifest.tensors.size() != parameters.size())
+    fail(checkpoint.folder(), " has ", manifest.tensors.size(), " tensors, and a model of its shape has ",
+         parameters.size());
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    const io::TensorState& tensor = manifest.tensors[p];
+    if (tensor.name != parameters[p].name || tensor.shape != parameters[p].shape)
+      fail(checkpoint.folder(), ": tensor ", p, " is \"", tensor.name, "\", and its model has \"",
+           parameters[p].name, "\" there, or of another shape");
+    const Optimizer optimizer = optimizer_of(manifest.groups.at(tensor.group));
+    const Tensor stored(engine, row_of(tensor, optimizer.raw()));
+    scruple_tensor row = stored.raw();
+    for (std::size_t plane = 0; plane < tensor.arrays[0].planes.size(); ++plane)
+      checkpoint.read(tensor, tensor.arrays[0], tensor.arrays[0].planes[plane],
+                      plane_of(row, tensor, 0, plane));
+    const std::string visible = visible_format(row.arrays[SCRUPLE_WEIGHT]);
+    if (visible != tensor.arrays[0].format)
+      row.arrays[SCRUPLE_WEIGHT] = {format_named(visible.c_str()), row.arrays[SCRUPLE_WEIGHT].codes, nullptr,
+                                    SCRUPLE_NEAREST, 0};
+    std::vector<float>& values = model.parameters.emplace_back(static_cast<std::size_t>(row.size));
+    check(scruple_decode(engine.raw(), &row, SCRUPLE_WEIGHT, values.data()));
+  }
+  return model;
+}
+
+namespace {
+constexpr const char* kStep = "step";  // in the metadata of exported weights
+}
+
+void write_weights(const std::string& folder, const GptShape& shape, Trainer& trainer, Ledger& ledger) {
+  State& state = trainer.state();
+  std::vector<ParameterData> data;
+  Block decoded;
+  for (int p = 0; p < static_cast<int>(state.parameters().size()); ++p) {
+    const scruple_array& weight = state.visible(p);
+    const std::string format = info_of(weight.format).name;
+    if (format == "bf16" || format == "fp16") {
+      data.push_back(
+          {format == "bf16" ? io::Dtype::bf16 : io::Dtype::f16, [&weight] { return weight.codes; }});
+      continue;
+    }
+    data.push_back({io::Dtype::f32, [&state, &decoded, &ledger, p] {
+                      const std::int64_t size = state.parameters()[static_cast<std::size_t>(p)].size();
+                      decoded = Block();
+                      if (info_of(state.visible(p).format).name != std::string("fp32"))
+                        decoded = Block(ledger, "workspace", size * std::int64_t{sizeof(float)});
+                      return state.values(p, decoded.as<float>());
+                    }});
+  }
+  write_model(folder, shape, data, {{kStep, std::to_string(trainer.steps_taken())}});
+}
+
+std::int64_t weights_step(const std::string& folder) {
+  try {
+    const io::Safetensors weights(folder + "/model.safetensors");
+    const auto step = weights.metadata().find(kStep);
+    const bool whole = std::filesystem::exists(folder + "/config.json");  // which comes last
+    return !whole || step == weights.metadata().end() ? -1 : std::strtoll(step->second.c_str(), nullptr, 10);
+  } catch (const std::exception&) {
+    return -1;
+  }
+}
 
 void keep_last(const std::string& run, std::int64_t keep) {
   const std::string folder = checkpoints_of(run);

@@ -9,6 +9,7 @@
 
 #include "include/scruple/scruple.hpp"
 #include "io/checkpoint.h"
+#include "train/export.h"
 #include "train/trainer.h"
 
 namespace scruple::train {
@@ -26,6 +27,9 @@ std::span<std::byte> plane_of(const scruple_tensor& row, const io::TensorState& 
 void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
           const scruple_tensor& row);
 
+// Who wrote a checkpoint, in the manifest's `trainer` under "program".
+inline constexpr const char* kProgram = "scruple train";
+
 io::Group group_of(const Optimizer& optimizer);
 // Throws where this library has no such optimizer or hyperparameter.
 Optimizer optimizer_of(const io::Group& group);
@@ -34,6 +38,14 @@ Optimizer optimizer_of(const io::Group& group);
 std::string checkpoints_of(const std::string& run);
 // The checkpoint that a user means by a folder: itself, or the last one of a run.
 std::string find_checkpoint(const std::string& folder);
+
+// The model that a checkpoint of 'scruple train' holds, with the weights that it computes with.
+Model model_of(Engine& engine, const io::Checkpoint& checkpoint);
+
+// The weights as the model computes with them, for other programs: 16-bit halves as they are, low-bit ones decoded.
+void write_weights(const std::string& folder, const GptShape& shape, Trainer& trainer, Ledger& ledger);
+// After how many steps write_weights() wrote the weights that are in the folder; -1: it did not.
+std::int64_t weights_step(const std::string& folder);
 
 // Of the run's checkpoints the last `keep` stay (0: all).
 void keep_last(const std::string& run, std::int64_t keep);

@@ -190,7 +190,7 @@ void check_request(const std::string& folder, const GptShape& shape,
 }  // namespace
 
 void write_model(const std::string& folder, const GptShape& shape,
-                 const std::vector<ParameterData>& parameters) {
+                 const std::vector<ParameterData>& parameters, io::Metadata notes) {
   const std::vector<Parameter> list =
       problem_with(shape).empty() ? parameters_of(shape) : std::vector<Parameter>();
   check_request(folder, shape, parameters, list.size());
@@ -201,7 +201,8 @@ void write_model(const std::string& folder, const GptShape& shape,
   std::vector<io::TensorInfo> tensors;
   for (std::size_t i = 0; i < list.size(); ++i)
     tensors.push_back({list[i].name, parameters[i].dtype, list[i].shape});
-  io::SafetensorsWriter writer(weights_path(folder), tensors, {{"format", "pt"}});
+  notes["format"] = "pt";
+  io::SafetensorsWriter writer(weights_path(folder), tensors, notes);
   for (std::size_t i = 0; i < list.size(); ++i)
     writer.write(i, {static_cast<const std::byte*>(parameters[i].values()),
                      static_cast<std::size_t>(tensors[i].bytes())});

@@ -19,9 +19,9 @@ struct ParameterData {
 
 // `parameters` in the order of parameters_of(shape). The folder is made if need be; each of the two files
 // appears whole or not at all, the config last. The output head is tied to the embedding and not stored
-// again.
+// again. `notes` go into the metadata of the weights.
 void write_model(const std::string& folder, const GptShape& shape,
-                 const std::vector<ParameterData>& parameters);
+                 const std::vector<ParameterData>& parameters, io::Metadata notes = {});
 
 struct Model final : Weights {
   GptShape shape;
