@@ -13,6 +13,11 @@ struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A signal ended the work early, and what there was is saved: exit code 128 + signal, as shells count.
+struct Stopped {
+  int signal;
+};
+
 // Checks that an option's value is one of these; says which was perhaps meant where it is not.
 CLI::Validator one_of(const std::vector<std::string>& known);
 

@@ -14,6 +14,7 @@ using namespace scruple;
 
 constexpr int kFailure = 1;
 constexpr int kUsage = 2;
+constexpr int kSignal = 128;
 
 constexpr const char* kHelp =
     "Scruple trains networks in 5 to 7 bytes per parameter.\n"
@@ -33,7 +34,8 @@ constexpr const char* kFooter =
     "  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin\n"
     "  scruple checkpoint inspect run1\n"
     "\n"
-    "'scruple help COMMAND' says more of each. Exit code: 0 done, 1 failed, 2 the command line is wrong.";
+    "'scruple help COMMAND' says more of each. Exit code: 0 done, 1 failed, 2 the command line is wrong, 128 + N\n"
+    "stopped by signal N.";
 
 int complain(const std::string& message, int code) {
   std::cerr << "scruple: " << message << '\n';
@@ -136,6 +138,8 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return run(argc, argv);
+  } catch (const cli::Stopped& stopped) {
+    return kSignal + stopped.signal;
   } catch (const cli::UsageError& error) {
     return complain(error.what(), kUsage);
   } catch (const Error& error) {

@@ -1,11 +1,13 @@
 #include "training.h"
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <iostream>
 #include <map>
@@ -15,11 +17,11 @@
 namespace scruple::cli {
 namespace {
 
-volatile std::sig_atomic_t interrupted = 0;
+volatile std::sig_atomic_t interrupted = 0;  // by this signal
 constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
 
 extern "C" void note_interrupt(int signal) {
-  interrupted = 1;
+  interrupted = signal;
   std::signal(signal, SIG_DFL);
   constexpr char kSaid[] = "\nscruple: stopping after this step; once more to stop at once\n";
   (void)!write(STDERR_FILENO, kSaid, sizeof kSaid - 1);
@@ -59,6 +61,16 @@ scruple_scaler scaler_of(const std::string& text, train::Precision activations) 
   scruple_scaler scaler;
   check(scruple_scaler_static(static_cast<float>(scale), &scaler));
   return scaler;
+}
+
+// Of the terminal that stderr is. A line of all its columns would make some terminals go to the next.
+std::size_t columns_for_a_line() {
+  winsize window{};
+  long columns = ioctl(STDERR_FILENO, TIOCGWINSZ, &window) == 0 ? window.ws_col : 0;
+  const char* const set = std::getenv("COLUMNS");
+  if (columns == 0 && set != nullptr) columns = std::strtol(set, nullptr, 10);
+  constexpr long kUsual = 80;
+  return static_cast<std::size_t>(std::max(columns > 0 ? columns : kUsual, 2L) - 1);
 }
 
 // Kinds that no plan of weights, moments and gradients counts.
@@ -157,6 +169,10 @@ void GradientOptions::check() const {
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
                     const GradientOptions& gradients, const std::string& activations) {
   gradients.check();
+  constexpr std::int64_t kMostTokens = std::int64_t{1} << 40;  // so that no count of bytes overflows
+  if (model.batch > kMostTokens / model.shape.context)
+    throw UsageError("--batch is " + std::to_string(model.batch) + " windows of " +
+                     std::to_string(model.shape.context) + " bytes; choose one with at most 2^40 bytes");
   if (gradients.policy == "released" && !choice.gradient.empty())
     throw UsageError("--gradients released keeps no gradient, so --gradient-format has nothing to format");
   train::Job job;
@@ -230,7 +246,8 @@ Progress::Progress(std::string label, std::int64_t steps, std::int64_t tokens_pe
 Progress::~Progress() { clear(); }
 
 void Progress::clear() {
-  if (terminal_ && width_ > 0) std::cerr << '\r' << std::string(width_, ' ') << '\r' << std::flush;
+  if (terminal_ && width_ > 0)
+    std::cerr << '\r' << std::string(std::min(width_, columns_for_a_line()), ' ') << '\r' << std::flush;
   width_ = 0;
 }
 
@@ -241,7 +258,7 @@ void Progress::warn(const std::string& message) {
 
 std::string Progress::line(const train::Record& record) const {
   const auto done = static_cast<std::int64_t>(record.steps.size());
-  const double each = record.step_seconds / static_cast<double>(done);
+  const double each = 1e-3 * record.ms_per_step();
   const train::Outcome& last = record.steps.back();
   std::string text = label_ + "  step " + std::to_string(done) + "/" + std::to_string(steps_) + "  loss " +
                      fixed(last.loss, 4) + "  " + grouped(std::llround(static_cast<double>(tokens_) / each)) +
@@ -257,11 +274,14 @@ void Progress::show(const train::Record& record) {
   const auto pause = terminal_ ? std::chrono::milliseconds(100) : std::chrono::seconds(10);
   if (Clock::now() - last_ < pause && !(last && !terminal_)) return;
   last_ = Clock::now();
-  const std::string text = line(record);
+  std::string text = line(record);
   if (!terminal_) {
     std::cerr << text << std::endl;
     return;
   }
+  const std::size_t columns = columns_for_a_line();
+  text.resize(std::min(text.size(), columns));
+  width_ = std::min(width_, columns);  // the window may have become narrower
   std::cerr << '\r' << text << std::string(width_ > text.size() ? width_ - text.size() : 0, ' ')
             << std::flush;
   width_ = text.size();
@@ -298,6 +318,10 @@ Interrupts::~Interrupts() {
   for (std::size_t i = 0; i < std::size(kSignals); ++i) std::signal(kSignals[i], before_[i]);
 }
 
-bool Interrupts::asked() { return interrupted != 0; }
+int Interrupts::signal() { return interrupted; }
+
+const char* Interrupts::name() {
+  return interrupted == SIGINT ? "Ctrl-C (SIGINT)" : interrupted == SIGTERM ? "SIGTERM" : "SIGHUP";
+}
 
 }  // namespace scruple::cli

@@ -54,7 +54,7 @@ std::int64_t measured_total(const train::Ledger& ledger);
 // A run that validates every so many steps (0: twenty times) and ends early where Interrupts says so.
 train::Span span_of(std::int64_t steps, std::int64_t validate_every = 0);
 
-// A line on stderr that rewrites itself on a terminal, and comes every few seconds elsewhere.
+// A line on stderr that rewrites itself on a terminal, cut to its width, and comes every few seconds elsewhere.
 class Progress {
  public:
   Progress(std::string label, std::int64_t steps, std::int64_t tokens_per_step, const train::Ledger& ledger);
@@ -85,7 +85,9 @@ class Interrupts {
  public:
   Interrupts();
   ~Interrupts();
-  static bool asked();
+  static bool asked() { return signal() != 0; }
+  static int signal();        // the one that came; 0: none
+  static const char* name();  // its name
 
  private:
   void (*before_[3])(int);
