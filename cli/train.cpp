@@ -1,14 +1,14 @@
 // `scruple train`: a byte-level GPT on any file.
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
-#include <cstdio>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <iostream>
 #include <memory>
-#include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -19,39 +19,52 @@
 #include "text.h"
 #include "train/checkpoint.h"
 #include "train/export.h"
+#include "train/folder.h"
 #include "train/report.h"
 #include "training.h"
 
 namespace scruple::cli {
 namespace {
 
-using nlohmann::ordered_json;
 using train::Ledger;
+using train::Metrics;
 using train::Outcome;
 using train::Record;
+using train::RunFolder;
+using train::Text;
 using train::Trainer;
-using train::Windows;
 
 constexpr const char* kFooter =
     "Writes into --out: metrics.jsonl (a line per step), report.html (curves and memory), and the weights "
     "as\n"
     "Hugging Face's GPT-2 (config.json, model.safetensors): transformers loads the folder as it is, 'scruple "
     "sample'\n"
-    "continues a text with it. The last twentieth of the file is kept for validation. Ctrl-C ends after the "
-    "current\n"
-    "step and saves what there is. With --save-every there are also checkpoints/, from which --resume goes "
-    "on "
-    "to the\n"
-    "same bits after any interruption; 'scruple checkpoint' looks into them.\n"
+    "continues a text with it. The last twentieth of the text is kept for validation.\n"
+    "\n"
+    "Ctrl-C (SIGINT, SIGTERM, SIGHUP) ends after the current step, writes all of the above and a checkpoint, "
+    "names the\n"
+    "command that goes on, and exits with 128 + the signal's number. With --save-every there are "
+    "checkpoints/ "
+    "all along,\n"
+    "against kills. --resume goes on from the last one and ends with the bits of a run that was left alone;\n"
+    "'scruple checkpoint' looks into them. One process at a time trains into a folder.\n"
+    "\n"
+    "--resume DIR --steps N makes a run longer, also a finished one. What followed from its first number of "
+    "steps (warmup,\n"
+    "validations) stays; a constant schedule goes on, cosine and linear then span N steps, so that the "
+    "learning rate\n"
+    "rises where it goes on. After standard input (--data -), --resume asks for --data with the same bytes.\n"
     "\n"
     "Examples:\n"
     "  scruple train --data book.txt --out run1\n"
-    "  scruple train --data book.txt --out run2 --layers 6 --width 384 --heads 6 --context 256 --steps 2000\n"
+    "  scruple train --data book.txt --out run1 --force --layers 6 --width 384 --heads 6 --context 256\n"
+    "  cat *.txt | scruple train --data - --out run2\n"
     "  scruple train --data book.txt --out run3 --gradients compressed --accumulate 4 --clip 1\n"
     "  scruple train --data book.txt --out run4 --recipe lpmm --optimizer sgd --lr 0.3 --accumulate 4\n"
     "  scruple train --data book.txt --out run5 --weights fp16+8 --loss-scale dynamic\n"
     "  scruple train --data book.txt --out run6 --save-every 100 --keep 3\n"
-    "  scruple train --resume run6";
+    "  scruple train --resume run6\n"
+    "  scruple train --resume run6 --steps 2000";
 
 struct Options {
   Choice choice;
@@ -61,6 +74,7 @@ struct Options {
   double lr = 1e-3, weight_decay = -1;
   std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
   std::string resume;
+  bool force = false;
 };
 
 void add_options(CLI::App& command, Options& options);
@@ -76,91 +90,19 @@ train::Schedule schedule_of(const Options& options) {
   return {static_cast<train::Annealing>(at), options.lr, warmup, steps};
 }
 
-constexpr const char* kMetrics = "/metrics.jsonl";
-
-// A step of an earlier session that left no trace but its checkpoint.
-Outcome unknown() { return {std::nan(""), std::nan(""), std::nan(""), 1, false}; }
-bool is_unknown(const Outcome& step) { return std::isnan(step.lr); }
-
-// Fails before anything is trained if the results could not be written after.
-void claim(const std::string& folder) {
-  make_folder(folder);
-  for (const char* name : {"metrics.jsonl", "report.html", "model.safetensors", "config.json", "checkpoints"})
-    if (std::filesystem::exists(folder + "/" + name))
-      throw std::runtime_error(folder + " has " + name +
-                               " of an earlier run; choose another --out, or move it away");
+std::int64_t size_of(const train::GptShape& shape) {
+  std::int64_t sum = 0;
+  for (const train::Parameter& parameter : train::parameters_of(shape)) sum += parameter.size();
+  return sum;
 }
 
-// metrics.jsonl: a line per step and per validation, written after each step. Where the disk is full the lines wait.
-class Metrics {
- public:
-  // `before`: what earlier sessions saw. The file is made anew with it: they may have gone further, or been
-  // killed in the middle of a line.
-  Metrics(const std::string& folder, const Record& before) : path_(folder + kMetrics) {
-    io::write_text(path_, next_lines(before));
-    open();
-    if (!file_) throw std::runtime_error("cannot write " + path_ + "; choose another --out, or make room");
-  }
-
-  ~Metrics() {  // a run that failed before its first step leaves its folder free for the next
-    if (steps_ == 0) std::remove(path_.c_str());
-  }
-  Metrics(const Metrics&) = delete;
-  Metrics& operator=(const Metrics&) = delete;
-
-  // Whether all is written that there was up to now.
-  bool write(const Record& record) {
-    waiting_ += next_lines(record);
-    if (!(file_ << waiting_ << std::flush)) {  // less whatever got through, so that no line is there twice
-      file_.close();
-      std::error_code ignored;
-      std::filesystem::resize_file(path_, written_, ignored);
-      open();
-      return false;
-    }
-    written_ += waiting_.size();
-    waiting_.clear();
-    return true;
-  }
-  const std::string& path() const { return path_; }
-
- private:
-  // Steps and validations in the order in which they came; unknown() steps have no line.
-  std::string next_lines(const Record& record) {
-    std::ostringstream lines;
-    for (;;) {
-      if (validations_ < record.validations.size() &&
-          record.validations[validations_].first <= static_cast<std::int64_t>(steps_)) {
-        const auto& [step, loss] = record.validations[validations_++];
-        lines << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
-      } else if (steps_ < record.steps.size()) {
-        const Outcome& step = record.steps[steps_++];
-        if (is_unknown(step)) continue;
-        lines << ordered_json{{"step", steps_},
-                              {"loss", step.loss},
-                              {"lr", step.lr},
-                              {"norm", step.norm},
-                              {"loss_scale", step.loss_scale},
-                              {"skipped", step.skipped}}
-              << '\n';
-      } else {
-        return lines.str();
-      }
-    }
-  }
-  void open() {
-    file_ = std::ofstream(path_, std::ios::app);
-    std::error_code ignored;
-    written_ = std::filesystem::file_size(path_, ignored);
-  }
-  std::string path_, waiting_;
-  std::ofstream file_;
-  std::uintmax_t written_ = 0;
-  std::size_t steps_ = 0, validations_ = 0;
-};
+// What was read, for people.
+std::string name_of(const std::string& data) {
+  return data == Text::kStandardInput ? "standard input" : data;
+}
 
 // Where every byte goes, before the first is trained.
-void print_memory(const Memory& plan, const Ledger& ledger, std::int64_t params) {
+Table memory_table(const Memory& plan, const Ledger& needed, std::int64_t params) {
   Table table;
   table.rows = {{"memory", "MiB", "B/param"}};
   std::int64_t sum = 0;
@@ -170,14 +112,20 @@ void print_memory(const Memory& plan, const Ledger& ledger, std::int64_t params)
       table.rows.push_back({name, fixed(static_cast<double>(bytes) * 0x1p-20, 2),
                             fixed(static_cast<double>(bytes) / static_cast<double>(params), 3)});
   };
-  for (const auto& [name, bytes] : plan.parts()) add(name, bytes);
-  add("activations", ledger.peak("activations"));
-  add("workspace", ledger.peak("workspace"));
-  std::int64_t total = sum;
-  sum = 0;
-  add("total", total);
-  table.print(std::cout);
-  std::cout << std::endl;
+  for (const auto& [name, bytes] : measured_parts(needed, plan)) add(name, bytes);
+  add("activations", needed.peak("activations"));
+  add("workspace", needed.peak("workspace"));
+  add("total", std::exchange(sum, 0));
+  return table;
+}
+
+void check_room(const Table& memory, const Ledger& needed, std::int64_t free) {
+  if (needed.peak() <= free) return;
+  std::ostringstream table;
+  memory.print(table);
+  throw std::runtime_error(
+      "the run needs " + mebibytes(needed.peak()) + ", and " + std::to_string(free >> 20) +
+      " MiB are free; choose a smaller model, batch or context, or a smaller recipe\n\n" + table.str());
 }
 
 // Clipping, accumulation and loss scaling, where there are any.
@@ -204,8 +152,20 @@ void print_start(const Options& options, const train::Job& job, std::int64_t par
             << settings_of(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
             << job.seed << '\n'
             << plural(options.model.steps, "step") << " of "
-            << grouped(job.batch * job.gradients.micro_batches * s.context) << " bytes; " << options.data
-            << " has " << grouped(bytes) << "\n\n";
+            << grouped(job.batch * job.gradients.micro_batches * s.context) << " bytes; "
+            << name_of(options.data) << " has " << grouped(bytes) << "\n\n";
+}
+
+// The first and the last validation, each with its step unless the run begins or ends with it.
+std::string validation_words(const Options& options, const Record& record) {
+  if (record.validations.empty()) return "no validation was finished";
+  const auto at = [&](const std::pair<std::int64_t, double>& validation, std::int64_t usual) {
+    return fixed(validation.second, 4) +
+           (validation.first == usual ? "" : " (after step " + std::to_string(validation.first) + ")");
+  };
+  const auto &first = record.validations.front(), &last = record.validations.back();
+  if (first.first == last.first) return "validation loss " + at(last, -1) + " nats per byte";
+  return "validation loss " + at(first, 0) + " -> " + at(last, options.model.steps) + " nats per byte";
 }
 
 train::Report report_of(const Options& options, const Record& record, const Ledger& ledger,
@@ -230,9 +190,10 @@ train::Report report_of(const Options& options, const Record& record, const Ledg
         {entry.kind, grouped(entry.peak), fixed(static_cast<double>(entry.peak) / params, 3)});
   const std::string lead = options.choice.optimizer + ", recipe " + options.choice.recipe + ", gradients " +
                            options.gradients.policy + ", " + grouped(count) + " parameters, " +
-                           plural(static_cast<std::int64_t>(record.steps.size()), "step") +
-                           "; final validation loss " + fixed(record.final_loss(), 4) + " nats per byte.";
-  return {"Scruple: " + options.data,
+                           std::to_string(record.steps.size()) + " of " +
+                           plural(options.model.steps, "step") + "; " + validation_words(options, record) +
+                           ".";
+  return {"Scruple: " + name_of(options.data),
           lead,
           {{"Loss",
             "",
@@ -246,56 +207,6 @@ train::Report report_of(const Options& options, const Record& record, const Ledg
             {}},
            {"Learning rate", "", {}, {}, {{"Over the run", "", "step", "learning rate", {rate}, {}}}}}};
 }
-
-// The weights as the model computes with them: 16-bit halves as they are, low-bit ones decoded.
-void write_weights(const std::string& folder, const train::GptShape& shape, train::State& state,
-                   Ledger& ledger) {
-  std::vector<train::ParameterData> data;
-  train::Block decoded;
-  for (int p = 0; p < static_cast<int>(state.parameters().size()); ++p) {
-    const scruple_array& weight = state.visible(p);
-    const std::string format = info_of(weight.format).name;
-    if (format == "bf16" || format == "fp16") {
-      data.push_back(
-          {format == "bf16" ? io::Dtype::bf16 : io::Dtype::f16, [&weight] { return weight.codes; }});
-      continue;
-    }
-    data.push_back({io::Dtype::f32, [&state, &decoded, &ledger, p] {
-                      const std::int64_t size = state.parameters()[static_cast<std::size_t>(p)].size();
-                      decoded = train::Block();
-                      if (info_of(state.visible(p).format).name != std::string("fp32"))
-                        decoded = train::Block(ledger, "workspace", size * std::int64_t{sizeof(float)});
-                      return state.values(p, decoded.as<float>());
-                    }});
-  }
-  train::write_model(folder, shape, data);
-}
-
-// The file's windows: its last twentieth is for validation.
-struct Data {
-  Data(const std::string& path, std::int64_t context)
-      : file(path),
-        bytes(reinterpret_cast<const std::uint8_t*>(file.bytes().data()), file.bytes().size()),
-        held_out(held_out_of(path, context)),
-        training(bytes.first(bytes.size() - held_out), context),
-        validation(bytes.last(held_out), context) {}
-
-  io::MappedFile file;
-  std::span<const std::uint8_t> bytes;
-  std::size_t held_out;
-  Windows training, validation;
-
- private:
-  std::size_t held_out_of(const std::string& path, std::int64_t context) const {
-    const auto window = static_cast<std::size_t>(context) + 1;
-    if (bytes.size() < 2 * window)
-      throw std::runtime_error(path + " has " + plural(static_cast<std::int64_t>(bytes.size()), "byte") +
-                               ", and training and validation take at least " + std::to_string(2 * window) +
-                               " at --context " + std::to_string(context) +
-                               "; give a longer file or a smaller context");
-    return std::max(bytes.size() / 20, window);
-  }
-};
 
 // What was not said, filled in.
 Options completed(Options options) {
@@ -313,8 +224,8 @@ Options completed(Options options) {
 // ---- Checkpoints ----
 
 // What --resume leaves to the user; everything else is the run's own.
-constexpr const char* kFree[] = {"--data", "--out",    "--threads", "--save-every",
-                                 "--keep", "--resume", "--help"};
+constexpr const char* kFree[] = {"--data", "--out",   "--threads", "--save-every",
+                                 "--keep", "--force", "--resume",  "--help"};
 
 bool is_free(const std::string& name) {
   return std::find(std::begin(kFree), std::end(kFree), name) != std::end(kFree);
@@ -324,17 +235,17 @@ std::string long_name(const CLI::Option& option) {
   return option.get_lnames().empty() ? option.get_name() : "--" + option.get_lnames().front();
 }
 
-io::Metadata data_notes(const std::string& path, const io::MappedFile& data) {
-  return {{"--data", std::filesystem::absolute(path).string()},
+io::Metadata data_notes(const std::string& path, const Text& data) {
+  return {{"--data", path == Text::kStandardInput ? path : std::filesystem::absolute(path).string()},
           {"data_bytes", std::to_string(data.bytes().size())},
-          {"data_crc32", io::hex(io::crc32(data.bytes()))}};
+          {"data_crc32", io::hex(io::crc32(std::as_bytes(data.bytes())))}};
 }
 
 // The settings of a run, given or by default, and what it reads: enough to start it again.
-io::Metadata notes_of(const CLI::App& command, const Options& options, const io::MappedFile& data) {
+io::Metadata notes_of(const CLI::App& command, const Options& options, const Text& data) {
   io::Metadata notes = data_notes(options.data, data);
-  notes["program"] = "scruple train";
-  notes["--save-every"] = std::to_string(options.save_every);
+  notes["program"] = train::kProgram;
+  if (options.save_every > 0) notes["--save-every"] = std::to_string(options.save_every);
   notes["--keep"] = std::to_string(options.keep);
   for (const CLI::Option* option : command.get_options()) {
     if (is_free(long_name(*option))) continue;
@@ -349,29 +260,30 @@ io::Metadata notes_of(const CLI::App& command, const Options& options, const io:
 // A session of a run: a new one, or one that goes on from a checkpoint.
 struct Session {
   Options options;
-  io::Metadata notes;  // for the checkpoints; without those of the data
+  io::Metadata notes;                 // for the checkpoints; empty until one is wanted
+  std::unique_ptr<RunFolder> folder;  // locked
   std::unique_ptr<io::Checkpoint> from;
+  bool in_place = false;   // goes on in the folder that it was begun in
+  std::int64_t first = 0;  // the steps that it had before it was made longer; 0: it was not
 };
 
-// The run's own settings, with what the user may change about it.
-Session resumed(const CLI::App& command, const Options& given) {
-  for (const CLI::Option* option : command.get_options())
-    if (option->count() > 0 && !is_free(long_name(*option)))
-      throw UsageError("--resume takes " + long_name(*option) +
-                       " from the run, so that it ends with the same bits; leave it out");
-  Session session;
-  session.from = std::make_unique<io::Checkpoint>(train::find_checkpoint(given.resume));
-  const io::Metadata& notes = session.from->manifest().trainer;
-  const bool whole_run = session.from->folder() != given.resume;
-  if (whole_run && command.count("--out") > 0)
-    throw UsageError(
-        "--resume writes into the run's own folder; leave --out out, or resume a checkpoint of it");
-  if (!whole_run && command.count("--out") == 0)
-    throw UsageError("--resume " + given.resume +
-                     " is a single checkpoint; name a new folder with --out, or resume its run");
-  if (!notes.contains("program") || notes.at("program") != "scruple train")
-    throw std::runtime_error(session.from->folder() +
-                             " was not saved by 'scruple train', which cannot go on with it");
+// More steps than the run was started with; what followed from their number stays.
+void extend(Session& session, std::int64_t steps) {
+  Options& options = session.options;
+  if (steps < options.model.steps)
+    throw UsageError("--steps is " + std::to_string(steps) + ", and the run has " +
+                     std::to_string(options.model.steps) + "; --resume makes it longer, never shorter");
+  if (steps == options.model.steps) return;
+  options.warmup = schedule_of(options).warmup;
+  options.validate_every = span_of(options.model.steps, options.validate_every).validate_every;
+  session.first = std::exchange(options.model.steps, steps);
+  session.notes["--steps"] = std::to_string(steps);
+  session.notes["--warmup"] = std::to_string(options.warmup);
+  session.notes["--validate-every"] = std::to_string(options.validate_every);
+}
+
+// The options that a checkpoint's notes give, but for those that the user gives.
+Options options_of(const io::Metadata& notes, const CLI::App& command, const Options& given) {
   std::vector<std::string> words;
   for (const auto& [name, values] : notes) {
     if (!name.starts_with("--") || (is_free(name) && command.count(name) > 0)) continue;
@@ -381,17 +293,64 @@ Session resumed(const CLI::App& command, const Options& given) {
       begin = end + 1;
     }
   }
+  Options options;
   CLI::App parser;
-  add_options(parser, session.options);
+  add_options(parser, options);
   parser.parse(words);  // CLI11 takes them last to first
-  if (command.count("--data") > 0) session.options.data = given.data;
-  if (command.count("--save-every") > 0) session.options.save_every = given.save_every;
-  if (command.count("--keep") > 0) session.options.keep = given.keep;
-  session.options.model.threads = given.model.threads;
-  session.options.out = whole_run ? given.resume : given.out;
-  session.options.resume = given.resume;
-  session.notes = notes;
+  if (command.count("--data") > 0) options.data = given.data;
+  if (command.count("--save-every") > 0) options.save_every = given.save_every;
+  if (command.count("--keep") > 0) options.keep = given.keep;
+  options.model.threads = given.model.threads;
+  options.resume = given.resume;
+  options.force = given.force;
+  return options;
+}
+
+// The run's own settings, with what the user may change about it.
+Session resumed(const CLI::App& command, const Options& given) {
+  for (const CLI::Option* option : command.get_options())
+    if (const std::string name = long_name(*option);
+        option->count() > 0 && !is_free(name) && name != "--steps")
+      throw UsageError("--resume takes " + name +
+                       " from the run, so that it ends with the same bits; leave it out");
+  Session session;
+  session.in_place = train::find_checkpoint(given.resume) != given.resume;
+  if (session.in_place && command.count("--out") > 0)
+    throw UsageError(
+        "--resume writes into the run's own folder; leave --out out, or resume a checkpoint of it");
+  if (session.in_place && given.force)
+    throw UsageError("--force replaces a run, and --resume goes on with it; leave one of them out");
+  if (!session.in_place && command.count("--out") == 0)
+    throw UsageError("--resume " + given.resume +
+                     " is a single checkpoint; name a new folder with --out, or resume its run");
+  if (session.in_place) session.folder = std::make_unique<RunFolder>(given.resume);
+  // Under the lock: another process may have saved one more.
+  session.from = std::make_unique<io::Checkpoint>(train::find_checkpoint(given.resume));
+  session.notes = session.from->manifest().trainer;
+  if (const auto program = session.notes.find("program");
+      program == session.notes.end() || program->second != train::kProgram)
+    throw std::runtime_error(session.from->folder() +
+                             " was not saved by 'scruple train', which cannot go on with it");
+  session.options = options_of(session.notes, command, given);
+  session.options.out = session.in_place ? given.resume : given.out;
+  if (command.count("--steps") > 0) extend(session, given.model.steps);
   return session;
+}
+
+// What a kill has left between saves.
+void tidy(const Options& options) {
+  for (const std::string& left : io::remove_partial(train::checkpoints_of(options.out), "step-"))
+    std::cerr << "scruple: " << left
+              << " was left as it is: whoever writes it may still be at work; remove it if nobody does\n";
+  train::keep_last(options.out, options.keep);
+}
+
+// Whether a run that has taken these steps has also written all that it should.
+bool is_complete(const Options& options, const Record& record) {
+  const std::int64_t steps = options.model.steps;
+  return record.steps.size() == static_cast<std::size_t>(steps) && !record.validations.empty() &&
+         record.validations.back().first == steps && train::weights_step(options.out) == steps &&
+         std::filesystem::exists(options.out + "/report.html");
 }
 
 void check_data(const io::Metadata& saved, const io::Metadata& now) {
@@ -403,49 +362,25 @@ void check_data(const io::Metadata& saved, const io::Metadata& now) {
           "name the right one with --data");
 }
 
-double number_or_nan(const nlohmann::json& row, const char* key) {
-  const auto found = row.find(key);
-  return found != row.end() && found->is_number() ? found->get<double>() : std::nan("");
-}
-
-// What the sessions before saw, up to the checkpoint; what they did after it will be done again.
-Record read_metrics(const std::string& path, std::int64_t steps) {
-  Record record;
-  record.steps.resize(static_cast<std::size_t>(steps), unknown());
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);) {
-    const nlohmann::json row = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    const double number = row.is_object() ? number_or_nan(row, "step") : std::nan("");
-    if (!(number >= 0 && number <= static_cast<double>(steps))) continue;
-    const auto step = static_cast<std::int64_t>(number);
-    if (row.contains("val_loss"))
-      record.validations.emplace_back(step, number_or_nan(row, "val_loss"));
-    else if (step > 0)
-      record.steps[static_cast<std::size_t>(step - 1)] = {
-          number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
-          static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
-  }
-  return record;
-}
-
 // `unsaved`: why the last save failed, or "".
-Record watch(const Session& session, const train::Job& job, Trainer& trainer, const Data& data,
-             const Ledger& ledger, Metrics& metrics, Record before, std::string& unsaved) {
+Record watch(const CLI::App& command, Session& session, const train::Job& job, Trainer& trainer,
+             const Text& data, const Ledger& ledger, Metrics& metrics, Record before, std::string& unsaved) {
   const Options& options = session.options;
-  const Interrupts interrupts;
   Progress progress(options.choice.recipe, options.model.steps,
                     job.batch * job.gradients.micro_batches * job.shape.context, ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
+  span.save_last = session.in_place;  // it has a checkpoint, which shall not be older than its weights
   bool metrics_wait = false;
   const auto write_metrics = [&](const Record& record) {
+    session.folder->begin();
     const bool written = metrics.write(record);
     if (!written && !metrics_wait)
       progress.warn("cannot write " + metrics.path() + ": make room; its lines wait, and the run goes on");
     metrics_wait = !written;
   };
   return train::run(
-      trainer, data.training, data.validation, span,
+      trainer, data.training(), data.validation(), span,
       [&](const Record& record) {
         write_metrics(record);
         progress.show(record);
@@ -454,6 +389,7 @@ Record watch(const Session& session, const train::Job& job, Trainer& trainer, co
         write_metrics(record);
         unsaved.clear();
         try {
+          if (session.notes.empty()) session.notes = notes_of(command, options, data);
           train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
         } catch (const std::exception& error) {  // hours of training are worth more than this file
           unsaved = error.what();
@@ -483,10 +419,10 @@ struct Ending {
 };
 
 // Into the run's folder; where that fails, into a new one elsewhere: all of the training is in them.
-std::string write_weights_somewhere(const Options& options, train::State& state, Ledger& ledger,
+std::string write_weights_somewhere(const Options& options, Trainer& trainer, Ledger& ledger,
                                     Ending& ending) {
   const auto into = [&](const std::string& folder) {
-    return ending.attempt([&] { write_weights(folder, options.model.shape, state, ledger); });
+    return ending.attempt([&] { train::write_weights(folder, options.model.shape, trainer, ledger); });
   };
   if (into(options.out)) return options.out;
   std::error_code ignored;
@@ -500,14 +436,30 @@ std::string write_weights_somewhere(const Options& options, train::State& state,
   return "";
 }
 
+// For a shell to read as one word.
+std::string quoted(const std::string& word) {
+  constexpr const char* kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./,:=+@%-";
+  if (!word.empty() && word.find_first_not_of(kPlain) == std::string::npos) return word;
+  std::string text = "'";
+  for (const char c : word) text += c == '\'' ? "'\\''" : std::string(1, c);
+  return text + "'";
+}
+
+std::string resume_command(const Options& options) {
+#if defined(__GLIBC__)
+  const std::string program = quoted(program_invocation_name);
+#else
+  const std::string program = "scruple";
+#endif
+  return program + " train --resume " + quoted(options.out) +
+         (options.data == Text::kStandardInput ? " --data FILE (the same bytes)" : "");
+}
+
 void print_end(const Options& options, const Record& record, const Memory& plan, const Ledger& ledger,
                std::int64_t params, const Ending& ending) {
   const auto each = [&](std::int64_t bytes) {
     return fixed(static_cast<double>(bytes) / static_cast<double>(params), 3);
   };
-  if (record.stopped)
-    std::cout << "Stopped by Ctrl-C or a signal after step " << record.steps.size() << " of "
-              << options.model.steps << (ending.problems.empty() ? "; what there is was saved.\n" : ".\n");
   if (const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
                                          [](const Outcome& step) { return step.skipped; });
       skipped > 0)
@@ -516,9 +468,9 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
   if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
     std::cout
         << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
-  std::cout << "validation loss " << fixed(record.first_loss(), 4) << " -> " << fixed(record.final_loss(), 4)
-            << " nats per byte; " << fixed(record.ms_per_step(), 1) << " ms per step; peak "
-            << mebibytes(ledger.peak()) << '\n'
+  std::cout << validation_words(options, record) << "; ";
+  if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
+  std::cout << "peak " << mebibytes(ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
             << each(measured_total(ledger)) << " measured\n"
             << "wrote " << options.out << "/:";
@@ -529,9 +481,12 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
   list(ending.weights == options.out, "model.safetensors, config.json");
   list(ending.metrics, "metrics.jsonl");
   list(ending.report, "report.html");
-  list(options.save_every > 0 && !io::saved_steps(train::checkpoints_of(options.out)).empty(),
-       "checkpoints/");
+  list(!io::saved_steps(train::checkpoints_of(options.out)).empty(), "checkpoints/");
   std::cout << '\n';
+  if (record.stopped)
+    std::cout << "Stopped by " << Interrupts::name() << " after step " << record.steps.size() << " of "
+              << options.model.steps << (ending.problems.empty() ? ". To go on:\n  " : ".")
+              << (ending.problems.empty() ? resume_command(options) : "") << '\n';
 }
 
 // The problems, and what there is in spite of them.
@@ -542,27 +497,95 @@ std::string told(const Options& options, const Record& record, const Ending& end
   text += ending.weights.empty() ? " could not be written anywhere." : " are in " + ending.weights;
   if (!ending.weights.empty()) text += ending.weights == options.out ? "." : ", not in " + options.out + ".";
   if (const auto saved = io::saved_steps(train::checkpoints_of(options.out)); !saved.empty())
-    text += " Once there is room, 'scruple train --resume " + options.out + "' goes on after step " +
+    text += " Once there is room, '" + resume_command(options) + "' goes on after step " +
             std::to_string(saved.back()) + ".";
   return text;
 }
 
-// A run with a checkpoint of its own goes on in its folder; any other begins a folder.
-Record open_folder(const Session& session) {
+void print_extension(const Session& session, const train::Schedule& now, std::int64_t taken) {
+  train::Schedule before = now;
+  before.steps = session.first;
+  std::cout << "from " << session.first << " steps to " << now.steps << ": the " << session.options.schedule
+            << " schedule spans all of them; learning rate " << shortest(before.at(taken)) << " at step "
+            << taken << ", " << shortest(now.at(taken + 1)) << " at step " << taken + 1 << "\n";
+}
+
+// Everything that a run leaves, whatever fails; the weights last, so that their step is that of all.
+Ending finish(const Options& options, const Record& record, Trainer& trainer, Ledger& ledger,
+              const Memory& plan, Metrics& metrics, const std::string& unsaved) {
+  Ending ending;
+  if (!unsaved.empty()) ending.problems.push_back(unsaved);
+  ending.metrics = metrics.write(record);
+  if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
+  ending.report = ending.attempt([&] {
+    io::write_text(options.out + "/report.html",
+                   train::to_html(report_of(options, record, ledger, plan, trainer.state().size())));
+  });
+  ending.weights = write_weights_somewhere(options, trainer, ledger, ending);
+  return ending;
+}
+
+void train_with(const CLI::App& command, Session session) {
   const Options& options = session.options;
-  if (!session.from) {
-    claim(options.out);
-    return {};
+  Record before = session.in_place ? train::read_metrics(options.out, session.from->manifest().step)
+                                   : train::unseen(session.from ? session.from->manifest().step : 0);
+  if (session.in_place) {
+    tidy(options);
+    if (is_complete(options, before)) {
+      std::cout << options.out << " is complete: it has taken its " << plural(options.model.steps, "step")
+                << ", and nothing is left to do. --steps N makes it longer.\n";
+      return;
+    }
   }
-  if (options.out != options.resume) {
-    claim(options.out);
-  } else {
-    for (const std::string& left : io::remove_partial(train::checkpoints_of(options.out), "step-"))
-      std::cerr << "scruple: " << left
-                << " was left as it is: whoever writes it may still be at work; remove it if nobody does\n";
-    train::keep_last(options.out, options.keep);  // a kill may have come between a save and this
+  const Text data(options.data, options.model.shape.context, free_memory());
+  if (session.from) {
+    const io::Metadata now = data_notes(options.data, data);
+    check_data(session.notes, now);
+    session.notes["--data"] = now.at("--data");
+  } else if (options.save_every > 0) {
+    session.notes = notes_of(command, options, data);
   }
-  return read_metrics(options.out + kMetrics, session.from->manifest().step);
+  train::Job job =
+      make_job(options.choice, options.choice.recipe, options.model, options.gradients, options.activations);
+  job.schedule = schedule_of(options);
+  const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
+  const Ledger needed = train::memory_of(job);
+  const Table memory = memory_table(plan, needed, size_of(job.shape));
+  const std::int64_t free = free_memory();
+  check_room(memory, needed, free);
+  Ledger ledger(free);
+  Trainer trainer(job, ledger, session.from.get());
+  const std::int64_t params = trainer.state().size();
+  if (!session.in_place) {
+    make_folder(options.out);
+    session.folder = std::make_unique<RunFolder>(options.out);
+    session.folder->claim(options.force);
+  }
+
+  const Interrupts interrupts;
+  print_start(options, job, params, static_cast<std::int64_t>(data.bytes().size()));
+  if (session.from)
+    std::cout << "going on after step " << trainer.steps_taken() << ", from " << session.from->folder()
+              << '\n';
+  if (session.first > 0) print_extension(session, job.schedule, trainer.steps_taken());
+  if (session.from) std::cout << '\n';
+  memory.print(std::cout);
+  std::cout << std::endl;
+
+  Metrics metrics(options.out);
+  std::string unsaved;
+  const Record record =
+      watch(command, session, job, trainer, data, ledger, metrics, std::move(before), unsaved);
+  if (record.stopped && record.steps.size() == record.resumed) {
+    std::cerr << "scruple: stopped by " << Interrupts::name()
+              << " before a step was taken; nothing was written\n";
+    throw Stopped{Interrupts::signal()};
+  }
+  session.folder->begin();
+  const Ending ending = finish(options, record, trainer, ledger, plan, metrics, unsaved);
+  print_end(options, record, plan, ledger, params, ending);
+  if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
+  if (record.stopped) throw Stopped{Interrupts::signal()};
 }
 
 void run(const CLI::App& command, const Options& given) {
@@ -575,48 +598,22 @@ void run(const CLI::App& command, const Options& given) {
   const Options& options = session.options;
   if (options.data.empty() || options.out.empty())
     throw UsageError("--data and --out are required, unless a run goes on with --resume; try --help");
+  if (session.from && options.data == Text::kStandardInput && command.count("--data") == 0)
+    throw UsageError(
+        "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
+        "or "
+        "--data -");
   if (const std::string problem = problem_with(options.model.shape); !problem.empty())
     throw UsageError(problem);
-  const Data data(options.data, options.model.shape.context);
-  if (session.from)
-    check_data(session.notes, data_notes(options.data, data.file));
-  else if (options.save_every > 0)
-    session.notes = notes_of(command, options, data.file);
-  train::Job job =
-      make_job(options.choice, options.choice.recipe, options.model, options.gradients, options.activations);
-  job.schedule = schedule_of(options);
-  const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
-  Ledger ledger(free_memory());
-  Trainer trainer(job, ledger, session.from.get());
-  const std::int64_t params = trainer.state().size();
-  Record before = open_folder(session);
-  Metrics metrics(options.out, before);
-
-  print_start(options, job, params, static_cast<std::int64_t>(data.bytes.size()));
-  if (session.from)
-    std::cout << "going on after step " << trainer.steps_taken() << ", from " << session.from->folder()
-              << "\n\n";
-  print_memory(plan, ledger, params);
-  std::string unsaved;
-  const Record record = watch(session, job, trainer, data, ledger, metrics, std::move(before), unsaved);
-  if (record.steps.empty()) throw std::runtime_error("stopped before the first step; nothing was saved");
-  Ending ending;
-  if (!unsaved.empty()) ending.problems.push_back(unsaved);
-  ending.weights = write_weights_somewhere(options, trainer.state(), ledger, ending);
-  ending.metrics = metrics.write(record);
-  if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
-  ending.report = ending.attempt([&] {
-    io::write_text(options.out + "/report.html",
-                   train::to_html(report_of(options, record, ledger, plan, params)));
-  });
-  print_end(options, record, plan, ledger, params, ending);
-  if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
+  train_with(command, std::move(session));
 }
 
 void add_options(CLI::App& command, Options& options) {
   options.model.shape = {4, 128, 4, 128, 256};
-  command.add_option("--data", options.data, "the file to learn")->type_name("FILE");
+  command.add_option("--data", options.data, "the file to learn; -: standard input")->type_name("FILE");
   command.add_option("--out", options.out, "the folder to write")->type_name("DIR");
+  command.add_flag("--force", options.force,
+                   "replace the run that --out has, once the new one has taken a step; others' files stay");
   command.add_option("--model", options.kind, "architecture")
       ->capture_default_str()
       ->check(CLI::IsMember({"gpt"}));
@@ -644,7 +641,8 @@ void add_options(CLI::App& command, Options& options) {
                   "steps between validations (default: a twentieth)")
       ->check(above_zero());
   command
-      .add_option("--save-every", options.save_every, "steps between checkpoints (default: none are saved)")
+      .add_option("--save-every", options.save_every,
+                  "steps between checkpoints (default: only a stop saves one)")
       ->type_name("N")
       ->check(above_zero());
   command.add_option("--keep", options.keep, "how many checkpoints stay; 0: all")
@@ -653,7 +651,7 @@ void add_options(CLI::App& command, Options& options) {
       ->check(not_negative());
   command
       .add_option("--resume", options.resume,
-                  "go on with this run, from its last checkpoint, to the same bits")
+                  "go on with this run, from its last checkpoint, to the same bits; with --steps: to more")
       ->type_name("DIR");
 }
 

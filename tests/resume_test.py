@@ -4,6 +4,7 @@ Usage: resume_test.py PATH_TO_SCRUPLE
 """
 import fcntl
 import json
+import math
 import os
 import random
 import re
@@ -175,33 +176,103 @@ class Train(Case):
         self.trained("b", *RUNS[1], "--save-every", "3")
         self.assertTrue(all(t["adagc_norm"] > 0 for t in self.checkpoint("inspect", self.path("b"))["tensors"]))
 
-    def test_interrupted_and_resumed(self):
-        arguments = self.arguments("a", "--save-every", "1000", steps=3000)
+    def interrupted_and_resumed(self, *more):
+        arguments = self.arguments("a", *more, steps=3000)
         process = subprocess.Popen([SCRUPLE, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.time() + 60
         while time.time() < deadline and not (os.path.exists(self.path("a/metrics.jsonl"))
                                               and os.path.getsize(self.path("a/metrics.jsonl")) > 1000):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        self.assertEqual(process.wait(60), 0)
+        self.assertEqual(process.wait(60), 128 + signal.SIGTERM)
         self.assertEqual(len(self.checkpoints("a")), 1)
         self.assertIn("going on after step", self.done("train", "--resume", self.path("a")))
         self.trained("b", steps=3000)
         self.same_run("a", "b")
+        # A run that was stopped once has a checkpoint of its end too: it is complete, and can be extended.
+        if not more:
+            self.assertIn("step-00003000", self.checkpoints("a"))
+            self.assertIn("is complete", self.done("train", "--resume", self.path("a")))
+
+    def test_interrupted_and_resumed(self):
+        self.interrupted_and_resumed("--save-every", "1000")
+
+    def test_interrupted_and_resumed_without_save_every(self):
+        self.interrupted_and_resumed()
 
     def test_a_finished_run_stays_what_it_is(self):
         self.trained("a", "--save-every", "2")
-        before = content(self.path("a/model.safetensors"))
-        self.done("train", "--resume", self.path("a"))
-        self.assertEqual(before, content(self.path("a/model.safetensors")))
+        os.rename(self.data, self.path("away"))  # not even that is needed
+
+        def files():
+            return {os.path.join(folder, name): os.stat(os.path.join(folder, name)).st_mtime_ns
+                    for folder, _, names in os.walk(self.path("a")) for name in names}
+        before = files()
+        said = self.done("train", "--resume", self.path("a"))
+        self.assertIn("is complete", said)
+        self.assertNotIn("ms per step", said)
+        self.assertEqual(files(), before)
+
+    def test_what_a_kill_kept_from_a_finished_run_is_written(self):
+        """The last checkpoint stands, and weights, report or the last validation are missing or of an earlier step."""
+        self.trained("whole", "--save-every", "3")
+        self.trained("half", steps=3)
+
+        def old_weights(run):
+            for name in ("model.safetensors", "config.json"):
+                with open(self.path(run, name), "wb") as file:
+                    file.write(content(self.path("half", name)))
+
+        def no_last_validation(run):
+            lines = content(self.path(run, "metrics.jsonl")).splitlines(keepends=True)
+            with open(self.path(run, "metrics.jsonl"), "wb") as file:
+                file.writelines(lines[:-1])
+        for number, harm in enumerate((old_weights, no_last_validation, lambda run: os.remove(self.path(run, "report.html")))):
+            run_again = f"run{number}"
+            self.trained(run_again, "--save-every", "3")
+            harm(run_again)
+            said = self.done("train", "--resume", self.path(run_again))
+            self.assertNotIn("ms per step", said)
+            self.same_run(run_again, "whole")
+            self.assertIn("is complete", self.done("train", "--resume", self.path(run_again)))
+
+    def test_more_steps(self):
+        """A finished run becomes longer: a constant schedule goes on as if it had been meant to."""
+        constant = ("--schedule", "constant", "--warmup", "2", "--validate-every", "3", "--save-every", "2")
+        self.trained("a", *constant, steps=6)
+        said = self.done("train", "--resume", self.path("a"), "--steps", "9")
+        self.assertIn("from 6 steps to 9: the constant schedule spans all of them; learning rate 0.001 at step 6, "
+                      "0.001 at step 7", said)
+        self.trained("b", *constant, steps=9)
+        self.same_run("a", "b")
+        self.fails(2, "never shorter", "train", "--resume", self.path("a"), "--steps", "8")
+        # The others span all steps from there on; what followed from the first number of steps stays.
+        self.trained("c", "--save-every", "10", steps=40)
+        said = self.done("train", "--resume", self.path("c"), "--steps", "80")
+        self.assertRegex(said, "from 40 steps to 80: the cosine schedule spans all of them; learning rate .* at step 40, .* at step 41")
+        rates = [json.loads(line)["lr"] for line in content(self.path("c/metrics.jsonl")).splitlines() if b"lr" in line]
+        validated = [json.loads(line)["step"] for line in content(self.path("c/metrics.jsonl")).splitlines() if b"val_loss" in line]
+        self.assertEqual(len(rates), 80)
+        self.assertEqual(rates.index(max(rates)), 1)  # a warmup of 40 / 20 steps, then the peak
+        self.assertAlmostEqual(rates[40], 0.5e-3 * (1 + math.cos(math.pi * 39 / 79)))
+        self.assertEqual(validated, list(range(0, 81, 2)))
+        # Interrupted it ends with the bits of the same run left alone.
+        self.trained("d", "--save-every", "10", "--keep", "0", steps=40)
+        self.done("train", "--resume", self.path("d"), "--steps", "80")
+        for step in (70, 80):
+            os.rename(self.path(f"d/checkpoints/step-{step:08}"), self.path(f"away{step}"))
+        self.assertIn("going on after step 60", self.done("train", "--resume", self.path("d")))
+        self.same_run("c", "d")
 
     def test_refusals(self):
         self.trained("a", "--save-every", "2")
         a = self.path("a")
+        os.rename(os.path.join(a, "checkpoints/step-00000006"), self.path("last"))
         self.fails(2, "--lr", "train", "--resume", a, "--lr", "0.1")
-        self.fails(2, "leave it out", "train", "--resume", a, "--steps", "100")
+        self.fails(2, "leave it out", "train", "--resume", a, "--batch", "100")
+        self.fails(2, "--force replaces", "train", "--resume", a, "--force")
         self.fails(2, "--out", "train", "--resume", a, "--out", self.path("b"))
-        self.fails(2, "--out", "train", "--resume", os.path.join(a, "checkpoints/step-00000006"))
+        self.fails(2, "--out", "train", "--resume", os.path.join(a, "checkpoints/step-00000004"))
         self.fails(1, "no checkpoint", "train", "--resume", self.path("nowhere"))
         self.fails(2, "--data and --out", "train", "--steps", "1")
         self.fails(1, "earlier run", *self.arguments("a", "--save-every", "2"))
@@ -216,6 +287,7 @@ class Train(Case):
 
     def test_a_damaged_checkpoint_is_named_and_not_used(self):
         self.trained("a", "--save-every", "2")
+        os.remove(self.path("a/report.html"))  # a kill came before it was written
         self.flip(self.path("a/checkpoints/step-00000006/model.safetensors"))
         said = self.fails(1, "its checksum is", "train", "--resume", self.path("a"))
         self.assertIn("transformer.", said.stderr)

@@ -2,17 +2,24 @@
 
 Usage: train_test.py PATH_TO_SCRUPLE
 """
+import fcntl
 import json
 import os
+import pty
 import re
+import select
+import shlex
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 import unittest
 
 SCRUPLE = ""
+README = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
 ROW_KEYS = {"recipe", "optimizer", "seed", "bytes_per_param_planned", "bytes_per_param_measured", "peak_bytes",
             "ms_per_step", "val_loss", "gap"}
 TINY = {"--layers": "1", "--width": "32", "--heads": "2", "--context": "16", "--batch": "4"}
@@ -25,8 +32,8 @@ def tiny(*arguments):
     return [word for pair in TINY.items() if pair[0] not in arguments for word in pair] + list(arguments)
 
 
-def run(*arguments):
-    return subprocess.run([SCRUPLE, *arguments], capture_output=True, text=True, timeout=300, errors="replace")
+def run(*arguments, **options):
+    return subprocess.run([SCRUPLE, *arguments], capture_output=True, text=True, timeout=300, errors="replace", **options)
 
 
 class Case(unittest.TestCase):
@@ -38,8 +45,8 @@ class Case(unittest.TestCase):
         with open(self.data, "w", encoding="utf-8") as out:
             out.write("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 60)
 
-    def path(self, name):
-        return os.path.join(self.folder, name)
+    def path(self, *names):
+        return os.path.join(self.folder, *names)
 
     def train(self, *arguments, out="run", steps=3):
         return run("train", "--data", self.data, "--out", self.path(out), "--steps", str(steps), *tiny(*arguments))
@@ -117,18 +124,57 @@ class Train(Case):
         self.assertEqual(self.weights("a"), self.weights("b"))
         self.assertEqual(self.weights("a"), self.weights("c"))
 
-    def test_interrupted(self):
-        process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), "--steps", "1000000",
+    def interrupt(self, number, out):
+        """Starts a long run, sends it the signal after some steps, and returns its exit code and what it said."""
+        process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path(out), "--steps", "1000000",
                                     *tiny()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        deadline = time.time() + 60
-        while time.time() < deadline and not (os.path.exists(self.path("run/metrics.jsonl"))
-                                              and os.path.getsize(self.path("run/metrics.jsonl")) > 1000):
+        metrics, deadline = self.path(out, "metrics.jsonl"), time.time() + 60
+        while time.time() < deadline and not (os.path.exists(metrics) and os.path.getsize(metrics) > 1000):
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         said, complaints = process.communicate(timeout=60)
-        self.assertEqual(process.returncode, 0, complaints)
-        self.assertIn("Stopped by Ctrl-C or a signal after step", said)
+        self.assertIn("stopping after this step", complaints)
+        return process.returncode, said
+
+    def test_interrupted(self):
+        for number, name, out in ((signal.SIGTERM, "SIGTERM", "other"), (signal.SIGINT, "SIGINT", "run")):
+            code, said = self.interrupt(number, out)
+            self.assertEqual(code, 128 + number, said)
+            self.assertRegex(said, rf"Stopped by .*{name}.* after step \d+ of 1000000\. To go on:\n  \S")
+        # What it says of validations is of their steps, and never of the end.
+        taken = int(re.search(r"after step (\d+) of", said)[1])
+        validations = [row["step"] for row in self.metrics() if "val_loss" in row]
+        self.assertEqual(validations, [0])
+        self.assertRegex(said, r"validation loss [\d.]+ \(after step 0\) nats")
+        with open(self.path("run/report.html"), encoding="utf-8") as report:
+            lead = re.search(r'"lead":"([^"]*)"', report.read())[1]
+        self.assertRegex(lead, rf"{taken:,} of 1,000,000 steps; validation loss [\d.]+ \(after step 0\) nats")
         self.assertEqual(run("sample", self.path("run"), "--length", "5").returncode, 0)
+        # The command that it names goes on, though no --save-every was given.
+        self.assertEqual(os.listdir(self.path("run/checkpoints")), [f"step-{taken:08}"])
+        command = said[said.index("To go on:") + len("To go on:"):].strip()
+        resumed = subprocess.Popen(["sh", "-c", "exec " + command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.assertIn("gpt: ", resumed.stdout.readline())
+        while "going on" not in (line := resumed.stdout.readline()):
+            self.assertTrue(line, command)
+        self.assertIn(f"going on after step {taken}, ", line)
+        resumed.kill()
+        resumed.communicate()
+
+    def test_interrupted_before_a_step(self):
+        """A new run that has taken no step leaves the old one as it was."""
+        self.trained()
+        before = (self.metrics(), self.weights())
+        large = ("--layers", "4", "--width", "256", "--heads", "4", "--context", "1024", "--batch", "1")  # 64 of them: seconds
+        process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), "--force", *large],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not (line := process.stdout.readline()).startswith("total"):
+            self.assertTrue(line)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=250)[1]
+        self.assertEqual(process.returncode, 128 + signal.SIGTERM, said)
+        self.assertIn("nothing was written", said)
+        self.assertEqual((self.metrics(), self.weights()), before)
 
     def test_divergence_is_said(self):
         said = self.trained("--lr", "1e6", steps=12)
@@ -155,11 +201,128 @@ class Train(Case):
         refused(2, "dynamic", "--loss-scale", "often")
         refused(2, "--warmup", "--warmup", "2000")
         refused(2, "above 0", "--steps", "0")
-        refused(1, "MiB are free", "--width", "65536", "--heads", "16", "--layers", "1000")
+        refused(2, "--batch", "--batch", str(2**62))
         refused(1, "bytes", "--context", "100000")
         refused(2, "context", "--context", "9223372036854775807")
         refused(2, "finite", "--clip", "nan")
         refused(2, "finite", "--lr", "nan")
+
+    def test_too_large(self):
+        """Refused with the whole of what it would take, as `plan` counts it, and not with the first part that does not fit."""
+        shape = ("--width", "65536", "--heads", "16", "--layers", "1000")
+        said = self.fails(1, "MiB are free", "train", "--data", self.data, "--out", self.path("no"), *tiny(*shape)).stderr
+        rows = {line.split()[0]: line.split()[1:] for line in said.splitlines() if re.fullmatch(r"[a-z_]+ +[\d.]+ +[\d.]+", line)}
+        self.assertEqual(rows["weights"][1], "2.000")
+        self.assertEqual(set(rows), {"weights", "extra", "exp_avg", "exp_avg_sq", "scales", "gradients", "activations",
+                                     "workspace", "total"})
+        self.assertIn(f"needs {float(rows['total'][0]):.1f} MiB", said)
+        self.assertFalse(os.path.exists(self.path("no")))
+
+    def test_force_replaces_a_run_and_nothing_else(self):
+        def replaced(*arguments, out="run"):
+            return self.trained("--force", "--seed", "2", *arguments, out=out)
+        self.trained("--save-every", "1", "--keep", "0", steps=4)
+        old = self.weights()
+        for name, text in (("notes.txt", "mine"), ("checkpoints/notes.txt", "mine too")):
+            with open(self.path("run/" + name), "w", encoding="utf-8") as file:
+                file.write(text)
+        # What cannot start replaces nothing.
+        everything = {name: os.path.getmtime(self.path("run/" + name)) for name in os.listdir(self.path("run"))}
+        self.fails(2, "lr", "train", "--data", self.data, "--out", self.path("run"), "--force", *tiny("--lr", "1e300"))
+        self.fails(1, "No such file", "train", "--data", self.path("no"), "--out", self.path("run"), "--force", *tiny())
+        self.assertEqual({name: os.path.getmtime(self.path("run/" + name)) for name in os.listdir(self.path("run"))}, everything)
+        replaced()
+        self.assertNotEqual(self.weights(), old)
+        self.assertEqual(max(row["step"] for row in self.metrics()), 3)
+        self.assertEqual(os.listdir(self.path("run/checkpoints")), ["notes.txt"])
+        self.assertIn("notes.txt", os.listdir(self.path("run")))
+        replaced(out="new")  # nothing to replace
+        self.assertEqual(self.weights(), self.weights("new"))
+
+        def kept(message, name, text):
+            os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+            with open(self.path(name), "w", encoding="utf-8") as file:
+                file.write(text)
+            out = os.path.dirname(self.path(name)) if "checkpoints" not in name else self.path("run")
+            self.fails(1, message, "train", "--data", self.data, "--out", out, "--force", *tiny())
+            with open(self.path(name), encoding="utf-8") as file:
+                self.assertEqual(file.read(), text)
+        kept("no metrics.jsonl of a run", "other/model.safetensors", "weights of another program")
+        kept("no metrics.jsonl of a run", "another/metrics.jsonl", '{"loss": 1}\n')
+        kept("is not what a run writes", "run/checkpoints/step-00000001/notes.txt", "mine")
+
+    def test_one_process_at_a_time(self):
+        first = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), "--steps", "1000000",
+                                  "--save-every", "1", *tiny()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.addCleanup(first.kill)
+        deadline = time.time() + 60
+        while time.time() < deadline and not (os.path.exists(self.path("run/checkpoints"))
+                                              and any("partial" not in name for name in os.listdir(self.path("run/checkpoints")))):
+            time.sleep(0.02)
+        for arguments in (("--resume", self.path("run")), ("--data", self.data, "--out", self.path("run"), *tiny()),
+                          ("--data", self.data, "--out", self.path("run"), "--force", *tiny())):
+            self.fails(1, "another process is training into", "train", *arguments)
+        self.assertIsNone(first.poll())
+        first.kill()
+        first.wait()
+        self.trained("--force")  # a kill gives the lock back
+
+    def test_standard_input(self):
+        self.trained(out="file")
+        with open(self.data, "rb") as file:
+            text = file.read()
+
+        def piped(data, *arguments):
+            done = subprocess.run([SCRUPLE, "train", *arguments], input=data, capture_output=True, timeout=300)
+            return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
+        new = ("--data", "-", "--out", self.path("piped"), "--steps", "3", *tiny(), "--save-every", "2", "--keep", "0")
+        code, said = piped(text, *new)
+        self.assertEqual(code, 0, said)
+        self.assertIn("standard input has", said)
+        self.assertEqual(self.weights("file"), self.weights("piped"))
+        os.rename(self.path("piped/checkpoints/step-00000003"), self.path("away"))
+        resume = ("train", "--resume", self.path("piped"))
+        self.fails(2, "has read standard input", *resume)
+        self.assertEqual(piped(text[:-1], *resume[1:], "--data", "-")[0], 1)
+        os.remove(self.path("piped/model.safetensors"))
+        code, said = piped(text, *resume[1:], "--data", "-")
+        self.assertEqual(code, 0, said)
+        self.assertEqual(self.weights("file"), self.weights("piped"))
+        code, said = piped(b"", "--data", "-", "--out", self.path("no"), *tiny())
+        self.assertEqual((code, "standard input has 0 bytes" in said), (1, True), said)
+
+    def test_the_line_of_progress_fits_the_terminal(self):
+        for columns, environment in ((30, {}), (0, {"COLUMNS": "25"})):
+            master, slave = pty.openpty()
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 20, columns, 0, 0))
+            process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path(f"run{columns}"),
+                                        "--steps", "1000000", *tiny()], stdout=subprocess.DEVNULL, stderr=slave,
+                                       env={**os.environ, **environment})
+            os.close(slave)
+            said, deadline = b"", time.time() + 60
+            while time.time() < deadline and said.count(b"\r") < 3:
+                if select.select([master], [], [], 1)[0]:
+                    said += os.read(master, 4096)
+            process.kill()
+            process.wait()
+            os.close(master)
+            lines = said.decode().split("\r")[1:-1]
+            self.assertTrue(lines[0].startswith("scruple  step "), said)
+            limit = columns or int(environment["COLUMNS"])
+            self.assertTrue(all(len(line) < limit for line in lines), said)
+
+    def test_the_readmes_commands_in_their_order(self):
+        """As printed, one after the other, in one folder; only the number of steps is smaller."""
+        with open(README, encoding="utf-8") as file:
+            commands = [shlex.split(line[2:], comments=True) for line in file
+                        if re.match(r"\$ build/scruple (train|sample|checkpoint) ", line)]
+        self.assertGreater(len(commands), 5)
+        os.rename(self.data, self.path("book.txt"))
+        for _, *arguments in commands:
+            if arguments[0] == "train" and "--resume" not in arguments and "--steps" not in arguments:
+                arguments += ["--steps", "2"]
+            done = run(*arguments, cwd=self.folder)
+            self.assertEqual(done.returncode, 0, f"{arguments}: {done.stderr}")
 
     def test_bad_files(self):
         def refused(message, data, out):
@@ -180,6 +343,19 @@ class Train(Case):
 
 
 class Sample(Case):
+    def test_from_a_checkpoint(self):
+        """The same text as from the weights that the run has written, in every kind of weight."""
+        for number, recipe in enumerate((("--recipe", "scruple"), ("--recipe", "lpmm", "--optimizer", "sgd", "--width", "64"),
+                                         ("--recipe", "fp32"), ("--weights", "fp16+8"))):
+            out = f"run{number}"
+            self.trained(*recipe, "--save-every", "3", out=out)
+            words = ("--prompt", "The quick", "--length", "20")
+            want = run("sample", self.path(out), *words).stdout
+            self.assertTrue(want.startswith("The quick"))
+            self.assertEqual(run("sample", self.path(out, "checkpoints/step-00000003"), *words).stdout, want, recipe)
+            os.remove(self.path(out, "config.json"))
+            self.assertEqual(run("sample", self.path(out), *words).stdout, want, recipe)  # only checkpoints are left
+
     def test_continues_the_prompt(self):
         self.trained(steps=150)
         said = run("sample", self.path("run"), "--prompt", "The quick", "--length", "30", "--temperature", "0")
@@ -258,5 +434,5 @@ class Compare(Case):
 
 
 if __name__ == "__main__":
-    SCRUPLE = sys.argv.pop(1)
+    SCRUPLE = os.path.abspath(sys.argv.pop(1))
     unittest.main()

@@ -25,8 +25,7 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
   };
   auto saved = static_cast<std::int64_t>(record.resumed);
   const auto save_now = [&](std::int64_t step) {
-    if (span.save_every == 0 || step == saved) return;
-    if (save(record)) saved = step;
+    if (step != saved && save(record)) saved = step;
   };
   auto step = static_cast<std::int64_t>(record.resumed);
   validate_if_due(step);  // which an earlier session may not have finished
@@ -39,8 +38,8 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
     validate_if_due(step);
     if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);
   }
-  save_now(step);
-  record.stopped = step < span.steps;
+  record.stopped = step < span.steps || record.validations.empty() || record.validations.back().first < step;
+  if (span.save_every > 0 || span.save_last || record.stopped) save_now(step);
   return record;
 }
 

@@ -14,7 +14,8 @@ struct Span {
   std::int64_t validate_every = 0;  // 0: only before the first and after the last
   std::int64_t validation_windows = 64;
   std::function<bool()> go_on = [] { return true; };  // asked before every step and batch of a validation
-  std::int64_t save_every = 0;  // 0: never; otherwise also after the last step, or where go_on ended the run
+  std::int64_t save_every = 0;  // 0: only where go_on ended the run; otherwise also after the last step
+  bool save_last = false;       // after the last step though save_every is 0
 };
 
 struct Record {
@@ -22,7 +23,7 @@ struct Record {
   std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
   double step_seconds = 0;                                   // without the validations
   std::size_t resumed = 0;                                   // steps of earlier sessions among `steps`
-  bool stopped = false;                                      // before its last step
+  bool stopped = false;                                      // before its last step, or its last validation
 
   double ms_per_step() const;
   // Of the first and of the last validation that was finished; NaN: none was.
@@ -33,8 +34,8 @@ struct Record {
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
 
-// `watch` sees the record after every step; `save` after the steps that span.save_every names, and says whether it
-// did: what it did not is tried again where the run ends. `record` is what earlier sessions saw: one entry for
+// `watch` sees the record after every step; `save` after the steps that the span names, and says whether it did:
+// what it did not is tried again where the run ends. `record` is what earlier sessions saw: one entry for
 // each step that the trainer has taken.
 Record run(
     Trainer& trainer, const Windows& data, const Windows& validation, const Span& span, const Watch& watch,
