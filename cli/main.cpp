@@ -34,8 +34,8 @@ constexpr const char* kFooter =
     "  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin\n"
     "  scruple checkpoint inspect run1\n"
     "\n"
-    "'scruple help COMMAND' says more of each. Exit code: 0 done, 1 failed, 2 the command line is wrong, 128 + N\n"
-    "stopped by signal N.";
+    "'scruple help COMMAND' says more of each.\n"
+    "Exit code: 0 done, 1 failed, 2 the command line is wrong, 128 + N stopped by signal N.";
 
 int complain(const std::string& message, int code) {
   std::cerr << "scruple: " << message << '\n';

@@ -614,16 +614,14 @@ void add_options(CLI::App& command, Options& options) {
   command.add_option("--out", options.out, "the folder to write")->type_name("DIR");
   command.add_flag("--force", options.force,
                    "replace the run that --out has, once the new one has taken a step; others' files stay");
-  command.add_option("--model", options.kind, "architecture")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"gpt"}));
+  command.add_option("--model", options.kind, "architecture")->capture_default_str()->check(one_of({"gpt"}));
   options.model.add_options(command);
   options.choice.add_options(command);
   command.get_option("--recipe")->description("formats of weights, moments and gradients (default: scruple)");
   command.add_option("--lr", options.lr, "peak learning rate")->capture_default_str()->check(above_zero());
   command.add_option("--schedule", options.schedule, "cosine, linear (both down to 0) or constant")
       ->capture_default_str()
-      ->check(CLI::IsMember({"cosine", "linear", "constant"}));
+      ->check(one_of({"cosine", "linear", "constant"}));
   command.add_option("--warmup", options.warmup, "steps of linear rise (default: a twentieth)")
       ->check(not_negative());
   command.add_option("--weight-decay", options.weight_decay, "of matrices; norms and biases never decay")
@@ -635,7 +633,7 @@ void add_options(CLI::App& command, Options& options) {
   command
       .add_option("--activations", options.activations,
                   "fp32, bf16 or fp16 (default: as the weights are computed)")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+      ->check(one_of({"fp32", "bf16", "fp16"}));
   command
       .add_option("--validate-every", options.validate_every,
                   "steps between validations (default: a twentieth)")

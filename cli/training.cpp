@@ -120,7 +120,7 @@ void GradientOptions::add_options(CLI::App& command) {
       .add_option("--gradients", policy, "stored, released (stepped inside backward) or compressed (8-bit)")
       ->type_name("POLICY")
       ->capture_default_str()
-      ->check(CLI::IsMember(std::vector<std::string>(std::begin(kPolicies), std::end(kPolicies))));
+      ->check(one_of({std::begin(kPolicies), std::end(kPolicies)}));
   command.add_option("--accumulate", accumulate, "micro-batches that make one step")
       ->type_name("N")
       ->capture_default_str()
@@ -129,7 +129,7 @@ void GradientOptions::add_options(CLI::App& command) {
       .add_option("--accumulation", accumulation,
                   "how 'released' adds up micro-batches: momentum (sgd, sgdw) or adama (adam, adamw)")
       ->type_name("MODE")
-      ->check(CLI::IsMember({"none", "momentum", "adama"}));
+      ->check(one_of({"none", "momentum", "adama"}));
   command
       .add_option("--clip", clip, "largest global norm of the gradient; 0: none (default: 1; released: 0)")
       ->type_name("NORM")
