@@ -30,7 +30,7 @@ using train::Ledger;
 using train::Outcome;
 using train::Record;
 using train::Trainer;
-using train::Windows;
+using Data = train::TextFile;
 
 constexpr const char* kFooter =
     "Writes into --out: metrics.jsonl (a line per step), report.html (curves and memory), and the weights "
@@ -270,32 +270,6 @@ void write_weights(const std::string& folder, const train::GptShape& shape, trai
   }
   train::write_model(folder, shape, data);
 }
-
-// The file's windows: its last twentieth is for validation.
-struct Data {
-  Data(const std::string& path, std::int64_t context)
-      : file(path),
-        bytes(reinterpret_cast<const std::uint8_t*>(file.bytes().data()), file.bytes().size()),
-        held_out(held_out_of(path, context)),
-        training(bytes.first(bytes.size() - held_out), context),
-        validation(bytes.last(held_out), context) {}
-
-  io::MappedFile file;
-  std::span<const std::uint8_t> bytes;
-  std::size_t held_out;
-  Windows training, validation;
-
- private:
-  std::size_t held_out_of(const std::string& path, std::int64_t context) const {
-    const auto window = static_cast<std::size_t>(context) + 1;
-    if (bytes.size() < 2 * window)
-      throw std::runtime_error(path + " has " + plural(static_cast<std::int64_t>(bytes.size()), "byte") +
-                               ", and training and validation take at least " + std::to_string(2 * window) +
-                               " at --context " + std::to_string(context) +
-                               "; give a longer file or a smaller context");
-    return std::max(bytes.size() / 20, window);
-  }
-};
 
 // What was not said, filled in.
 Options completed(Options options) {

@@ -7,6 +7,19 @@
 #include "train/random.h"
 
 namespace scruple::train {
+namespace {
+
+std::size_t held_out_of(std::size_t bytes, const std::string& path, std::int64_t context) {
+  const auto window = static_cast<std::size_t>(context) + 1;
+  if (bytes < 2 * window)
+    throw std::runtime_error(path + " has " + std::to_string(bytes) + (bytes == 1 ? " byte" : " bytes") +
+                             ", and training and validation take at least " + std::to_string(2 * window) +
+                             " at --context " + std::to_string(context) +
+                             "; give a longer file or a smaller context");
+  return std::max(bytes / 20, window);
+}
+
+}  // namespace
 
 Windows::Windows(std::span<const std::uint8_t> bytes, std::int64_t context, std::vector<std::int64_t> starts)
     : bytes_(bytes), context_(context), starts_(std::move(starts)) {
@@ -44,5 +57,12 @@ void Windows::read(std::int64_t start, std::int32_t* tokens, std::int32_t* targe
   std::copy_n(from, context_, tokens);
   std::copy_n(from + 1, context_, targets);
 }
+
+TextFile::TextFile(const std::string& path, std::int64_t context)
+    : file(path),
+      bytes(reinterpret_cast<const std::uint8_t*>(file.bytes().data()), file.bytes().size()),
+      held_out(held_out_of(bytes.size(), path, context)),
+      training(bytes.first(bytes.size() - held_out), context),
+      validation(bytes.last(held_out), context) {}
 
 }  // namespace scruple::train

@@ -1,10 +1,13 @@
-// Windows of bytes for training and validation. Which ones a step sees follows from the seed and a count
+// Windows of bytes for training and validation, and a file cut into both. Which ones a step sees follows from the seed and a count
 // alone, so recipes, thread counts and splits into micro-batches all see the same.
 #pragma once
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
+
+#include "io/file.h"
 
 namespace scruple::train {
 
@@ -28,6 +31,16 @@ class Windows {
   std::span<const std::uint8_t> bytes_;
   std::int64_t context_;
   std::vector<std::int64_t> starts_;
+};
+
+// A file's windows: its last twentieth is held out for validation. Throws where it is too short.
+struct TextFile {
+  TextFile(const std::string& path, std::int64_t context);
+
+  io::MappedFile file;
+  std::span<const std::uint8_t> bytes;
+  std::size_t held_out;
+  Windows training, validation;
 };
 
 }  // namespace scruple::train
