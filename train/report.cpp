@@ -2,9 +2,10 @@
 // JSON. The C++ side only checks and embeds; what the reader sees is made by report.js from the data alone.
 #include "train/report.h"
 
+#include <report_page.h>  // made by cmake/embed.cmake
+
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <report_page.h>  // made by cmake/embed.cmake
 #include <stdexcept>
 #include <string_view>
 
@@ -73,6 +74,7 @@ Json chart_data(const Chart& chart) {
           {"note", chart.note},
           {"x_label", chart.x_label},
           {"y_label", chart.y_label},
+          {"small", chart.small},
           {"curves", array(chart.curves, curve_data)},
           {"levels", array(chart.levels, level_data)}};
 }

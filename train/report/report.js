@@ -19,13 +19,16 @@ const words = (name, text, kind) => text ? [tag(name, kind ? {class: kind} : {},
 // ---- Numbers ----
 
 const power_of = (v) => Math.floor(Math.log10(Math.abs(v)) + 1e-9);
-// A value to five digits or so; the page keeps the whole number beside it, in `title`.
-function brief(v) {
-  if (v === null) return "not finite";
-  const power = v === 0 ? 0 : power_of(v);
-  if (power >= 7 || power < -3) return v.toExponential(3);
-  return group(v, Math.max(0, 4 - Math.max(0, power)));
+// How all numbers of a column are written: with the decimals that give its middle one five digits or so, or
+// all as powers of ten. The page keeps each whole number beside it, in `title`.
+function column(values) {
+  const sizes = values.filter((v) => v).map(Math.abs).sort((a, b) => a - b);
+  const middle = sizes.length ? power_of(sizes[sizes.length >> 1]) : 0;
+  const powers = middle < -3 || (sizes.length && power_of(sizes[sizes.length - 1]) >= 7);
+  const digits = Math.max(0, 4 - Math.max(0, middle));
+  return (v) => v === null ? "not finite" : powers ? v.toExponential(3) : group(v, digits);
 }
+const brief = (v) => column([v])(v);
 const group = (v, digits) =>
     v.toLocaleString("en-US", {minimumFractionDigits: digits, maximumFractionDigits: digits});
 const amount = (v) => v.toLocaleString("en-US", {maximumSignificantDigits: 4});
@@ -46,15 +49,25 @@ function ticks(lo, hi, count, whole = false) {
 
 // ---- Tables ----
 
+// The roles are spelled out because a row that is drawn as a card is no longer a table's row to the browser.
 function draw_table(table) {
   const [head = [], ...body] = table.rows;
-  const line = (cells, first, rest, scope) => tag("tr", {}, ...cells.map((cell, i) =>
-      i === 0 ? tag(first, {scope}, cell) : tag(rest, rest === "th" ? {scope} : {}, cell)));
-  const box = tag("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": table.title || "table"},
-      tag("table", {},
-          tag("thead", {}, line(head, "th", "th", "col")),
-          tag("tbody", {}, ...body.map((row) => line(row, "th", "td", "row")))));
-  return tag("figure", {}, ...words("h3", table.title), ...words("p", table.note, "note"), box);
+  const heading = (cell) => tag("th", {scope: "col", role: "columnheader"}, cell);
+  const value = (cell, i) => i === 0 ? tag("th", {scope: "row", role: "rowheader"}, cell)
+      : tag("td", {role: "cell", "data-heading": head[i]}, tag("span", {}, cell));
+  const line = (cells, one) => tag("tr", {role: "row"}, ...cells.map(one));
+  return tag("figure", {}, ...words("h3", table.title), ...words("p", table.note, "note"),
+      tag("table", {role: "table", "aria-label": table.title || "table"},
+          tag("thead", {role: "rowgroup"}, line(head, heading)),
+          tag("tbody", {role: "rowgroup"}, ...body.map((row) => line(row, value)))));
+}
+
+// A table that is wider than the page becomes a card for each row, so that no column is out of sight.
+function fit_tables() {
+  for (const table of document.querySelectorAll("table")) {
+    table.classList.remove("cards");
+    table.classList.toggle("cards", table.offsetWidth > table.parentElement.clientWidth);
+  }
 }
 
 // ---- Bars ----
@@ -226,20 +239,20 @@ function panel(chart, width, height, x0, x1, named, heading, whole) {
   const longest = Math.max(0, ...chart.curves.map((curve) => breadth(curve.name)));
   const name_room = named ? Math.min(width * .3, longest) : 0;
   const left = 10 + Math.max(...y_ticks.list.map((v) => breadth(y_ticks.text(v))));
-  const right = width - (named ? name_room + 26 : 18), top = 40, bottom = height - 36;
+  const right = width - (named ? name_room + 26 : 18), top = heading ? 40 : 24, bottom = height - 36;
   const clamp = (v, a, b) => Math.min(b, Math.max(a, v));
   const at = {
     x: (v) => left + (v - x0) / (x1 - x0) * (right - left),
     y: (v) => clamp(bottom - (v - lo) / (hi - lo) * (bottom - top), -4 * height, 5 * height)
   };
-  const root = shape("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
-      "aria-label": `${heading}. ${chart.spoken}`, "data-lo": lo, "data-hi": hi});
+  const root = shape("svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img", tabindex: 0,
+      "aria-label": `${heading || chart.title}. ${chart.spoken}`, "data-lo": lo, "data-hi": hi});
   const line = (xa, ya, xb, yb, kind) => shape("line", {x1: xa, y1: ya, x2: xb, y2: yb, class: kind});
   const text = (x, y, anchor, kind, value) =>
       shape("text", {x, y, "text-anchor": anchor, class: kind}, value);
 
   root.append(text(0, 12, "start", "heading", shortened(heading, width)));
-  root.append(text(0, 29, "start", "", shortened(chart.y_label, width)));
+  root.append(text(0, top - 11, "start", "", shortened(chart.y_label, width)));
   for (const v of y_ticks.list) root.append(line(left, at.y(v), right, at.y(v), "grid"),
       text(left - 6, at.y(v) + 4, "end", "", y_ticks.text(v)));
   for (const v of x_ticks.list) root.append(line(at.x(v), bottom, at.x(v), bottom + 4, "grid"),
@@ -341,14 +354,10 @@ function legend(chart) {
     return {value, apart, item};
   };
   const curves = chart.curves.map((curve) => ({curve, ...entry("sample curve " + curve.look, curve.name)}));
-  const levels = chart.levels.map((level) => {
-    const made = entry("level", level.name);
-    made.value.append(brief(level.value));
-    return made.item;
-  });
+  const levels = chart.levels.map((level) => ({level, ...entry("level", level.name)}));
   const readout = tag("p", {class: "readout"});
-  const list = tag("ul", {class: "legend"}, ...curves.map((e) => e.item), ...levels);
-  return {readout, list, curves};
+  const list = tag("ul", {class: "legend"}, ...[...curves, ...levels].map((e) => e.item));
+  return {readout, list, curves, levels};
 }
 
 // Writes the values at x, or the last ones where x is null.
@@ -360,15 +369,19 @@ function show_values(chart, key, x) {
   const where = x === null ? "At the end" : `At ${chart.x_label || "x"} ${x.toLocaleString("en-US")}`;
   key.readout.textContent = `${where}: ${chart.y_label || "value"}` +
       (reference && chart.curves.length > 1 ? `, and how far from ${reference.name}` : "");
-  for (const {curve, value, apart} of key.curves) {
-    const i = index(curve), y = i < 0 ? undefined : curve.y[i];
+  const found = key.curves.map(({curve}) => index(curve));
+  const values = key.curves.map(({curve}, k) => found[k] < 0 ? undefined : curve.y[found[k]]);
+  const written = column([...values, ...key.levels.map(({level}) => level.value)]);
+  for (const {level, value} of key.levels) value.textContent = written(level.value);
+  for (const [k, {curve, value, apart}] of key.curves.entries()) {
+    const i = found[k], y = values[k];
     const elsewhere = i >= 0 && x !== null && curve.x[i] !== x;
-    value.textContent = y === undefined ? "–" : brief(y) + (elsewhere ? ` (at ${curve.x[i]})` : "");
+    value.textContent = y === undefined ? "–" : written(y) + (elsewhere ? ` (at ${curve.x[i]})` : "");
     value.title = y === undefined || y === null ? "" : y;
     const both = base >= 0 && i >= 0 && reference !== curve && reference.x[base] === curve.x[i];
     const other = both ? reference.y[base] : null;
     const gap = y === undefined || y === null || other === null ? null : y - other;
-    apart.textContent = gap === null ? "" : (gap < 0 ? "−" : "+") + brief(Math.abs(gap));
+    apart.textContent = gap === null ? "" : (gap < 0 ? "−" : "+") + written(Math.abs(gap));
   }
 }
 
@@ -390,7 +403,23 @@ function point_at(chart, panels, key, x) {
         p.cross.append(shape("circle", {cx: px, cy: py, r: 3.5, class: "dot " + look}));
     }
   }
+  key.x = x;
   show_values(chart, key, x);
+}
+
+// What a key does to the pointed index of `count`; -1: none is pointed at. Undefined: nothing.
+function moved(pressed, at, count) {
+  const leap = Math.max(1, Math.round(count / 10)), last = count - 1;
+  const to = (i) => Math.min(last, Math.max(0, i));
+  switch (pressed) {
+    case "ArrowRight": return to(at + 1);
+    case "ArrowLeft": return at < 0 ? last : to(at - 1);
+    case "PageDown": return to(at + leap);
+    case "PageUp": return at < 0 ? last : to(at - leap);
+    case "Home": return 0;
+    case "End": return last;
+    case "Escape": return -1;
+  }
 }
 
 function listen(chart, panels, key, p) {
@@ -407,6 +436,15 @@ function listen(chart, panels, key, p) {
   p.root.addEventListener("pointerleave", (event) => {
     if (event.pointerType === "mouse") point_at(chart, panels, key, null);
   });
+  p.root.addEventListener("keydown", (event) => {
+    const all = new Set(chart.curves.flatMap((curve) => curve.x).filter((x) => x >= p.x0 && x <= p.x1));
+    const steps = [...all].sort((a, b) => a - b);
+    const to = moved(event.key, key.x === null ? -1 : lower_bound(steps, key.x), steps.length);
+    if (to === undefined || !steps.length) return;
+    event.preventDefault();
+    point_at(chart, panels, key, to < 0 ? null : steps[to]);
+  });
+  p.root.addEventListener("blur", () => point_at(chart, panels, key, null));
 }
 
 const redraws = [];  // one function per chart, called with the width to draw in
@@ -416,7 +454,7 @@ function draw_chart(chart) {
   chart.spoken = spoken(chart);
   chart.counts = chart.curves.every((curve) => curve.x.every(Number.isInteger));
   const box = tag("div", {class: "panels"}), key = legend(chart), cut = tag("p", {class: "note"});
-  const figure = tag("figure", {class: "chart"}, ...words("h3", chart.title),
+  const figure = tag("figure", {class: "chart" + (chart.small ? " small" : "")}, ...words("h3", chart.title),
       ...words("p", chart.note, "note"), box, cut, key.readout, key.list);
   let x0 = Infinity, x1 = -Infinity;
   for (const {x} of chart.curves.filter((curve) => curve.x.length)) {
@@ -426,21 +464,23 @@ function draw_chart(chart) {
   if (!(x0 <= x1)) { x0 = 0; x1 = 1; }
   if (x0 === x1) { x0 -= .5; x1 += .5; }
   const third = x1 - (x1 - x0) / 3;
-  const closely = chart.curves.some((c) => c.x.length - lower_bound(c.x, third) >= 3);
+  const closely = !chart.small && chart.curves.some((c) => c.x.length - lower_bound(c.x, third) >= 3);
   const late = {...chart, curves: chart.curves.map((curve) => averaged(curve, third))};
   const size = Math.max(...late.curves.map((curve) => curve.size));
   const heading = "The last third, closely" + (size > 1 ? `: means of ${group(size, 0)} points` : "");
   let panels = [];
   redraws.push((width) => {
-    const wide = width >= 640 && closely;
-    const each = wide ? Math.floor((width - 24) / 2) : width, height = width >= 720 ? 340 : 250;
-    panels = [panel(chart, each, height, x0, x1, !closely, "The whole run")];
+    const wide = width >= 640 && (closely || chart.small);
+    const each = wide ? Math.floor((width - 24) / 2) : width;
+    const height = chart.small ? 200 : width >= 720 ? 340 : 250;
+    const named = !closely && chart.curves.length > 1;
+    panels = [panel(chart, each, height, x0, x1, named, chart.small ? "" : "The whole run")];
     if (closely) panels.push(panel(late, each, height, third, x1, true, heading, panels[0]));
     box.replaceChildren(...panels.map((p) => p.root));
     for (const p of panels) listen(chart, panels, key, p);
     cut.textContent = left_out(panels[0].cut, "the frame of the whole run") +
         (closely ? left_out(panels[1].cut, "the close view") : "");
-    show_values(chart, key, null);
+    point_at(chart, panels, key, null);
   });
   for (const {item, curve} of key.curves) {
     const fade = (on) => panels.forEach((p) => p.inside.querySelectorAll(".curve").forEach((path) =>
@@ -461,7 +501,7 @@ const page = document.getElementById("report");
 page.append(tag("h1", {}, report.title), ...words("p", report.lead, "lead"));
 for (const section of report.sections) page.append(tag("section", {}, ...words("h2", section.title),
     ...words("p", section.text), ...section.tables.map(draw_table), ...section.bars.map(draw_bars),
-    ...section.charts.map(draw_chart)));
+    tag("div", {class: "charts"}, ...section.charts.map(draw_chart))));
 page.append(tag("footer", {},
     "This page is one file and loads nothing. Its numbers stand in it as JSON, with all digits."));
 
@@ -470,6 +510,7 @@ function draw(width) {
   if (width === drawn) return;
   drawn = width;
   for (const redraw of redraws) redraw(width);
+  fit_tables();
   fit_bars(Math.min(1, width / room()));
 }
 function room() {
