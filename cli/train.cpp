@@ -16,6 +16,7 @@
 #include "io/checkpoint.h"
 #include "io/crc32.h"
 #include "io/file.h"
+#include "page.h"
 #include "text.h"
 #include "train/checkpoint.h"
 #include "train/export.h"
@@ -206,45 +207,6 @@ void print_start(const Options& options, const train::Job& job, std::int64_t par
             << plural(options.model.steps, "step") << " of "
             << grouped(job.batch * job.gradients.micro_batches * s.context) << " bytes; " << options.data
             << " has " << grouped(bytes) << "\n\n";
-}
-
-train::Report report_of(const Options& options, const Record& record, const Ledger& ledger,
-                        const Memory& plan, std::int64_t count) {
-  const auto params = static_cast<double>(count);
-  train::Curve loss = {"training", {}, {}, false}, validation = {"validation", {}, {}, true},
-               rate = {"lr", {}, {}, false};
-  for (std::size_t i = 0; i < record.steps.size(); ++i) {
-    loss.x.push_back(static_cast<double>(i + 1)), loss.y.push_back(record.steps[i].loss);
-    rate.x.push_back(static_cast<double>(i + 1)), rate.y.push_back(record.steps[i].lr);
-  }
-  for (const auto& [step, value] : record.validations)
-    validation.x.push_back(static_cast<double>(step)), validation.y.push_back(value);
-  train::Bars::Row planned = {"planned", {}}, measured = {"measured", {}};
-  for (const auto& [kind, bytes] : plan.parts())
-    planned.parts.emplace_back(kind, static_cast<double>(bytes) / params);
-  for (const auto& [kind, bytes] : measured_parts(ledger, plan))
-    measured.parts.emplace_back(kind, static_cast<double>(bytes) / params);
-  train::Figures memory = {"Peak memory by kind", "", {{"kind", "bytes", "per parameter"}}};
-  for (const Ledger::Entry& entry : ledger.entries())
-    memory.rows.push_back(
-        {entry.kind, grouped(entry.peak), fixed(static_cast<double>(entry.peak) / params, 3)});
-  const std::string lead = options.choice.optimizer + ", recipe " + options.choice.recipe + ", gradients " +
-                           options.gradients.policy + ", " + grouped(count) + " parameters, " +
-                           plural(static_cast<std::int64_t>(record.steps.size()), "step") +
-                           "; final validation loss " + fixed(record.final_loss(), 4) + " nats per byte.";
-  return {"Scruple: " + options.data,
-          lead,
-          {{"Loss",
-            "",
-            {},
-            {},
-            {{"Training and validation", "", "step", "nats per byte", {loss, validation}, {}}}},
-           {"Memory",
-            "",
-            {memory},
-            {{"Weights, moments, gradients", "", "bytes per parameter", {planned, measured}}},
-            {}},
-           {"Learning rate", "", {}, {}, {{"Over the run", "", "step", "learning rate", {rate}, {}}}}}};
 }
 
 // The weights as the model computes with them: 16-bit halves as they are, low-bit ones decoded.
@@ -581,7 +543,7 @@ void run(const CLI::App& command, const Options& given) {
   if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
   ending.report = ending.attempt([&] {
     io::write_text(options.out + "/report.html",
-                   train::to_html(report_of(options, record, ledger, plan, params)));
+                   train::to_html(page_of(options.data, options.choice.recipe, job, record, ledger, plan)));
   });
   print_end(options, record, plan, ledger, params, ending);
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
