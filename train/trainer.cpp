@@ -256,12 +256,16 @@ Outcome Trainer::step(const Windows& data) {
   return outcome;
 }
 
+std::int64_t validated_windows(std::int64_t asked, std::int64_t batch) {
+  return std::max<std::int64_t>((asked + batch - 1) / batch, 1) * batch;
+}
+
 double Trainer::validate(const Windows& data, std::int64_t windows, const std::function<bool()>& go_on) {
-  const std::int64_t batches = std::max<std::int64_t>((windows + job_.batch - 1) / job_.batch, 1);
+  const std::int64_t all = validated_windows(windows, job_.batch), batches = all / job_.batch;
   double sum = 0;
   for (std::int64_t b = 0; b < batches; ++b) {
     if (!go_on()) return std::nan("");
-    read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, batches * job_.batch); });
+    read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, all); });
     sum += forward();
   }
   return sum / static_cast<double>(batches);

@@ -44,6 +44,9 @@ struct Job {
 // Bytes of the largest gradient that exists at once under `released`: a tile of rows, at most 1 MiB.
 std::int64_t tile_bytes(const std::vector<Parameter>& parameters);
 
+// How many windows a validation takes: as many as asked for, or what whole batches make of them.
+std::int64_t validated_windows(std::int64_t asked, std::int64_t batch);
+
 // Where a run stands, beside its planes: what a checkpoint keeps of it.
 struct Position {
   std::int64_t taken = 0;
