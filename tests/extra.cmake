@@ -66,7 +66,7 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                    ${reports}/normal.html ${reports}/hostile.html ${reports}/diverged.html ${reports}/sparse.html
                    ${reports}/small.html ${reports}/lengthy.html ${reports}/compare/report.html
                    ${reports}/train/report.html)
-  set_tests_properties(report_in_browser PROPERTIES FIXTURES_REQUIRED reports SKIP_RETURN_CODE 77 TIMEOUT 300)
+  set_tests_properties(report_in_browser PROPERTIES FIXTURES_REQUIRED reports SKIP_RETURN_CODE 77 TIMEOUT 600)
 
   add_test(NAME train_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/train_test.py
                                    $<TARGET_FILE:scruple_cli>)
