@@ -50,7 +50,7 @@ constexpr const char* kFooter =
 
 // Long enough that no window is seen twice in the runs that people wait for.
 constexpr std::int64_t kTrainingBytes = 4 << 20, kValidationBytes = 1 << 18;
-constexpr std::uint64_t kTrainingSeed = 1, kValidationSeed = 2;
+constexpr std::uint64_t kGrammar = 1, kOtherGrammar = 2, kTrainingSeed = 1, kValidationSeed = 2;
 
 // The hazards: fine-tuning at the peak rate over this; a loss divided as in one of so many micro-batches.
 constexpr double kSmallRateOver = 250;
@@ -79,39 +79,37 @@ struct Run {
 // What is learned, cut into windows.
 struct Text {
   Windows training, validation;
-  std::optional<double> floor;        // the best validation loss, where it is known
   std::shared_ptr<const void> owner;  // of the bytes
 };
 
 // The grammar's own loss on the windows that a validation takes. They are cut in the middle of a line, and a
 // line is harder to guess at its beginning, so this is above the entropy, which counts whole lines.
-double floor_of(const Grammar& grammar, const Corpus& corpus, const Windows& windows, std::int64_t batch) {
+double floor_of(const Grammar& grammar, const Windows& windows, std::int64_t batch) {
   const std::int64_t count = train::validated_windows(train::Span().validation_windows, batch);
-  const std::string_view text(reinterpret_cast<const char*>(corpus.bytes.data()), corpus.bytes.size());
+  std::vector<std::int32_t> tokens(static_cast<std::size_t>(windows.context())), targets = tokens;
   double nats = 0;
   for (std::int64_t i = 0; i < count; ++i) {
-    const auto first = static_cast<std::size_t>(windows.even_start(i, count)) + 1;
-    nats += grammar.surprise(text.substr(first, static_cast<std::size_t>(windows.context())));
+    windows.read(windows.even_start(i, count), tokens.data(), targets.data());
+    nats += grammar.surprise(std::string(targets.begin(), targets.end()));
   }
   return nats / static_cast<double>(count * windows.context());
 }
 
 // The windows begin with a line.
-Text text_of(const Grammar& grammar, const ModelOptions& model) {
+Text text_of(const Grammar& grammar, std::int64_t context) {
   const auto corpora = std::make_shared<std::array<Corpus, 2>>(std::array{
       grammar.sample(kTrainingBytes, kTrainingSeed), grammar.sample(kValidationBytes, kValidationSeed)});
   const auto windows = [&](const Corpus& corpus) {
-    return Windows(corpus.bytes, model.shape.context, corpus.line_starts);
+    return Windows(corpus.bytes, context, corpus.line_starts);
   };
-  Text text = {windows(corpora->front()), windows(corpora->back()), {}, corpora};
-  text.floor = floor_of(grammar, corpora->back(), text.validation, model.batch);
-  return text;
+  return {windows(corpora->front()), windows(corpora->back()), corpora};
 }
 
 Text text_of(const Options& options) {
-  if (options.data.empty()) return text_of(Grammar(1), options.model);
-  const auto file = std::make_shared<train::TextFile>(options.data, options.model.shape.context);
-  return {file->training, file->validation, {}, file};
+  const std::int64_t context = options.model.shape.context;
+  if (options.data.empty()) return text_of(Grammar(kGrammar), context);
+  const auto file = std::make_shared<train::TextFile>(options.data, context);
+  return {file->training, file->validation, file};
 }
 
 bool is_adaptive(const std::string& recipe) {
@@ -164,7 +162,7 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
 
 // Everything that compare found out, to print and to draw.
 struct Comparison {
-  std::optional<double> floor;
+  std::optional<double> floor;  // the least validation loss that a model can hope for, where it is known
   std::int64_t params = 0;
   std::vector<Run> runs;
   std::vector<Run> again;             // fp32 from a second seed, with its gap to the first
@@ -175,7 +173,6 @@ struct Comparison {
 class Comparer {
  public:
   explicit Comparer(const Options& options) : options_(options), text_(text_of(options)) {
-    found_.floor = text_.floor;
     for (const train::Parameter& parameter : train::parameters_of(options.model.shape))
       found_.params += parameter.size();
   }
@@ -190,6 +187,8 @@ class Comparer {
 
   Comparison run() {
     const Interrupts interrupts;
+    if (options_.data.empty())
+      found_.floor = floor_of(Grammar(kGrammar), text_.validation, options_.model.batch);
     const std::vector<std::pair<std::string, std::string>> wanted = runs();
     for (int s = 0; s < std::max(options_.seeds, 1); ++s) {
       options_.model.seed = static_cast<std::uint64_t>(s) + 1;
@@ -306,7 +305,7 @@ void Comparer::hazards() {
   };
 
   if (!trained_.empty()) {
-    const Text other = text_of(Grammar(2), options_.model);
+    const Text other = text_of(Grammar(kOtherGrammar), options_.model.shape.context);
     const auto tune = [&](const char* name, const Choice& choice) {
       train::Job job = make_job(choice, choice.recipe, options_.model, options_.gradients, "");
       job.schedule = {train::Annealing::constant, options_.lr / kSmallRateOver, 0, steps};
