@@ -1,6 +1,7 @@
 // `scruple compare`: every recipe trains the same small language model on the same batches of a text whose
 // entropy is known; then the same for what goes wrong without them.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <iostream>
 #include <memory>
@@ -26,9 +27,12 @@ using train::Trainer;
 using train::Windows;
 
 constexpr const char* kFooter =
-    "Every run starts from the same weights and sees the same batches of a text that a seeded grammar makes. "
-    "Its\n"
-    "entropy is the loss that no model can beat.\n"
+    "Every run starts from the same weights and sees the same batches: of a text that a seeded grammar "
+    "makes,\n"
+    "or of --data. The grammar's own validation loss is the least that a model can hope for.\n"
+    "Without --seeds each recipe runs once, and fp32 once more from another seed: what differs as little "
+    "from\n"
+    "fp32 as fp32 from itself is noise.\n"
     "\n"
     "Columns:\n"
     "  B/param     bytes of weights, moments and gradients per parameter: planned, and counted in the run\n"
@@ -36,15 +40,17 @@ constexpr const char* kFooter =
     "  ms/step     forward, backward and optimizer; validations are not counted\n"
     "  val loss    nats per byte on text that was not trained on\n"
     "  gap         to the fp32 run of the same optimizer and seed\n"
+    "  sd          with --seeds: standard deviation over the seeds; the losses and gaps are then means\n"
     "\n"
     "Examples:\n"
     "  scruple compare\n"
     "  scruple compare --recipes fp32,scruple,scant --seeds 3 --steps 400 --json\n"
+    "  scruple compare --data book.txt --layers 4 --width 128\n"
     "  scruple compare --out demo          writes demo/report.html";
 
 // Long enough that no window is seen twice in the runs that people wait for.
 constexpr std::int64_t kTrainingBytes = 4 << 20, kValidationBytes = 1 << 18;
-constexpr std::uint64_t kTrainingSeed = 1, kValidationSeed = 2;
+constexpr std::uint64_t kGrammar = 1, kOtherGrammar = 2, kTrainingSeed = 1, kValidationSeed = 2;
 
 // The hazards: fine-tuning at the peak rate over this; a loss divided as in one of so many micro-batches.
 constexpr double kSmallRateOver = 250;
@@ -53,9 +59,9 @@ constexpr float kMicroBatches = 256;
 struct Options {
   ModelOptions model;
   GradientOptions gradients;
-  std::string recipes, out;
+  std::string recipes, data, out;
   double lr = 1e-2, sgd_lr = 0.3, weight_decay = 0.1;
-  int seeds = 1;
+  int seeds = 0;  // 0: one, and fp32 from a second
   int micro_batches = 1;
   bool as_json = false, no_hazards = false;
 };
@@ -70,18 +76,41 @@ struct Run {
   double gap = 0;
 };
 
-// A grammar's text, cut into windows that begin with a line.
+// What is learned, cut into windows.
 struct Text {
-  Text(const Grammar& grammar, std::int64_t context)
-      : entropy(grammar.entropy()),
-        corpora{grammar.sample(kTrainingBytes, kTrainingSeed),
-                grammar.sample(kValidationBytes, kValidationSeed)},
-        training(corpora[0].bytes, context, corpora[0].line_starts),
-        validation(corpora[1].bytes, context, corpora[1].line_starts) {}
-  double entropy;
-  Corpus corpora[2];
   Windows training, validation;
+  std::shared_ptr<const void> owner;  // of the bytes
 };
+
+// The grammar's own loss on the windows that a validation takes. They are cut in the middle of a line, and a
+// line is harder to guess at its beginning, so this is above the entropy, which counts whole lines.
+double floor_of(const Grammar& grammar, const Windows& windows, std::int64_t batch) {
+  const std::int64_t count = train::validated_windows(train::Span().validation_windows, batch);
+  std::vector<std::int32_t> tokens(static_cast<std::size_t>(windows.context())), targets = tokens;
+  double nats = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    windows.read(windows.even_start(i, count), tokens.data(), targets.data());
+    nats += grammar.surprise(std::string(targets.begin(), targets.end()));
+  }
+  return nats / static_cast<double>(count * windows.context());
+}
+
+// The windows begin with a line.
+Text text_of(const Grammar& grammar, std::int64_t context) {
+  const auto corpora = std::make_shared<std::array<Corpus, 2>>(std::array{
+      grammar.sample(kTrainingBytes, kTrainingSeed), grammar.sample(kValidationBytes, kValidationSeed)});
+  const auto windows = [&](const Corpus& corpus) {
+    return Windows(corpus.bytes, context, corpus.line_starts);
+  };
+  return {windows(corpora->front()), windows(corpora->back()), corpora};
+}
+
+Text text_of(const Options& options) {
+  const std::int64_t context = options.model.shape.context;
+  if (options.data.empty()) return text_of(Grammar(kGrammar), context);
+  const auto file = std::make_shared<train::Text>(options.data, context, free_memory());
+  return {file->training(), file->validation(), file};
+}
 
 bool is_adaptive(const std::string& recipe) {
   for (const scruple_recipe_info& info : all_recipes())
@@ -133,18 +162,17 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
 
 // Everything that compare found out, to print and to draw.
 struct Comparison {
-  double entropy = 0;
+  std::optional<double> floor;  // the least validation loss that a model can hope for, where it is known
   std::int64_t params = 0;
   std::vector<Run> runs;
+  std::vector<Run> again;             // fp32 from a second seed, with its gap to the first
   std::vector<Run> small_rate, half;  // the hazards
   bool stopped = false;
 };
 
 class Comparer {
  public:
-  explicit Comparer(const Options& options)
-      : options_(options), text_(Grammar(1), options.model.shape.context) {
-    found_.entropy = text_.entropy;
+  explicit Comparer(const Options& options) : options_(options), text_(text_of(options)) {
     for (const train::Parameter& parameter : train::parameters_of(options.model.shape))
       found_.params += parameter.size();
   }
@@ -159,17 +187,18 @@ class Comparer {
 
   Comparison run() {
     const Interrupts interrupts;
+    if (options_.data.empty())
+      found_.floor = floor_of(Grammar(kGrammar), text_.validation, options_.model.batch);
     const std::vector<std::pair<std::string, std::string>> wanted = runs();
-    for (int s = 0; s < options_.seeds; ++s) {
+    for (int s = 0; s < std::max(options_.seeds, 1); ++s) {
       options_.model.seed = static_cast<std::uint64_t>(s) + 1;
       for (const auto& [recipe, optimizer] : wanted) {
-        if (found_.stopped) break;
         const bool first = s == 0 && recipe == "fp32" && optimizer == "adamw";
-        found_.runs.push_back(train(recipe, optimizer, first ? &trained_ : nullptr));
-        found_.stopped = found_.runs.back().record.stopped;
+        train(found_.runs, recipe, optimizer, first ? &trained_ : nullptr);
       }
     }
-    for (Run& run : found_.runs) run.gap = run.record.final_loss() - twin_of(run);
+    for (Run& run : found_.runs) run.gap = run.record.final_loss() - twin_of(run, run.seed);
+    if (options_.seeds == 0) second_seed(wanted);
     if (!options_.no_hazards && !found_.stopped) hazards();
     return found_;
   }
@@ -216,9 +245,23 @@ class Comparer {
     return job;
   }
 
-  Run train(const std::string& recipe, const std::string& optimizer, Weights* weights) {
-    return run_one(optimizer == "adamw" ? recipe : recipe + ", " + optimizer, choice_for(recipe, optimizer),
-                   options_.gradients.policy, job_of(recipe, optimizer), text_, weights);
+  void train(std::vector<Run>& into, const std::string& recipe, const std::string& optimizer,
+             Weights* weights) {
+    if (found_.stopped) return;
+    const std::string name =
+        recipe + (optimizer == "adamw" ? "" : ", " + optimizer) + (&into == &found_.again ? ", seed 2" : "");
+    into.push_back(run_one(name, choice_for(recipe, optimizer), options_.gradients.policy,
+                           job_of(recipe, optimizer), text_, weights));
+    found_.stopped = into.back().record.stopped;
+  }
+
+  // The references once more, from other weights and batches: how far apart two runs are that nothing but
+  // chance tells apart.
+  void second_seed(const std::vector<std::pair<std::string, std::string>>& wanted) {
+    options_.model.seed = 2;
+    for (const auto& [recipe, optimizer] : wanted)
+      if (recipe == "fp32") train(found_.again, recipe, optimizer, nullptr);
+    for (Run& run : found_.again) run.gap = run.record.final_loss() - twin_of(run, 1);
   }
 
   // LPMM's micro-batching: the same windows, folded into the low-bit accumulators in several parts.
@@ -227,9 +270,9 @@ class Comparer {
     gradients.accumulate *= options_.micro_batches;
   }
 
-  double twin_of(const Run& run) const {
+  double twin_of(const Run& run, std::uint64_t seed) const {
     for (const Run& other : found_.runs)
-      if (other.recipe == "fp32" && other.optimizer == run.optimizer && other.seed == run.seed)
+      if (other.recipe == "fp32" && other.optimizer == run.optimizer && other.seed == seed)
         return other.record.final_loss();
     return std::nan("");
   }
@@ -262,7 +305,7 @@ void Comparer::hazards() {
   };
 
   if (!trained_.empty()) {
-    const Text other(Grammar(2), options_.model.shape.context);
+    const Text other = text_of(Grammar(kOtherGrammar), options_.model.shape.context);
     const auto tune = [&](const char* name, const Choice& choice) {
       train::Job job = make_job(choice, choice.recipe, options_.model, options_.gradients, "");
       job.schedule = {train::Annealing::constant, options_.lr / kSmallRateOver, 0, steps};
@@ -325,26 +368,49 @@ std::vector<double> each(const std::vector<const Run*>& runs, const Value& value
   return all;
 }
 
-std::string with_deviation(const std::vector<double>& values, bool sign) {
-  const double middle = mean(values);
-  std::string text = sign && middle >= 0 ? "+" : "";
-  text += fixed(middle, 4);
-  return values.size() < 2 ? text : text + " ±" + fixed(deviation(values), 4);
-}
+std::string with_sign(double value) { return (value >= 0 ? "+" : "") + fixed(value, 4); }
 
-std::vector<std::vector<std::string>> table_of_runs(const Comparison& found) {
-  std::vector<std::vector<std::string>> rows = {{"recipe", "optimizer", "B/param planned", "measured",
-                                                 "peak MiB", "ms/step", "val loss", "gap to fp32"}};
-  for (const auto& runs : by_recipe(found.runs)) {
+std::vector<std::vector<std::string>> table_of_runs(const Comparison& found, const Options& options) {
+  const bool spread = options.seeds > 1;
+  std::vector<std::string> heads = {"recipe",   "optimizer", "B/param planned", "measured",
+                                    "peak MiB", "ms/step",   "val loss"};
+  if (spread) heads.emplace_back("sd of loss");
+  heads.emplace_back("gap to fp32");
+  if (spread) heads.emplace_back("sd of gap");
+  std::vector<std::vector<std::string>> rows = {heads};
+  const auto add = [&](const std::string& name, const std::vector<const Run*>& runs, bool reference) {
     const Run& run = *runs.front();
     const auto loss = each(runs, [](const Run& r) { return r.record.final_loss(); });
     const auto gap = each(runs, [](const Run& r) { return r.gap; });
     const auto time = each(runs, [](const Run& r) { return r.record.ms_per_step(); });
-    rows.push_back({run.recipe, run.optimizer, fixed(run.planned_each, 3), fixed(run.measured_each, 3),
+    rows.push_back({name, run.optimizer, fixed(run.planned_each, 3), fixed(run.measured_each, 3),
                     fixed(static_cast<double>(run.peak) * 0x1p-20, 2), fixed(mean(time), 1),
-                    with_deviation(loss, false), run.recipe == "fp32" ? "-" : with_deviation(gap, true)});
+                    fixed(mean(loss), 4)});
+    if (spread) rows.back().push_back(fixed(deviation(loss), 4));
+    rows.back().push_back(reference ? "-" : with_sign(mean(gap)));
+    if (spread) rows.back().push_back(reference ? "-" : fixed(deviation(gap), 4));
+  };
+  for (const auto& runs : by_recipe(found.runs)) {
+    add(runs[0]->recipe, runs, runs[0]->recipe == "fp32");
+    if (runs[0]->recipe != "fp32") continue;
+    for (const Run& run : found.again)
+      if (run.optimizer == runs[0]->optimizer) add("fp32, seed 2", {&run}, false);
   }
   return rows;
+}
+
+// What of the gaps is noise.
+std::string about_noise(const Comparison& found, const Options& options) {
+  if (options.seeds > 1)
+    return "Means over " + std::to_string(options.seeds) +
+           " seeds; sd is the standard deviation over them. A gap that is not well above its sd is noise.";
+  if (found.again.empty())
+    return "One seed: nothing here tells a gap from noise. Without --seeds, or with more, something does.";
+  std::string away;
+  for (const Run& run : found.again)
+    away += (away.empty() ? "" : ", ") + with_sign(run.gap) + " with " + run.optimizer;
+  return "Seed 2 is fp32 from other weights and batches, and nothing else: " + away +
+         ". Gaps of that size are noise; --seeds 3 measures it better.";
 }
 
 std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& runs) {
@@ -361,9 +427,11 @@ std::string heading(const Comparison& found, const Options& options) {
   return "A byte-level GPT of " + grouped(found.params) + " parameters (" + plural(shape.layers, "layer") +
          ", width " + std::to_string(shape.width) + ", context " + std::to_string(shape.context) + "), " +
          plural(options.model.steps, "step") + " of " +
-         grouped(options.model.batch * options.gradients.accumulate * shape.context) +
-         " bytes; the text's entropy, the best loss there can be, is " + fixed(found.entropy, 4) +
-         " nats per byte.";
+         grouped(options.model.batch * options.gradients.accumulate * shape.context) + " bytes" +
+         (found.floor ? "; the grammar that makes the text, which no model beats but by chance, has a "
+                        "validation loss of " +
+                            fixed(*found.floor, 4) + " nats per byte."
+                      : " of " + options.data + ".");
 }
 
 constexpr const char* kSmallRate =
@@ -379,7 +447,8 @@ constexpr const char* kHalf =
 
 void print(const Comparison& found, const Options& options) {
   std::cout << heading(found, options) << "\n\n";
-  Table{table_of_runs(found), {1}}.print(std::cout);
+  Table{table_of_runs(found, options), {1}}.print(std::cout);
+  std::cout << '\n' << about_noise(found, options) << '\n';
   if (!found.small_rate.empty()) {
     std::cout << '\n' << kSmallRate << "\n\n";
     Table{table_of_hazard(found.small_rate), {}}.print(std::cout);
@@ -388,7 +457,8 @@ void print(const Comparison& found, const Options& options) {
     std::cout << '\n' << kHalf << "\n\n";
     Table{table_of_hazard(found.half), {}}.print(std::cout);
   }
-  if (found.stopped) std::cout << "\nStopped by Ctrl-C or a signal; the last run above is not complete.\n";
+  if (found.stopped)
+    std::cout << "\nStopped by " << Interrupts::name() << "; the last run above is not complete.\n";
 }
 
 ordered_json json_of(const Run& run) {
@@ -404,8 +474,9 @@ ordered_json json_of(const Run& run) {
 }
 
 void print_json(const Comparison& found, const Options& options) {
-  ordered_json rows = ordered_json::array(), hazards = ordered_json::object();
+  ordered_json rows = ordered_json::array(), again = rows, hazards = ordered_json::object();
   for (const Run& run : found.runs) rows.push_back(json_of(run));
+  for (const Run& run : found.again) again.push_back(json_of(run));
   const auto add = [&](const char* name, const std::vector<Run>& runs) {
     for (const Run& run : runs)
       hazards[name].push_back({{"run", run.name},
@@ -414,29 +485,40 @@ void print_json(const Comparison& found, const Options& options) {
   };
   add("small_learning_rate", found.small_rate);
   add("fp16", found.half);
-  const ordered_json all = {{"entropy", found.entropy},     {"params", found.params},
-                            {"steps", options.model.steps}, {"rows", rows},
-                            {"hazards", hazards},           {"stopped", found.stopped}};
+  const ordered_json all = {{"floor", found.floor ? ordered_json(*found.floor) : ordered_json()},
+                            {"params", found.params},
+                            {"steps", options.model.steps},
+                            {"rows", rows},
+                            {"second_seed", again},
+                            {"hazards", hazards},
+                            {"stopped", found.stopped}};
   std::cout << all.dump(2) << '\n';
 }
 
-train::Chart chart_of(const std::string& title, const std::vector<Run>& runs, std::optional<double> entropy) {
-  train::Chart chart = {title, "", "step", "validation loss, nats per byte", {}, {}};
+train::Chart chart_of(const std::string& title, const std::string& note, const std::vector<Run>& runs,
+                      std::optional<double> floor) {
+  train::Chart chart = {title, note, "step", "validation loss, nats per byte", {}, {}};
   for (const Run& run : runs) {
-    train::Curve curve = {run.name, {}, {}, run.recipe == "fp32"};
+    train::Curve curve = {run.name, {}, {}, &run == &runs.front()};
     for (const auto& [step, loss] : run.record.validations)
       curve.x.push_back(static_cast<double>(step)), curve.y.push_back(loss);
     chart.curves.push_back(curve);
   }
-  if (entropy) chart.levels.emplace_back("entropy of the text", *entropy);
+  if (floor) chart.levels.emplace_back("the grammar's own loss", *floor);
   return chart;
 }
 
-std::vector<Run> of_first_seed(const std::vector<Run>& runs, const std::string& optimizer) {
-  std::vector<Run> chosen;
-  for (const Run& run : runs)
-    if (run.seed == runs.front().seed && run.optimizer == optimizer) chosen.push_back(run);
-  return chosen;
+// The runs of the first seed, and fp32's of the second.
+train::Chart chart_of(const std::string& optimizer, const Comparison& found, const Options& options) {
+  std::vector<Run> runs;
+  for (const std::vector<Run>* list : {&found.runs, &found.again})
+    for (const Run& run : *list)
+      if (run.optimizer == optimizer && (run.seed == 1 || list == &found.again)) runs.push_back(run);
+  const std::string note = options.seeds > 1 ? "Seed 1 of " + std::to_string(options.seeds) + "."
+                           : found.again.empty()
+                               ? "One seed."
+                               : "What is no further from fp32 than its second seed is noise.";
+  return chart_of("Loss, " + optimizer, note, runs, found.floor);
 }
 
 train::Bars bars_of(const Comparison& found) {
@@ -452,15 +534,19 @@ train::Bars bars_of(const Comparison& found) {
 
 train::Report report_of(const Comparison& found, const Options& options) {
   train::Report report = {"Scruple: recipes compared", heading(found, options), {}};
-  train::Section recipes = {"Recipes", "", {{"", "", table_of_runs(found)}}, {bars_of(found)}, {}};
+  train::Section recipes = {"Recipes",
+                            "",
+                            {{"", about_noise(found, options), table_of_runs(found, options)}},
+                            {bars_of(found)},
+                            {}};
   for (const char* optimizer : {"adamw", "sgd"})
-    if (const std::vector<Run> runs = of_first_seed(found.runs, optimizer); !runs.empty())
-      recipes.charts.push_back(chart_of(std::string("Loss, ") + optimizer, runs, found.entropy));
+    if (train::Chart chart = chart_of(optimizer, found, options); !chart.curves.empty())
+      recipes.charts.push_back(std::move(chart));
   report.sections.push_back(recipes);
   const auto add = [&](const char* title, const char* text, const std::vector<Run>& runs) {
     if (!runs.empty())
       report.sections.push_back(
-          {title, text, {{"", "", table_of_hazard(runs)}}, {}, {chart_of("Loss", runs, {})}});
+          {title, text, {{"", "", table_of_hazard(runs)}}, {}, {chart_of("Loss", "", runs, {})}});
   };
   add("A small learning rate", kSmallRate, found.small_rate);
   add("fp16 without loss scaling", kHalf, found.half);
@@ -482,9 +568,11 @@ void compare(const Options& options) {
   }
   const Comparison found = comparer.run();
   options.as_json ? print_json(found, options) : print(found, options);
-  if (options.out.empty()) return;
-  io::write_text(path, train::to_html(report_of(found, options)));
-  if (!options.as_json) std::cout << "\nCurves and memory: " << path << '\n';
+  if (!options.out.empty()) {
+    io::write_text(path, train::to_html(report_of(found, options)));
+    if (!options.as_json) std::cout << "\nCurves and memory: " << path << '\n';
+  }
+  if (found.stopped) throw Stopped{Interrupts::signal()};
 }
 
 }  // namespace
@@ -498,9 +586,12 @@ void add_compare(CLI::App& program) {
   options->model.steps = 400;
   command->add_option("--recipes", options->recipes, "names with commas between them (default: all)")
       ->type_name("LIST");
-  command->add_option("--seeds", options->seeds, "runs of each recipe, from seed 1 on")
+  command->add_option("--data", options->data, "a file to learn instead of the grammar's text")
+      ->type_name("FILE");
+  command
+      ->add_option("--seeds", options->seeds,
+                   "runs of each recipe, from seed 1 on (default: one, and fp32 from a second)")
       ->type_name("N")
-      ->capture_default_str()
       ->check(CLI::Range(1, 1000));
   command->add_option("--lr", options->lr, "peak learning rate of AdamW")
       ->capture_default_str()

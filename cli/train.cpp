@@ -16,6 +16,7 @@
 #include "io/checkpoint.h"
 #include "io/crc32.h"
 #include "io/file.h"
+#include "page.h"
 #include "text.h"
 #include "train/checkpoint.h"
 #include "train/export.h"
@@ -154,58 +155,6 @@ void print_start(const Options& options, const train::Job& job, std::int64_t par
             << plural(options.model.steps, "step") << " of "
             << grouped(job.batch * job.gradients.micro_batches * s.context) << " bytes; "
             << name_of(options.data) << " has " << grouped(bytes) << "\n\n";
-}
-
-// The first and the last validation, each with its step unless the run begins or ends with it.
-std::string validation_words(const Options& options, const Record& record) {
-  if (record.validations.empty()) return "no validation was finished";
-  const auto at = [&](const std::pair<std::int64_t, double>& validation, std::int64_t usual) {
-    return fixed(validation.second, 4) +
-           (validation.first == usual ? "" : " (after step " + std::to_string(validation.first) + ")");
-  };
-  const auto &first = record.validations.front(), &last = record.validations.back();
-  if (first.first == last.first) return "validation loss " + at(last, -1) + " nats per byte";
-  return "validation loss " + at(first, 0) + " -> " + at(last, options.model.steps) + " nats per byte";
-}
-
-train::Report report_of(const Options& options, const Record& record, const Ledger& ledger,
-                        const Memory& plan, std::int64_t count) {
-  const auto params = static_cast<double>(count);
-  train::Curve loss = {"training", {}, {}, false}, validation = {"validation", {}, {}, true},
-               rate = {"lr", {}, {}, false};
-  for (std::size_t i = 0; i < record.steps.size(); ++i) {
-    loss.x.push_back(static_cast<double>(i + 1)), loss.y.push_back(record.steps[i].loss);
-    rate.x.push_back(static_cast<double>(i + 1)), rate.y.push_back(record.steps[i].lr);
-  }
-  for (const auto& [step, value] : record.validations)
-    validation.x.push_back(static_cast<double>(step)), validation.y.push_back(value);
-  train::Bars::Row planned = {"planned", {}}, measured = {"measured", {}};
-  for (const auto& [kind, bytes] : plan.parts())
-    planned.parts.emplace_back(kind, static_cast<double>(bytes) / params);
-  for (const auto& [kind, bytes] : measured_parts(ledger, plan))
-    measured.parts.emplace_back(kind, static_cast<double>(bytes) / params);
-  train::Figures memory = {"Peak memory by kind", "", {{"kind", "bytes", "per parameter"}}};
-  for (const Ledger::Entry& entry : ledger.entries())
-    memory.rows.push_back(
-        {entry.kind, grouped(entry.peak), fixed(static_cast<double>(entry.peak) / params, 3)});
-  const std::string lead = options.choice.optimizer + ", recipe " + options.choice.recipe + ", gradients " +
-                           options.gradients.policy + ", " + grouped(count) + " parameters, " +
-                           std::to_string(record.steps.size()) + " of " +
-                           plural(options.model.steps, "step") + "; " + validation_words(options, record) +
-                           ".";
-  return {"Scruple: " + name_of(options.data),
-          lead,
-          {{"Loss",
-            "",
-            {},
-            {},
-            {{"Training and validation", "", "step", "nats per byte", {loss, validation}, {}}}},
-           {"Memory",
-            "",
-            {memory},
-            {{"Weights, moments, gradients", "", "bytes per parameter", {planned, measured}}},
-            {}},
-           {"Learning rate", "", {}, {}, {{"Over the run", "", "step", "learning rate", {rate}, {}}}}}};
 }
 
 // What was not said, filled in.
@@ -468,7 +417,7 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
   if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
     std::cout
         << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
-  std::cout << validation_words(options, record) << "; ";
+  std::cout << validation_words(record, options.model.steps) << "; ";
   if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
   std::cout << "peak " << mebibytes(ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
@@ -511,15 +460,16 @@ void print_extension(const Session& session, const train::Schedule& now, std::in
 }
 
 // Everything that a run leaves, whatever fails; the weights last, so that their step is that of all.
-Ending finish(const Options& options, const Record& record, Trainer& trainer, Ledger& ledger,
-              const Memory& plan, Metrics& metrics, const std::string& unsaved) {
+Ending finish(const Options& options, const train::Job& job, const Record& record, Trainer& trainer,
+              Ledger& ledger, const Memory& plan, Metrics& metrics, const std::string& unsaved) {
   Ending ending;
   if (!unsaved.empty()) ending.problems.push_back(unsaved);
   ending.metrics = metrics.write(record);
   if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
   ending.report = ending.attempt([&] {
-    io::write_text(options.out + "/report.html",
-                   train::to_html(report_of(options, record, ledger, plan, trainer.state().size())));
+    io::write_text(
+        options.out + "/report.html",
+        train::to_html(page_of(name_of(options.data), options.choice.recipe, job, record, ledger, plan)));
   });
   ending.weights = write_weights_somewhere(options, trainer, ledger, ending);
   return ending;
@@ -582,7 +532,7 @@ void train_with(const CLI::App& command, Session session) {
     throw Stopped{Interrupts::signal()};
   }
   session.folder->begin();
-  const Ending ending = finish(options, record, trainer, ledger, plan, metrics, unsaved);
+  const Ending ending = finish(options, job, record, trainer, ledger, plan, metrics, unsaved);
   print_end(options, record, plan, ledger, params, ending);
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
   if (record.stopped) throw Stopped{Interrupts::signal()};

@@ -26,7 +26,7 @@ ALLOWED = {
     "python": ["include/"],
 }
 # Files with a door of their own.
-EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in ("train.", "training.", "compare.", "sample.", "tokenize.", "checkpoint.")}
+EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in ("train.", "training.", "page.", "compare.", "sample.", "tokenize.", "checkpoint.")}
 SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".def", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 # What a Python file may import besides the standard library; the longest prefix of its path counts.

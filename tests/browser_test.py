@@ -3,8 +3,9 @@
     browser_test.py CHROMIUM FILE.html... [--screenshots DIR]
 
 Every file is opened wide and narrow, light and dark, and printed. A console message, an exception, a
-request, a curve that is not drawn, a bar of the wrong width, a missing cell or anything wider than the page
-fails. Exits with 77 (skipped) where CHROMIUM is not there. Needs Python's standard library only.
+request, a curve that is not drawn, a bar of the wrong width, a cell that is missing or out of sight, two ways to
+write numbers in one column, or anything wider than the page fails. So does a function of the script that none of
+the files made run. Exits with 77 (skipped) where CHROMIUM is not there. Needs Python's standard library only.
 """
 
 import base64
@@ -79,8 +80,9 @@ class Browser:
         self.session = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network", "Profiler"):
             self.call(domain + ".enable")
+        self.call("Profiler.startPreciseCoverage", callCount=True, detailed=False)
         self.events.clear()
         return target
 
@@ -174,24 +176,35 @@ COLLECT = r"""
     return shown.length ? [Math.min(...shown), Math.max(...shown), hi - lo] : null;
   };
   const limit = innerWidth + 0.5;
-  const contained = (node) => node.closest(".scroll");
+  // Whether a reader sees all of a cell, and beside or above it what its column is called.
+  const seen = (cell) => {
+    const box = cell.getBoundingClientRect(), table = cell.closest("table");
+    const heading = table.querySelectorAll("thead th")[cell.cellIndex];
+    const above = heading.getBoundingClientRect();
+    const named = cell.cellIndex === 0 ||
+        (above.height > 1 && Math.abs(above.right - box.right) < 1 && above.bottom <= box.top + 1) ||
+        (!["none", "normal"].includes(getComputedStyle(cell, "::before").content) &&
+            cell.dataset.heading === heading.textContent);
+    return box.width > 0 && box.left >= 0 && box.right <= limit && cell.scrollWidth <= cell.clientWidth + 1 &&
+        named;
+  };
   return {
     title: document.title, heading: document.querySelector("h1").textContent,
     standards: document.compatMode === "CSS1Compat", scripts: document.scripts.length,
     images: all("img, iframe, object, embed, link:not([rel=icon])").length,
     page_width: document.documentElement.scrollWidth, view_width: innerWidth,
-    overflowing: all("main *").filter((node) => !contained(node) && !node.closest("clipPath") &&
-        !node.closest("[clip-path]") && node.getBoundingClientRect().right > limit)
+    overflowing: all("main *").filter((node) => !node.closest("clipPath") && !node.closest("[clip-path]") && node.getBoundingClientRect().right > limit)
         .map((node) => node.outerHTML.slice(0, 160)),
     broken: broken.map((node) => node.outerHTML.slice(0, 160)),
     ids: all("[id]").map((node) => node.id),
     background: getComputedStyle(document.body).backgroundColor,
     sections: all("main > section").map((section) => ({
       text: section.textContent,
-      tables: all(".scroll table", section).map((table) => ({
+      tables: all("table", section).map((table) => ({
         rows: all("tr", table).map((row) => [...row.children].map((cell) => cell.textContent)),
         headings: all("thead th[scope=col]", table).length, names: all("tbody th[scope=row]", table).length,
-        inside: table.parentElement.getBoundingClientRect().right <= limit})),
+        unseen: all("tbody th, tbody td", table).filter((cell) => !seen(cell))
+            .map((cell) => cell.textContent.slice(0, 80))})),
       bars: all(".bars", section).map((bars) => all(".row", bars).map((row) => ({
         name: row.querySelector(".label").textContent, label: row.querySelector("[role=img]").ariaLabel,
         parts: all(".part", row).map((part) => ({kind: part.dataset.kind, amount: Number(part.dataset.amount),
@@ -211,7 +224,9 @@ COLLECT = r"""
         notes: all(".note", chart).map((note) => note.textContent).join(" "),
         legend: all(".legend li", chart).map((item) => ({name: item.dataset.name,
             shown: item.textContent.includes(item.dataset.name),
-            full: item.querySelector(".number").title}))}))}))
+            value: item.querySelector(".number").textContent, apart: item.querySelector(".apart").textContent,
+            full: item.querySelector(".number").title})),
+        reachable: all(".panels > svg", chart).every((svg) => svg.tabIndex === 0)}))}))
   };
 })()
 """
@@ -258,7 +273,7 @@ def check_table(checks, table, found):
     checks.same(found["rows"], table["rows"] or [[]], f"cells of table '{table['title']}'")
     checks.same(found["headings"], len(table["rows"][0]) if table["rows"] else 0, "column headings")
     checks.same(found["names"], max(0, len(table["rows"]) - 1), "row headings")
-    checks.that(found["inside"], f"table '{table['title']}' leaves the page")
+    checks.same(found["unseen"], [], f"cells of table '{table['title']}' that are out of sight")
 
 
 def check_bars(checks, bars, found):
@@ -314,7 +329,7 @@ def check_chart(checks, chart, found):
     xs = [x for curve in chart["curves"] for x in curve["x"]] or [0, 1]
     first, last = min(xs), max(xs)
     third = last - (last - first) / 3
-    closely = first < last and any(sum(x >= third for x in c["x"]) >= 3 for c in chart["curves"])
+    closely = not chart["small"] and first < last and any(sum(x >= third for x in c["x"]) >= 3 for c in chart["curves"])
     checks.same(len(found["panels"]), 2 if closely else 1, f"panels of '{chart['title']}'")
     for panel, start in zip(found["panels"], (first, third)):
         check_panel(checks, chart, panel, start, last, panel is found["panels"][0], found["notes"])
@@ -330,6 +345,11 @@ def check_chart(checks, chart, found):
         wanted = curve["y"][-1] if curve["y"] else None
         shown = float(entry["full"]) if entry["full"] else None
         checks.same(shown, wanted, f"last value of '{curve['name']}' in the legend")
+    for column in ("value", "apart"):
+        numbers = [entry[column] for entry in found["legend"] if any(c.isdigit() for c in entry[column])]
+        shapes = {(len(n.partition(".")[2].partition("e")[0]), "e" in n) for n in numbers}
+        checks.that(len(shapes) <= 1, f"one column of '{chart['title']}' has {numbers}")
+    checks.that(found["reachable"], f"the keyboard does not reach '{chart['title']}'")
 
 
 def check_picture(checks, page, found):
@@ -354,8 +374,25 @@ def check_picture(checks, page, found):
                 check(checks, wanted, drawn)
 
 
-def check_hover(checks, browser, page):
-    """The pointer over the first chart: the key must show each curve's value at the step it names."""
+# What the key of the first chart shows, and for which step.
+POINTED = ("(() => { const chart = document.querySelector('.chart'); return {"
+           " lines: chart.querySelectorAll('.cross line').length,"
+           " step: chart.querySelector('.cross text')?.textContent,"
+           " full: [...chart.querySelectorAll('.legend li .number:not(.apart)')].map((n) => n.title)}; })()")
+
+
+def check_pointed(checks, chart, shown, by):
+    checks.that(shown["lines"] >= 1, f"no line where {by} points")
+    step = float((shown.get("step") or "nan").replace(",", ""))
+    for curve, full in zip(chart["curves"], shown["full"]):
+        at = [y for x, y in zip(curve["x"], curve["y"]) if abs(x - step) < 1e-3]
+        if at:
+            checks.same(float(full) if full else None, at[0], f"'{curve['name']}' where {by} points")
+    return step
+
+
+def check_pointing(checks, browser, page):
+    """The pointer over the first chart, then keys: its legend must show each curve's value at the step it names."""
     charts = [chart for section in page.report["sections"] for chart in section["charts"]]
     if not charts or not any(len(curve["x"]) > 2 for curve in charts[0]["curves"]):
         return
@@ -364,21 +401,39 @@ def check_hover(checks, browser, page):
         " const b = svg.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + width * 0.6, y=top + height / 2)
     browser.settle()
-    read = ("(() => { const chart = document.querySelector('.chart'); return {"
-            " lines: chart.querySelectorAll('.cross line').length,"
-            " step: chart.querySelector('.cross text')?.textContent,"
-            " full: [...chart.querySelectorAll('.legend li .number:not(.apart)')].map((n) => n.title)}; })()")
-    shown = browser.evaluate(read)
-    checks.that(shown["lines"] >= 1, "no line under the pointer")
-    step = float((shown.get("step") or "nan").replace(",", ""))
-    for curve, full in zip(charts[0]["curves"], shown["full"]):
-        at = [y for x, y in zip(curve["x"], curve["y"]) if abs(x - step) < 1e-3]
-        if at:
-            checks.same(float(full) if full else None, at[0], f"'{curve['name']}' under the pointer")
+    check_pointed(checks, charts[0], browser.evaluate(POINTED), "the mouse")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+
+    def press(key):
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key)
+        browser.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
+        return browser.evaluate(POINTED)
+
+    steps = sorted({x for curve in charts[0]["curves"] for x in curve["x"]})
+    browser.evaluate("document.querySelector('.panels svg').focus()")
+    for key, wanted in (("ArrowRight", 0), ("ArrowRight", 1), ("End", -1), ("ArrowLeft", -2), ("Home", 0)):
+        step = check_pointed(checks, charts[0], press(key), key)
+        checks.that(abs(step - steps[wanted]) < 1e-3, f"{key} points at {step}, not {steps[wanted]}")
+    press("PageDown")
+    checks.same(press("Escape")["lines"], 0, "lines after Escape")
+    x, y = browser.evaluate(
+        "(() => { const item = document.querySelector('.legend li'); item.scrollIntoView({block: 'center'});"
+        " const b = item.getBoundingClientRect(); return [b.left + 20, b.top + b.height / 2]; })()")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    faded = browser.evaluate("document.querySelector('.chart').querySelectorAll('.fade').length")
+    checks.that(faded > 0 or len(charts[0]["curves"]) == 1, "the legend's first curve is not brought out")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
 
 
-def check_view(checks, browser, page, url, view, shots):
+def check_coverage(checks, functions):
+    """`functions`: (name, place in the script) -> whether it ran in any view of any file."""
+    checks.where = "the script"
+    for (name, place), ran in sorted(functions.items()):
+        checks.that(ran, f"no file made function '{name}' at character {place} run")
+    checks.that(len(functions) > 50, f"only {len(functions)} functions were seen")
+
+
+def check_view(checks, browser, page, url, view, shots, functions):
     width, height, scheme = view
     checks.where = f"{pathlib.Path(url).name} at {width} px, {scheme}"
     target = browser.open_tab()
@@ -392,7 +447,7 @@ def check_view(checks, browser, page, url, view, shots):
     if shots:
         png = browser.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         (shots / f"{pathlib.Path(url).stem}-{width}-{scheme}.png").write_bytes(base64.b64decode(png))
-    check_hover(checks, browser, page)
+    check_pointing(checks, browser, page)
     if view == VIEWS[0]:  # resized and printed: drawn again, and as it was afterwards
         pdf = browser.call("Page.printToPDF", printBackground=True)["data"]
         checks.that(base64.b64decode(pdf).startswith(b"%PDF"), "does not print")
@@ -403,6 +458,10 @@ def check_view(checks, browser, page, url, view, shots):
         browser.settle()
         checks.where += ", made narrow"
         check_picture(checks, page, browser.evaluate(COLLECT))
+    for script in browser.call("Profiler.takePreciseCoverage")["result"]:
+        for function in script["functions"] if script["url"].split("#")[0] == url else ():
+            key = function["functionName"], function["ranges"][0]["startOffset"]
+            functions[key] = functions.get(key, False) or function["ranges"][0]["count"] > 0
     check_events(checks, browser.events, url)
     browser.close_tab(target)
 
@@ -420,7 +479,7 @@ def main(arguments):
     if not program:
         print(f"skipped: no Chromium at '{arguments[0]}'; install Debian's package chromium")
         return SKIPPED
-    checks = Checks()
+    checks, functions = Checks(), {}
     # The browser's last children may still write into its profile while it is removed.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(program, profile)
@@ -430,9 +489,10 @@ def main(arguments):
                 checks.where = path.name
                 check_file(checks, page)
                 for view in VIEWS:
-                    check_view(checks, browser, page, path.resolve().as_uri(), view, shots)
+                    check_view(checks, browser, page, path.resolve().as_uri(), view, shots, functions)
         finally:
             browser.close()
+    check_coverage(checks, functions)
     for failure in checks.failures[:40]:
         print(failure)
     print(f"{checks.count} checks, {len(checks.failures)} failed")

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <set>
@@ -149,6 +150,55 @@ TEST(Corpus, EntropyIsThatOfAText) {
     EXPECT_GT(entropy, 0.58) << seed;
     EXPECT_LT(entropy, 1.1) << seed;
   }
+}
+
+std::string text_of(const Corpus& corpus) {  // what follows the first '\n'
+  return {corpus.bytes.begin() + 1, corpus.bytes.end()};
+}
+
+TEST(Corpus, ATextHasTheSurpriseOfItsChoices) {
+  for (const std::uint64_t seed : kSeeds) {
+    const Grammar grammar(seed);
+    const Corpus corpus = grammar.sample(20000, 7);
+    const std::string text = text_of(corpus);
+    EXPECT_NEAR(grammar.surprise(text), corpus.surprise * static_cast<double>(text.size()), 1e-6);
+    EXPECT_EQ(grammar.surprise(""), 0);
+    EXPECT_EQ(grammar.surprise(text.substr(1)), std::numeric_limits<double>::infinity());
+    EXPECT_EQ(grammar.surprise(text + "\n"), std::numeric_limits<double>::infinity());
+  }
+}
+
+// A text cut anywhere: the probabilities of all bytes that may come next add up to its own.
+TEST(Corpus, TheNextByteIsOneOfAll) {
+  const Grammar grammar(1);
+  const std::string text = text_of(grammar.sample(150, 11));
+  for (std::size_t cut = 0; cut < text.size(); ++cut) {
+    const std::string before = text.substr(0, cut);
+    const double known = grammar.surprise(before);
+    double sum = 0;
+    for (const char next :
+         std::string_view("\n \",.:0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"))
+      sum += std::exp(known - grammar.surprise(before + next));
+    EXPECT_NEAR(sum, 1, 1e-9) << before;
+  }
+}
+
+// The windows of a validation begin with a line and end in one. The beginning of a line tells most of it, so
+// the best loss on them is above the entropy, which counts whole lines alone.
+TEST(Corpus, AWindowThatCutsALineIsHarderThanTheText) {
+  const Grammar grammar(1);
+  const Corpus corpus = grammar.sample(1 << 18, 2);
+  const std::string text = text_of(corpus);
+  constexpr std::size_t kContext = 128;
+  double sum = 0, count = 0;
+  for (const std::int64_t start : corpus.line_starts) {
+    const auto at = static_cast<std::size_t>(start);
+    if (at + kContext > text.size()) break;
+    sum += grammar.surprise(std::string_view(text).substr(at, kContext)) / kContext;
+    ++count;
+  }
+  EXPECT_NEAR(sum / count, 0.621, 0.001);
+  EXPECT_NEAR(grammar.entropy(), 0.6088, 0.0001);
 }
 
 // Frequencies of words in the text against their weights: the sampler draws what entropy() counts.

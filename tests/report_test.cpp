@@ -158,6 +158,34 @@ Report sparse() {
   return report;
 }
 
+// A run's own page: two small charts, a table of two columns, a gap far smaller than the others.
+Report small() {
+  Curve norm{"gradient norm", {}, {}}, rate{"lr", {}, {}};
+  for (int i = 1; i <= 300; ++i) {
+    norm.x.push_back(i), norm.y.push_back(0.4 + 2 / std::sqrt(i));
+    rate.x.push_back(i), rate.y.push_back(1e-3 * (1 - i / 300.0));
+  }
+  const Chart close{"Close",
+                    "",
+                    "step",
+                    "loss",
+                    {{"fp32", {0, 400}, {5.6, 0.68435}, true},
+                     {"mixed", {0, 400}, {5.6, 0.67715}},
+                     {"flash", {0, 400}, {5.6, 0.683803}},
+                     {"far", {0, 400}, {5.6, 14.2}}},
+                    {{"floor", 0.62}, {"start", 5.5}}};
+  const Chart norms{"Gradient norm", "", "step", "norm", {norm}, {{"clipped above", 1}}, true};
+  const Chart rates{"Learning rate", "", "step", "rate", {rate}, {}, true};
+  const Figures settings{"Settings",
+                         "",
+                         {{"setting", "value"},
+                          {"formats",
+                           "weight bf16+8 stochastic, exp_avg companded8 stochastic, exp_avg_sq "
+                           "companded8 stochastic, gradient bf16"},
+                          {"seed", "1"}}};
+  return {"Small", "", {{"Loss", "", {settings}, {}, {close}}, {"Steps", "", {}, {}, {norms, rates}}}};
+}
+
 // Twelve curves, one of them with a lowest point that a pixel's column could swallow.
 Report lengthy() {
   Chart chart{"A long run", "", "step", "loss", {}, {}};
@@ -302,11 +330,9 @@ TEST(Report, SamplesForTheBrowser) {
   const char* folder = std::getenv("SCRUPLE_REPORT_DIR");
   if (!folder) GTEST_SKIP() << "SCRUPLE_REPORT_DIR is not set";
   std::filesystem::create_directories(folder);
-  const std::pair<const char*, Report> samples[] = {{"normal", normal()},
-                                                    {"hostile", hostile()},
-                                                    {"diverged", diverged()},
-                                                    {"sparse", sparse()},
-                                                    {"lengthy", lengthy()}};
+  const std::pair<const char*, Report> samples[] = {{"normal", normal()},     {"hostile", hostile()},
+                                                    {"diverged", diverged()}, {"sparse", sparse()},
+                                                    {"small", small()},       {"lengthy", lengthy()}};
   for (const auto& [name, report] : samples) {
     std::ofstream file(std::filesystem::path(folder) / (std::string(name) + ".html"), std::ios::binary);
     file << to_html(report);

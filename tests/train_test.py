@@ -384,7 +384,8 @@ class Compare(Case):
 
     def test_rows(self):
         found = self.compare("--steps", "4", "--seeds", "2", "--no-hazards", *tiny())
-        self.assertTrue(0 < found["entropy"] < 2)
+        self.assertTrue(0 < found["floor"] < 2)
+        self.assertEqual(found["second_seed"], [])
         self.assertEqual({row["recipe"] for row in found["rows"]},
                          {"fp32", "mixed", "split", "flash", "lpmm", "scruple", "scant"})
         self.assertEqual(len(found["rows"]), 2 * 8)  # seven recipes, and fp32 SGD as lpmm's twin
@@ -398,15 +399,52 @@ class Compare(Case):
         rows = self.compare("--recipes", "lpmm", "--steps", "2", "--no-hazards", "--micro-batches", "2", *tiny())["rows"]
         self.assertEqual([(row["recipe"], row["optimizer"]) for row in rows], [("fp32", "sgd"), ("lpmm", "sgd")])
 
+    def test_a_second_seed_shows_the_noise(self):
+        arguments = ["--steps", "3", "--no-hazards", "--recipes", "fp32,lpmm", *tiny()]
+        found, both = self.compare(*arguments), self.compare(*arguments, "--seeds", "2")
+        losses = {(row["recipe"], row["optimizer"], row["seed"]): row["val_loss"] for row in both["rows"]}
+        self.assertEqual([(row["optimizer"], row["seed"]) for row in found["second_seed"]], [("adamw", 2), ("sgd", 2)])
+        for row in found["second_seed"]:
+            first, second = (losses["fp32", row["optimizer"], seed] for seed in (1, 2))
+            self.assertEqual((row["val_loss"], row["gap"]), (second, second - first))
+
+    def test_the_table_says_what_is_noise(self):
+        def printed(*more):
+            done = run("compare", "--steps", "2", "--no-hazards", "--recipes", "fp32,scruple", *more, *tiny())
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return done.stdout
+        self.assertRegex(printed(), r"(?s)fp32, seed 2 .*[+-]0\.\d{4} with adamw\. Gaps of that size are noise")
+        self.assertIn("One seed: nothing here tells a gap from noise", printed("--seeds", "1"))
+        several = printed("--seeds", "2")
+        self.assertRegex(several, r"val loss +sd of loss +gap to fp32 +sd of gap\n")
+        self.assertIn("A gap that is not well above its sd is noise", several)
+
+    def test_ones_own_text(self):
+        found = self.compare("--data", self.data, "--steps", "3", "--recipes", "scruple", *tiny())
+        self.assertIsNone(found["floor"])
+        self.assertEqual([row["recipe"] for row in found["rows"]], ["fp32", "scruple"])
+        trained = run("train", "--data", self.data, "--out", self.path("same"), "--steps", "3", "--recipe", "fp32", "--lr",
+                      "0.01", "--warmup", "1", "--weight-decay", "0.1", "--validate-every", "1", *tiny())
+        self.assertEqual(trained.returncode, 0, trained.stderr)
+        with open(self.path("same/metrics.jsonl"), encoding="utf-8") as file:
+            last = [json.loads(line) for line in file if "val_loss" in line][-1]
+        self.assertEqual(found["rows"][0]["val_loss"], last["val_loss"])  # the same windows, held out and not
+        with open(self.path("short"), "wb") as file:
+            file.write(b"short")
+        self.fails(1, "short has 5 bytes", "compare", "--data", self.path("short"))
+        self.fails(1, "nosuch", "compare", "--data", self.path("nosuch"))
+
     def test_hazards_and_report(self):
         found = self.compare("--recipes", "fp32", "--steps", "4", "--out", self.path("out"), *tiny())
+        with open(self.path("out/report.html"), encoding="utf-8") as file:
+            self.assertIn(f'"the grammar\'s own loss","value":{found["floor"]!r}', file.read())
         self.assertTrue(os.path.getsize(self.path("out/report.html")) > 10000)
         self.assertEqual(len(found["hazards"]["small_learning_rate"]), 3)
         self.assertEqual(len(found["hazards"]["fp16"]), 3)
 
     def test_hazards_harm(self):
         """Without the recipes something is lost: a comparison in which nothing can lose shows nothing."""
-        hazards = self.compare("--recipes", "fp32", "--gradients", "released")["hazards"]
+        hazards = self.compare("--recipes", "fp32", "--gradients", "released", "--seeds", "1")["hazards"]
         learned = {kind: [run["val_loss_before"] - run["val_loss"] for run in runs] for kind, runs in hazards.items()}
         fp32, scruple, bf16 = learned["small_learning_rate"]
         self.assertAlmostEqual(scruple / fp32, 1, delta=0.1)
@@ -425,7 +463,7 @@ class Compare(Case):
 
     def test_measured_memory_is_the_planned(self):
         for policy in ("stored", "released", "compressed"):
-            rows = self.compare(*LARGE, "--no-hazards", "--gradients", policy)["rows"]
+            rows = self.compare(*LARGE, "--seeds", "1", "--no-hazards", "--gradients", policy)["rows"]
             self.assertEqual(len(rows), 8)
             for row in rows:
                 planned, measured = row["bytes_per_param_planned"], row["bytes_per_param_measured"]

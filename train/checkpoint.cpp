@@ -282,7 +282,7 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
   manifest.library = scruple_version();
   manifest.recipe = recipe;
   manifest.step = position.taken;
-  manifest.groups = {group_of(trainer.decaying()), group_of(trainer.plain())};
+  manifest.groups = {group_of(trainer.decaying()), group_of(trainer.undecayed())};
   if (position.scaler.scale > 0) manifest.loss_scale = stored_form(position.scaler);
   manifest.trainer = notes;
   for (std::size_t p = 0; p < state.parameters().size(); ++p) {

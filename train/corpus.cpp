@@ -250,21 +250,23 @@ Corpus Grammar::sample(std::int64_t bytes, std::uint64_t seed) const {
   return corpus;
 }
 
-// Tries every word at every draw and keeps the ways that reach the end of the line.
+// Tries every word at every draw and keeps the ways that agree with the text as far as it goes.
 struct Grammar::Reader {
   const Grammar& grammar;
   const Sentence& sentence;
   std::vector<double>& found;
 
   void read(std::size_t at, std::string_view rest, double nats, Drawn drawn) const {
-    if (at == sentence.parts.size()) {
-      if (rest.empty()) found.push_back(nats);
-      return;
-    }
-    const Part& part = sentence.parts[at];
+    if (rest.empty()) return found.push_back(nats);  // whatever follows: its probabilities add up to 1
+    const Part end{Part::text, "\n"};
+    const bool ends = at == sentence.parts.size();
+    const Part& part = ends ? end : sentence.parts[at];
     const auto go_on = [&](double more) {
       const std::string text = grammar.written(part, drawn[part.word_class]);
-      if (rest.starts_with(text)) read(at + 1, rest.substr(text.size()), nats + more, drawn);
+      const std::size_t shared = std::min(text.size(), rest.size());
+      if (rest.substr(0, shared) != std::string_view(text).substr(0, shared)) return;
+      if (ends && rest.size() > text.size()) return;
+      read(at + 1, rest.substr(shared), nats + more, drawn);
     };
     if (part.kind != Part::draw) return go_on(0);
     const WordClass& words = grammar.classes_[part.word_class];
@@ -275,11 +277,30 @@ struct Grammar::Reader {
   }
 };
 
-std::vector<double> Grammar::derivations(std::string_view line) const {
+// -log p of each way in which a line and its '\n' can begin so.
+std::vector<double> Grammar::ways(std::string_view beginning) const {
   std::vector<double> found;
   for (const Sentence& sentence : sentences_)
-    Reader{*this, sentence, found}.read(0, line, surprise_of(sentence.weight, total_), {});
+    Reader{*this, sentence, found}.read(0, beginning, surprise_of(sentence.weight, total_), {});
   return found;
+}
+
+std::vector<double> Grammar::derivations(std::string_view line) const {
+  return ways(std::string(line) + '\n');
+}
+
+// Lines are independent, so their surprises add up; a line that is cut has the probability of all lines that
+// begin so.
+double Grammar::surprise(std::string_view text) const {
+  double nats = 0;
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find('\n'), text.size() - 1) + 1;
+    double probability = 0;
+    for (const double way : ways(text.substr(0, end))) probability += std::exp(-way);
+    nats -= std::log(probability);
+    text.remove_prefix(end);
+  }
+  return nats;
 }
 
 }  // namespace scruple::train

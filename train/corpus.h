@@ -40,6 +40,9 @@ class Grammar {
   double entropy() const;
   // Whole lines, as many as it takes to have at least `bytes` bytes.
   Corpus sample(std::int64_t bytes, std::uint64_t seed) const;
+  // -log p of a text that begins after a '\n', in nats; its last line may be cut anywhere. Infinite where it
+  // breaks a rule. Nothing that knows the grammar can predict the text better on average.
+  double surprise(std::string_view text) const;
   // -log p of each way to make this line (without its '\n'): one number, or none where the line breaks a
   // rule.
   std::vector<double> derivations(std::string_view line) const;
@@ -61,6 +64,7 @@ class Grammar {
   static Part slot(std::string_view mark, const std::vector<WordClass>& classes);
   static Sentence compile(std::uint32_t weight, std::string_view pattern,
                           const std::vector<WordClass>& classes);
+  std::vector<double> ways(std::string_view beginning) const;
   std::string written(const Part& part, std::size_t word) const;
   double mean_length(const Part& part) const;
 

@@ -17,7 +17,8 @@ struct Curve {
 struct Chart {
   std::string title, note, x_label, y_label;
   std::vector<Curve> curves;
-  std::vector<std::pair<std::string, double>> levels;  // horizontal lines, such as the corpus's entropy
+  std::vector<std::pair<std::string, double>> levels;  // horizontal lines, such as the best possible loss
+  bool small = false;                                  // half as wide, and without the close view
 };
 
 // One horizontal bar per row, split by kind.

@@ -22,10 +22,10 @@ std::string visible_format(const scruple_array& weight) {
 }
 
 State::State(Engine& engine, const std::vector<Parameter>& parameters, const Optimizer& decaying,
-             const Optimizer& plain, const Describe& describe, Ledger& ledger)
+             const Optimizer& undecayed, const Describe& describe, Ledger& ledger)
     : engine_(engine), parameters_(parameters) {
   for (const Parameter& parameter : parameters_) {
-    scruple_tensor row = describe(parameter.decays ? decaying : plain, parameter.size());
+    scruple_tensor row = describe(parameter.decays ? decaying : undecayed, parameter.size());
     row.id = static_cast<std::uint32_t>(table_.size());
     row.step = 1;
     for (const int a : used_arrays(row)) {

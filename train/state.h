@@ -22,9 +22,9 @@ std::string visible_format(const scruple_array& weight);
 
 class State final : public Weights {
  public:
-  // `decaying` steps the parameters that decay, `plain` the others; both must outlive this.
+  // `decaying` steps the parameters that decay, `undecayed` the others; both must outlive this.
   State(Engine& engine, const std::vector<Parameter>& parameters, const Optimizer& decaying,
-        const Optimizer& plain, const Describe& describe, Ledger& ledger);
+        const Optimizer& undecayed, const Describe& describe, Ledger& ledger);
 
   void start(std::uint64_t seed, Ledger& ledger);  // GPT-2's initial values
   void set(int parameter, const float* values);

@@ -156,14 +156,14 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
       engine_("cpu", job.threads),
       threads_(engine_.threads()),
       decaying_(job.optimizer()),
-      plain_(without_decay(job.optimizer())) {
+      undecayed_(without_decay(job.optimizer())) {
   if (const std::string problem = problem_with(job.shape); !problem.empty())
     throw std::runtime_error(problem);
   with_rate(decaying_, job.schedule.peak);  // refused here, if at all
   decaying_.set_seed(job.seed);
-  plain_.set_seed(job.seed);
+  undecayed_.set_seed(job.seed);
   state_ =
-      std::make_unique<State>(engine_, parameters_of(job.shape), decaying_, plain_, job.describe, ledger);
+      std::make_unique<State>(engine_, parameters_of(job.shape), decaying_, undecayed_, job.describe, ledger);
   Position position;
   if (from != nullptr)
     position = take_up(*from);
@@ -189,8 +189,8 @@ Ledger memory_of(const Job& job) {
   {
     Engine engine("cpu", job.threads);
     Threads threads(engine.threads());
-    const Optimizer decaying = job.optimizer(), plain = without_decay(job.optimizer());
-    const State state(engine, parameters_of(job.shape), decaying, plain, job.describe, ledger);
+    const Optimizer decaying = job.optimizer(), undecayed = without_decay(job.optimizer());
+    const State state(engine, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
     const Gpt model(job.shape, job.batch, job.activations, threads, ledger);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
     const Block tile(ledger, released ? "gradients" : "workspace", tile_bytes(state.parameters()));
@@ -231,7 +231,7 @@ Position Trainer::take_up(const io::Checkpoint& from) {
     io::fail(from.folder(), " has ", manifest.tensors.size(), " tensors in ", manifest.groups.size(),
              " groups, and a model of this shape has ", parameters.size(), " in 2");
   check_group(manifest.groups[0], group_of(decaying_));
-  check_group(manifest.groups[1], group_of(plain_));
+  check_group(manifest.groups[1], group_of(undecayed_));
   Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     const io::TensorState& tensor = manifest.tensors[p];
@@ -258,7 +258,7 @@ Position Trainer::position() const {
 Outcome Trainer::step(const Windows& data) {
   const std::int64_t parts = job_.gradients.micro_batches;
   Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, tiles_->loss_scale(), false};
-  with_rate(decaying_, outcome.lr), with_rate(plain_, outcome.lr);
+  with_rate(decaying_, outcome.lr), with_rate(undecayed_, outcome.lr);
   for (std::int64_t part = 0; part < parts; ++part) {
     read(data, [&](std::int64_t w) {
       return data.random_start(job_.seed,
@@ -275,12 +275,16 @@ Outcome Trainer::step(const Windows& data) {
   return outcome;
 }
 
+std::int64_t validated_windows(std::int64_t asked, std::int64_t batch) {
+  return std::max<std::int64_t>((asked + batch - 1) / batch, 1) * batch;
+}
+
 double Trainer::validate(const Windows& data, std::int64_t windows, const std::function<bool()>& go_on) {
-  const std::int64_t batches = std::max<std::int64_t>((windows + job_.batch - 1) / job_.batch, 1);
+  const std::int64_t all = validated_windows(windows, job_.batch), batches = all / job_.batch;
   double sum = 0;
   for (std::int64_t b = 0; b < batches; ++b) {
     if (!go_on()) return std::nan("");
-    read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, batches * job_.batch); });
+    read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, all); });
     sum += forward();
   }
   return sum / static_cast<double>(batches);

@@ -46,6 +46,8 @@ std::int64_t tile_bytes(const std::vector<Parameter>& parameters);
 
 // What a trainer of this job takes at its peaks, counted without taking it.
 Ledger memory_of(const Job& job);
+// How many windows a validation takes: as many as asked for, or what whole batches make of them.
+std::int64_t validated_windows(std::int64_t asked, std::int64_t batch);
 
 // Where a run stands, beside its planes: what a checkpoint keeps of it.
 struct Position {
@@ -77,7 +79,7 @@ class Trainer {
   State& state() { return *state_; }
   // The optimizers of what decays and of what does not.
   const Optimizer& decaying() const { return decaying_; }
-  const Optimizer& plain() const { return plain_; }
+  const Optimizer& undecayed() const { return undecayed_; }
 
  private:
   class Tiles;
@@ -87,7 +89,7 @@ class Trainer {
   Job job_;
   Engine engine_;
   Threads threads_;
-  Optimizer decaying_, plain_;
+  Optimizer decaying_, undecayed_;
   std::unique_ptr<State> state_;
   std::unique_ptr<Gpt> model_;
   std::unique_ptr<Tiles> tiles_;

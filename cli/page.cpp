@@ -1,0 +1,210 @@
+#include "page.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include "text.h"
+#include "training.h"
+
+namespace scruple::cli {
+namespace {
+
+using train::Outcome;
+using train::Record;
+
+std::int64_t parameters_in(const train::GptShape& shape) {
+  std::int64_t count = 0;
+  for (const train::Parameter& parameter : train::parameters_of(shape)) count += parameter.size();
+  return count;
+}
+
+std::int64_t tokens_per_step(const train::Job& job) {
+  return job.batch * job.gradients.micro_batches * job.shape.context;
+}
+
+std::string model_of(const train::GptShape& shape) {
+  return "GPT, " + plural(shape.layers, "layer") + ", width " + std::to_string(shape.width) + ", " +
+         plural(shape.heads, "head") + ", context " + std::to_string(shape.context);
+}
+
+// All but the learning rate, which the schedule decides, and flags that are off.
+std::string hypers_of(const Optimizer& optimizer) {
+  const int rule = scruple_optimizer_rule(optimizer.raw());
+  scruple_rule_info info;
+  check(scruple_rule_at(rule, &info));
+  std::string text;
+  for (int h = 0; h < info.hypers; ++h) {
+    scruple_hyper_info hyper;
+    check(scruple_rule_hyper(rule, h, &hyper));
+    const double value = optimizer.get(hyper.name);
+    if (std::string(hyper.name) == "lr" || (hyper.flag != 0 && value == 0)) continue;
+    text +=
+        (text.empty() ? "" : ", ") + std::string(hyper.name) + (hyper.flag != 0 ? "" : " " + shortest(value));
+  }
+  return text;
+}
+
+// Of a large tensor; a recipe may leave small ones in fp32.
+std::string formats_of(const train::Job& job, const Optimizer& optimizer) {
+  const scruple_tensor tensor = job.describe(optimizer, std::int64_t{1} << 20);
+  std::string text;
+  for (const int a : used_arrays(tensor)) {
+    const scruple_array& array = tensor.arrays[a];
+    if (a == SCRUPLE_GRADIENT && job.gradients.policy == SCRUPLE_RELEASED) continue;
+    text +=
+        (text.empty() ? "" : ", ") + std::string(array_name(tensor, a)) + " " + info_of(array.format).name;
+    if (array.rounding != SCRUPLE_NEAREST) text += std::string(" ") + scruple_rounding_name(array.rounding);
+  }
+  return text;
+}
+
+std::string gradients_of(const train::Job& job) {
+  const scruple_sink_options& options = job.gradients;
+  std::string text = kPolicies[options.policy];
+  if (options.micro_batches > 1) text += ", " + std::to_string(options.micro_batches) + " micro-batches";
+  if (options.max_norm > 0) text += ", clipped at " + shortest(options.max_norm);
+  if (options.tensor_norm > 0) text += ", each tensor clipped at " + shortest(options.tensor_norm);
+  if (options.adagc > 0) text += ", AdaGC " + shortest(options.adagc);
+  if (job.scaler.scale > 0)
+    text += std::string(job.scaler.growth > 1 ? ", dynamic" : ", static") + " loss scale";
+  return text;
+}
+
+std::string rate_of(const train::Schedule& schedule) {
+  constexpr const char* kAnnealings[] = {"cosine", "linear", "constant"};
+  return shortest(schedule.peak) + " at its peak, " + plural(schedule.warmup, "step") + " of warm-up, " +
+         kAnnealings[static_cast<int>(schedule.annealing)];
+}
+
+train::Figures settings_of(const std::string& data, const std::string& recipe, const train::Job& job) {
+  const Optimizer optimizer = job.optimizer();
+  scruple_rule_info rule;
+  check(scruple_rule_at(scruple_optimizer_rule(optimizer.raw()), &rule));
+  return {"Settings",
+          "",
+          {{"setting", "value"},
+           {"data", data},
+           {"model", model_of(job.shape)},
+           {"parameters", grouped(parameters_in(job.shape))},
+           {"recipe", recipe},
+           {"formats", formats_of(job, optimizer)},
+           {"activations", precision_name(job.activations)},
+           {"gradients", gradients_of(job)},
+           {"optimizer", rule.name},
+           {"hyperparameters", hypers_of(optimizer)},
+           {"learning rate", rate_of(job.schedule)},
+           {"steps", grouped(job.schedule.steps) + " of " + grouped(tokens_per_step(job)) + " tokens"},
+           {"seed", std::to_string(job.seed)}}};
+}
+
+train::Figures speed_of(const train::Job& job, const Record& record) {
+  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  const auto before = static_cast<std::int64_t>(record.resumed);
+  const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
+                                     [](const Outcome& step) { return step.skipped; });
+  train::Figures speed = {
+      "Speed", "Validations are not counted.", {{"of the run", "value"}, {"steps taken", grouped(taken)}}};
+  if (before > 0) speed.rows.push_back({"of them in earlier sessions", grouped(before)});
+  speed.rows.push_back({"skipped, their gradients not finite", grouped(skipped)});
+  if (taken > before) {
+    const double ms = record.ms_per_step();
+    speed.rows.push_back({"ms per step", fixed(ms, 1)});
+    speed.rows.push_back(
+        {"tokens per second", grouped(std::llround(1e3 * static_cast<double>(tokens_per_step(job)) / ms))});
+    speed.rows.push_back({"time of the steps", duration(record.step_seconds)});
+  }
+  return speed;
+}
+
+train::Section memory_of(const train::Ledger& ledger, const Memory& plan, std::int64_t count) {
+  const auto params = static_cast<double>(count);
+  train::Bars::Row planned = {"planned", {}}, measured = {"measured", {}};
+  for (const auto& [kind, bytes] : plan.parts())
+    planned.parts.emplace_back(kind, static_cast<double>(bytes) / params);
+  for (const auto& [kind, bytes] : measured_parts(ledger, plan))
+    measured.parts.emplace_back(kind, static_cast<double>(bytes) / params);
+  train::Figures kinds = {"Peak by kind",
+                          "Kinds do not all peak at once, so the total may be below their sum.",
+                          {{"kind", "MiB", "bytes per parameter"}}};
+  const auto add = [&](const std::string& name, std::int64_t bytes) {
+    const auto size = static_cast<double>(bytes);
+    kinds.rows.push_back({name, fixed(size * 0x1p-20, 2), fixed(size / params, 3)});
+  };
+  for (const train::Ledger::Entry& entry : ledger.entries()) add(entry.kind, entry.peak);
+  add("total", ledger.peak());
+  return {"Memory",
+          "",
+          {kinds},
+          {{"Weights, moments, gradients", "", "bytes per parameter", {planned, measured}}},
+          {}};
+}
+
+train::Chart small_chart(const std::string& title, const std::string& y_label, const Record& record,
+                         const std::function<double(const Outcome&)>& value) {
+  train::Curve curve = {title, {}, {}, false};
+  for (std::size_t i = 0; i < record.steps.size(); ++i) {
+    curve.x.push_back(static_cast<double>(i + 1));
+    curve.y.push_back(value(record.steps[i]));
+  }
+  return {title, "", "step", y_label, {curve}, {}, /*small=*/true};
+}
+
+// The norm where the policy knows it, the loss scale where there is one.
+train::Section steps_of(const train::Job& job, const Record& record) {
+  train::Section section = {"Step by step", "", {}, {}, {}};
+  const auto any = [&](const auto& holds) {
+    return std::any_of(record.steps.begin(), record.steps.end(), holds);
+  };
+  if (any([](const Outcome& step) { return std::isfinite(step.norm); })) {
+    section.charts.push_back(small_chart("Gradient norm", "norm before clipping", record,
+                                         [](const Outcome& step) { return step.norm; }));
+    if (job.gradients.max_norm > 0)
+      section.charts.back().levels.emplace_back("clipped above", job.gradients.max_norm);
+  }
+  section.charts.push_back(
+      small_chart("Learning rate", "rate", record, [](const Outcome& step) { return step.lr; }));
+  if (any([](const Outcome& step) { return step.loss_scale != 1; }))
+    section.charts.push_back(small_chart("Loss scale", "scale", record, [](const Outcome& step) {
+      return static_cast<double>(step.loss_scale);
+    }));
+  return section;
+}
+
+train::Section loss_of(const Record& record) {
+  train::Curve loss = {"training", {}, {}, false}, validation = {"validation", {}, {}, true};
+  for (std::size_t i = 0; i < record.steps.size(); ++i)
+    loss.x.push_back(static_cast<double>(i + 1)), loss.y.push_back(record.steps[i].loss);
+  for (const auto& [step, value] : record.validations)
+    validation.x.push_back(static_cast<double>(step)), validation.y.push_back(value);
+  return {
+      "Loss", "", {}, {}, {{"Training and validation", "", "step", "nats per byte", {loss, validation}, {}}}};
+}
+
+}  // namespace
+
+std::string validation_words(const Record& record, std::int64_t steps) {
+  if (record.validations.empty()) return "no validation was finished";
+  const auto at = [&](const std::pair<std::int64_t, double>& validation, std::int64_t usual) {
+    return fixed(validation.second, 4) +
+           (validation.first == usual ? "" : " (after step " + std::to_string(validation.first) + ")");
+  };
+  const auto &first = record.validations.front(), &last = record.validations.back();
+  if (first.first == last.first) return "validation loss " + at(last, -1) + " nats per byte";
+  return "validation loss " + at(first, 0) + " -> " + at(last, steps) + " nats per byte";
+}
+
+train::Report page_of(const std::string& data, const std::string& recipe, const train::Job& job,
+                      const Record& record, const train::Ledger& ledger, const Memory& plan) {
+  const std::string lead = model_of(job.shape) + ", recipe " + recipe + ", " +
+                           std::to_string(record.steps.size()) + " of " + plural(job.schedule.steps, "step") +
+                           "; " + validation_words(record, job.schedule.steps) + ".";
+  return {"Scruple: " + data,
+          lead,
+          {loss_of(record),
+           {"Settings and speed", "", {settings_of(data, recipe, job), speed_of(job, record)}, {}, {}},
+           memory_of(ledger, plan, parameters_in(job.shape)),
+           steps_of(job, record)}};
+}
+
+}  // namespace scruple::cli

@@ -1,0 +1,20 @@
+// The page of one training run: loss, settings, speed, memory, gradient norm and learning rate.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "memory.h"
+#include "train/report.h"
+#include "train/run.h"
+
+namespace scruple::cli {
+
+// The first and the last validation loss, each with its step unless the run of so many steps begins or ends with it.
+std::string validation_words(const train::Record& record, std::int64_t steps);
+
+// `data`: what was learned.
+train::Report page_of(const std::string& data, const std::string& recipe, const train::Job& job,
+                      const train::Record& record, const train::Ledger& ledger, const Memory& plan);
+
+}  // namespace scruple::cli
