@@ -358,8 +358,9 @@ class Rule:
         library.optimizer_create(name.encode(), byref(self.handle))
 
     def set(self, name, value):
+        value = float(value)  # of a tensor, which may be written in place
         if self._set.get(name) != value:
-            library.optimizer_set(self.handle, name.encode(), float(value))
+            library.optimizer_set(self.handle, name.encode(), value)
             self._set[name] = value
 
     def seed(self, value):

@@ -541,6 +541,19 @@ class Schedulers(Case):
                     self.assertLess(distance(a, b), 2e-6)
                     self.assertEqual(float(ours.param_groups[0]["lr"]), float(theirs.param_groups[0]["lr"]))
 
+    def test_tensors_written_in_place(self):
+        """A hyperparameter that is a tensor counts with the value that it has at the step."""
+        a, b = parameters(), parameters()
+        beta = torch.tensor(0.9)
+        ours = st.AdamW(a, betas=(beta, 0.999), **FP32)
+        plain = st.AdamW(b, betas=(0.9, 0.999), **FP32)
+        for step, value in enumerate((0.9, 0.5, 0.5, 0.7)):
+            beta.fill_(value)
+            plain.param_groups[0]["betas"] = float(beta), 0.999
+            for ps, opt in ((a, ours), (b, plain)):
+                take_steps(opt, ps, 1, first=step)
+        self.assertEqual(distance(a, b), 0)
+
 
 class AsAnOptimizer(Case):
     def test_closure(self):

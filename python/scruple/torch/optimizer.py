@@ -5,6 +5,7 @@ import copy
 import ctypes
 import difflib
 import functools
+import itertools
 import math
 import numbers
 import operator
@@ -29,7 +30,8 @@ _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay
 
 @functools.lru_cache(maxsize=None)
 def _hyper_names(rule):
-    return tuple(_abi.rules()[rule][2])
+    """Of the hyperparameters that groups have under the library's names; lr is set apart."""
+    return tuple(name for name in _abi.rules()[rule][2] if name not in ("lr", "max_lr"))
 
 
 class Entry:
@@ -126,11 +128,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _hypers(self, group):
         """Hyperparameters by the library's names; lr apart."""
-        named = {
-            name: group[name]
-            for name in _hyper_names(self.rule)
-            if name in group and name not in ("lr", "max_lr")
-        }
+        named = {name: group[name] for name in _hyper_names(self.rule) if name in group}
         # Not under the library's name: OneCycleLR keeps a max_lr of its own in the groups.
         if "decay_lr" in self.defaults:
             named["max_lr"] = group["decay_lr"]
@@ -310,8 +308,8 @@ class Optimizer(torch.optim.Optimizer):
     def _filled(self, key, params, gradients):
         """A table of these parameters, all of one device and named by `key`, with the addresses of their
         gradients; None where there is none."""
-        here = [g is not None for g in gradients]
-        if not all(here):
+        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
+            here = [g is not None for g in gradients]
             key = (*key, bytes(here))
             params, gradients = ([x for x, has in zip(xs, here) if has] for xs in (params, gradients))
         if not params:

@@ -5,6 +5,7 @@ A table lives as long as the same parameters come; then a step only writes addre
 
 import array
 import ctypes
+import operator
 
 import torch
 
@@ -59,11 +60,10 @@ class Table:
         self.any_sharded = any(is_sharded(p) for p in params)
         self.addresses = [entry.address for entry in entries]
         # The first plane of each stands for all: who replaces state replaces that too.
-        self.watched = [
-            (entry.state, next(iter(entry.layout.planes()))[0], entry.planes[0])
-            for entry in entries
-            if entry.planes
-        ]
+        with_planes = [entry for entry in entries if entry.planes]
+        self.states = [entry.state for entry in with_planes]
+        self.names = [next(iter(entry.layout.planes()))[0] for entry in with_planes]
+        self.planes = [entry.planes[0] for entry in with_planes]
         self.dtypes, self.came_from = [None] * len(params), None  # of the last gradients
         self.strided = [i for i, entry in enumerate(entries) if entry.strided]
         self.kept = None  # the gradients, until the call has been queued
@@ -74,10 +74,10 @@ class Table:
         weights = self.params
         if self.any_sharded:
             gradients, weights = [local(g) for g in gradients], [local(p) for p in weights]
-        # Four passes that run in C: with hundreds of small parameters the host is what a step waits for.
+        # Passes that run in C: with hundreds of small parameters the host is what a step waits for.
         if list(map(torch.Tensor.data_ptr, weights)) != self.addresses:
             return False
-        if not all([state.get(name) is plane for state, name, plane in self.watched]):
+        if not all(map(operator.is_, map(dict.get, self.states, self.names), self.planes)):
             return False
         if [g.dtype for g in gradients] != self.dtypes or not all(map(torch.Tensor.is_contiguous, gradients)):
             gradients = [self._adopt(i, g, p) for i, (g, p) in enumerate(zip(gradients, weights))]
