@@ -6,6 +6,7 @@ build` left in the source tree.
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import pathlib
@@ -318,16 +319,13 @@ def rules():
     """{name: (doc, {slot: role}, {hyperparameter: default})} in the library's order."""
     found = {}
     for i, info in _all(library.rule_count(), library.rule_at, RuleInfo):
-        slots, hypers = {}, {}
-        for s in range(info.slots):
-            slot = SlotInfo()
-            library.rule_slot(i, s, byref(slot))
-            slots[slot.name.decode()] = slot.role
-        for h in range(info.hypers):
-            hyper = HyperInfo()
-            library.rule_hyper(i, h, byref(hyper))
-            hypers[hyper.name.decode()] = bool(hyper.value) if hyper.flag else hyper.value
-        found[info.name.decode()] = (info.doc.decode(), slots, hypers)
+        slots = _all(info.slots, functools.partial(library.rule_slot, i), SlotInfo)
+        hypers = _all(info.hypers, functools.partial(library.rule_hyper, i), HyperInfo)
+        found[info.name.decode()] = (
+            info.doc.decode(),
+            {slot.name.decode(): slot.role for _, slot in slots},
+            {h.name.decode(): bool(h.value) if h.flag else h.value for _, h in hypers},
+        )
     return found
 
 

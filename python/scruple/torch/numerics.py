@@ -51,8 +51,7 @@ def check_updates(opt, model=None, threshold=0.1):
                 wider = "a larger lr"
             found.append(
                 f"{names.get(p, f'parameter {number}')} ({weight}, lr {lr:g}): {100 * share:.0f} % of the "
-                "weights "
-                f"that have a gradient would not move; the step is below their last bit. Use {wider}"
+                f"weights that have a gradient would not move; the step is below their last bit. Use {wider}"
             )
     return found
 

@@ -40,9 +40,7 @@ class Entry:
     def __init__(self, layout, row, weight, state):
         self.layout, self.row = layout, row
         self.state = state
-        self.planes = [
-            state[name] for name, *_ in layout.planes()
-        ]  # alive for as long as the row points there
+        self.planes = [state[name] for name, *_ in layout.planes()]  # alive while the row points there
         self.address = weight.data_ptr()
         self.strided = not weight.is_contiguous()
 
@@ -345,22 +343,16 @@ class Optimizer(torch.optim.Optimizer):
     @torch._disable_dynamo  # addresses and library calls: nothing that a compiled train step could trace
     def _step(self, max_norm):
         with self._lock:
-            self._step_all(max_norm)
-
-    def _step_all(self, max_norm):
-        tables = self._present()
-        found_inf, scale = self._of_scaler("found_inf"), self._of_scaler("grad_scale")
-        if max_norm is None:
-            self._take(tables, scale, found_inf, None)
-        elif tables:
-            norm, found_inf, clip = self._measure(tables, max_norm, scale, found_inf)
+            tables, clip = self._present(), None
+            found_inf, scale = self._of_scaler("found_inf"), self._of_scaler("grad_scale")
+            if max_norm is not None and tables:
+                self.last_norm, found_inf, clip = self._measure(tables, max_norm, scale, found_inf)
+            elif max_norm is not None and self._handle is not None:
+                raise UsageError(
+                    "clipping in the step: release_gradients has taken the gradients inside backward; give it "
+                    "max_norm instead (policy 'compressed')"
+                )
             self._take(tables, scale, found_inf, clip)
-            self.last_norm = norm
-        elif self._handle is not None:
-            raise UsageError(
-                "clipping in the step: release_gradients has taken the gradients inside backward; give it "
-                "max_norm instead (policy 'compressed')"
-            )
 
     def _present(self):
         """Tables of all parameters that have a gradient."""
@@ -410,14 +402,9 @@ class Optimizer(torch.optim.Optimizer):
         norm = torch.empty((), dtype=torch.float64, device=device)
         flag, clip = torch.empty((), device=device), torch.empty((), device=device)
         held = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
+        cells = norm.data_ptr(), flag.data_ptr(), clip.data_ptr()
         options = _abi.MeasureOptions(
-            ctypes.sizeof(_abi.MeasureOptions),
-            max_norm,
-            _address(held),
-            None,
-            norm.data_ptr(),
-            flag.data_ptr(),
-            clip.data_ptr(),
+            ctypes.sizeof(_abi.MeasureOptions), max_norm, _address(held), None, *cells
         )
         if len(tables) == 1 and not tables[0].any_sharded:
             tables[0].measure(options)

@@ -7,7 +7,6 @@ values, and their scales "/scale".
 
 import copy
 import ctypes
-import math
 from ctypes import byref
 
 import torch
@@ -80,32 +79,18 @@ def _set_moments(row, moments, arrays):
         _set_format(row.arrays[a], moments)
 
 
-def _rounding_named(name):
-    if not isinstance(name, str) or name not in _abi.ROUNDINGS:
-        raise UsageError(
-            f"rounding is {name!r}; it can be {', '.join(_abi.ROUNDINGS)}, or a dict of these for 'weights', "
-            "'moments' or slots by name"
-        )
-    return _abi.ROUNDINGS[name]
-
-
 def _set_rounding(row, rounding, arrays):
     """A name is for every array that can round so; what a dict says of an array, that array must be able to
     do."""
-    if isinstance(rounding, dict):
-        return _set_roundings(row, rounding, arrays)
-    wanted = _rounding_named(rounding)
-    for a, _, _ in arrays:
-        # Moments have no second part that could be wide.
-        own = _abi.STOCHASTIC if wanted == _abi.WIDE and a != _abi.WEIGHT else wanted
-        if _abi.format_at(row.arrays[a].format).rounds(own):
-            row.arrays[a].rounding = own
-
-
-def _set_roundings(row, rounding, arrays):
-    slots = {name: a for a, name, _ in arrays if a != _abi.WEIGHT}
+    exact, slots = isinstance(rounding, dict), {name: a for a, name, _ in arrays if a != _abi.WEIGHT}
+    if not exact:  # moments have no second part that could be wide
+        rounding = {"weights": rounding, "moments": "stochastic" if rounding == "wide" else rounding}
     for key, value in rounding.items():
-        _rounding_named(value)
+        if not isinstance(value, str) or value not in _abi.ROUNDINGS:
+            raise UsageError(
+                f"rounding is {value!r}; it can be {', '.join(_abi.ROUNDINGS)}, or a dict of these for "
+                "'weights', 'moments' or slots by name"
+            )
         if key not in ("weights", "moments", *slots):
             raise UsageError(
                 f"rounding names {key!r}; it can name {', '.join(map(repr, ('weights', 'moments', *slots)))}"
@@ -115,13 +100,14 @@ def _set_roundings(row, rounding, arrays):
         form = _abi.format_at(row.arrays[a].format)
         if named is None or form.name == "fp32":  # which rounds nothing
             continue
-        if not form.rounds(_abi.ROUNDINGS[named]):
+        if form.rounds(_abi.ROUNDINGS[named]):
+            row.arrays[a].rounding = _abi.ROUNDINGS[named]
+        elif exact:
             known = [known for known, number in _abi.ROUNDINGS.items() if form.rounds(number)]
             raise UsageError(
                 f"rounding {named!r} of {name}: they are kept in {form.name}, which can be rounded "
                 f"{', '.join(known)}"
             )
-        row.arrays[a].rounding = _abi.ROUNDINGS[named]
 
 
 _empty_engine = None

@@ -28,8 +28,7 @@ class LossScaler(torch.amp.GradScaler):
         if halves:
             raise UsageError(
                 "unscale_ would write fp16 gradients back unscaled, and the small ones would vanish; leave "
-                "it "
-                "out: scaler.step(opt, max_norm=1.0) unscales and clips inside the step"
+                "it out: scaler.step(opt, max_norm=1.0) unscales and clips inside the step"
             )
         super().unscale_(optimizer)
 

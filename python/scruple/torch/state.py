@@ -31,13 +31,8 @@ _HIDDEN = "dampening of momentum"  # what a saved group calls "dampening"
 _SHOWN = {_HIDDEN: "dampening"}
 _BITS_CHUNK = 1 << 18  # elements whose extra bits are repacked at a time
 _OURS = ("recipe", "weights", "moments", "rounding", "seed", "decay_lr", "version", "formats")
-_SCHEDULERS = (
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "base_momentum",
-    "max_momentum",
-)  # what they keep in the groups
+# What schedulers keep in the groups.
+_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 
 # ---- Saving ----
@@ -127,10 +122,8 @@ def _values(opt, p):
 def unchanged_on_error(opt):
     """Groups and state as they were, where what is inside fails; the state before it. Inside, groups may get
     other formats."""
-    groups, state = (
-        [dict(group) for group in opt.param_groups],
-        {p: dict(held) for p, held in opt.state.items()},
-    )
+    groups = [dict(group) for group in opt.param_groups]
+    state = {p: dict(held) for p, held in opt.state.items()}
     kept, opt._kept = opt._kept, {}
     try:
         yield state
@@ -179,8 +172,7 @@ def _checked_groups(opt, saved):
     if len(groups) != len(opt.param_groups):
         raise UsageError(
             f"the state has {len(groups)} parameter groups and the optimizer {len(opt.param_groups)}; make "
-            "the "
-            "optimizer with the same groups"
+            "the optimizer with the same groups"
         )
     for i, (theirs, mine) in enumerate(zip(groups, opt.param_groups)):
         if len(theirs["params"]) != len(mine["params"]):
@@ -309,24 +301,20 @@ def _from_bytes(plane):
 
 def _decoded_whole(p, layout, slot, state):
     """Values of a moment of a whole parameter from planes that another process has saved."""
-    array = layout.index(slot)
-    planes = {
-        name: state[name].to(local(p).device).contiguous()
-        for name, a, _, _, _ in layout.planes()
-        if a == array and isinstance(state.get(name), torch.Tensor)
-    }
+    array, kept = layout.index(slot), []
     row = _abi.Tensor.from_buffer_copy(layout.row)
     row.size = p.numel()
     for name, a, plane, per, dtype in layout.planes():
-        if a == array:
-            size = math.prod(layout.shape(p, per, dtype, a, plane))
-            if name not in planes or planes[name].dtype != dtype or planes[name].numel() != size:
-                raise UsageError(
-                    f"the state of a parameter of shape {tuple(p.shape)} lacks a {name!r} of {size} entries "
-                    "of "
-                    f"{dtype}; was it saved for this model?"
-                )
-            setattr(row.arrays[a], plane, planes[name].data_ptr())
+        if a != array:
+            continue
+        found, size = state.get(name), math.prod(layout.shape(p, per, dtype, a, plane))
+        if not isinstance(found, torch.Tensor) or found.dtype != dtype or found.numel() != size:
+            raise UsageError(
+                f"the state of a parameter of shape {tuple(p.shape)} lacks a {name!r} of {size} entries of "
+                f"{dtype}; was it saved for this model?"
+            )
+        kept.append(found.to(local(p).device).contiguous())  # alive until it has been read
+        setattr(row.arrays[a], plane, kept[-1].data_ptr())
     return decode(engine_for(local(p).device), row, array, p.shape, local(p).device)
 
 
@@ -378,8 +366,7 @@ def _read_others(opt, p, number, state, source):
     if others:
         raise UsageError(
             f"parameter {number}: the state has {', '.join(others)}, of which {type(opt).__name__} with "
-            "these options "
-            "has none; it must come from an optimizer of the same kind"
+            "these options has none; it must come from an optimizer of the same kind"
         )
     _check_flash(p, number, state, slots)
     for slot in slots:
@@ -387,8 +374,7 @@ def _read_others(opt, p, number, state, source):
         if not isinstance(found, torch.Tensor):
             raise UsageError(
                 f"parameter {number}: the state lacks {slot!r} and has {', '.join(map(str, state))}; it must "
-                "come "
-                f"from an optimizer of the same kind as {type(opt).__name__}"
+                f"come from an optimizer of the same kind as {type(opt).__name__}"
             )
         if tuple(found.shape) != tuple(p.shape):
             raise UsageError(
@@ -400,16 +386,12 @@ def _read_others(opt, p, number, state, source):
     def write():
         engine, entry = engine_for(weight.device), _ready(opt, p, steps)
         for slot in slots:
-            array = layout.index(slot)
-            if slot + "::quantized" in state:
-                _load_flash(
-                    engine,
-                    entry.row,
-                    array,
-                    state[slot + "::quantized"],
-                    state[slot + "::scales"],
-                    weight.device,
-                )
+            array, codes = layout.index(slot), state.get(slot + "::quantized")
+            if codes is not None:
+                # Our format flash8, with its fp16 scales at times under the name of bf16.
+                codes = codes.to(torch.int16).to(torch.uint8) if codes.element_size() > 1 else codes
+                scales = state[slot + "::scales"]
+                recode(engine, entry.row, array, _abi.format_named("flash8"), codes, scales, weight.device)
             else:
                 encode(engine, entry.row, array, part_of(p, state[slot]), weight.device)
         if isinstance(state.get("error_bits"), torch.Tensor) and weight.dtype != torch.float32:
@@ -430,8 +412,7 @@ def _check_flash(p, number, state, slots):
         if found != size:
             raise UsageError(
                 f"parameter {number}, {name}: the state has {found}, and {size} belong there; was it saved "
-                "for this "
-                "model?"
+                "for this model?"
             )
 
 
@@ -451,12 +432,6 @@ def _ready(opt, p, steps):
     opt.state[p]["step"] = steps
     entry.row.step = max(steps, 1)
     return entry
-
-
-def _load_flash(engine, row, array, codes, scales, device):
-    """FlashOptim's moments are our format flash8, with its fp16 scales at times under the name of bf16."""
-    codes = codes.to(torch.int16).to(torch.uint8) if codes.element_size() > 1 else codes
-    recode(engine, row, array, _abi.format_named("flash8"), codes, scales, device)
 
 
 def _load_error_bits(engine, row, weight, errors, source):

@@ -27,8 +27,7 @@ def check_gradient(param, gradient):
     if gradient.layout is not torch.strided:
         raise UsageError(
             f"a gradient of shape {tuple(gradient.shape)} is sparse ({gradient.layout}); sparse gradients "
-            "are "
-            "not supported: use sparse=False in the embedding, or gradient.to_dense()"
+            "are not supported: use sparse=False in the embedding, or gradient.to_dense()"
         )
     if gradient.dtype not in NAMES:
         raise UsageError(f"a gradient has dtype {gradient.dtype}; it can be fp32, bf16 or fp16")
