@@ -66,9 +66,11 @@ def release_gradients(
     scaler        a torch.amp.GradScaler (or LossScaler); keep scaler.scale, scaler.step and scaler.update
                   in the loop. False: this loss is not scaled, whatever scalers there are for others
     accumulator   compressed: "root8", "int8", "bf16" or "fp32"
-    process_group data parallelism, in place of DistributedDataParallel: gradients are averaged over it
-                  before they are used. Weights and buffers are taken from its first rank now. Every rank must
-                  use the same parameters in each backward.
+    process_group data parallelism: gradients are averaged over it before they are used. In place of
+                  DistributedDataParallel, which keeps every gradient in its buckets. Weights and buffers are
+                  taken from its first rank now; buffers go their own ways from there. Every rank must use the
+                  same parameters in each backward. With accumulate > 1 every backward is averaged, not the
+                  last alone: accumulators in 8 bits cannot be summed over ranks.
 
     Calls of opt.step() (but for reduction "sum") and opt.zero_grad() left in the loop do nothing to these
     parameters. Schedulers go on working.
