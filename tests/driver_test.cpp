@@ -5,28 +5,22 @@
 namespace scruple_tests {
 namespace {
 
-TEST(Driver, AnEngineThatCannotRunSaysWhyAndTheCpuGoesOn) {
+TEST(Driver, WhereCudaCannotRunOneSentenceSaysWhyAndTheCpuGoesOn) {
   const char* expected = std::getenv("SCRUPLE_TEST_REASON");
-  bool found = false;
-  for (int i = 0; i < scruple_engine_count(); ++i) {
-    scruple_engine_info info{};
+  scruple_engine_info info{};
+  for (int i = 0; i < scruple_engine_count() && std::string(info.name == nullptr ? "" : info.name) != "cuda";
+       ++i)
     CHECK_OK(scruple_engine_at(i, &info));
-    if (std::string(info.name) == "cuda") found = true;
-    if (info.available != 0) {
-      EXPECT_TRUE(expected == nullptr || std::string(info.name) != "cuda") << "cuda is available";
-      continue;
-    }
-    const std::string reason = info.reason;
-    EXPECT_NE(reason, "") << info.name;
-    EXPECT_EQ(reason.find('\n'), std::string::npos) << reason;
-    if (expected != nullptr) EXPECT_NE(reason.find(expected), std::string::npos) << reason;
-    scruple_engine* engine = nullptr;
-    EXPECT_EQ(scruple_engine_create(info.name, 1, &engine), SCRUPLE_UNAVAILABLE);
-    EXPECT_EQ(engine, nullptr);
-    const std::string message = scruple_last_error();
-    EXPECT_NE(message.find(reason + "; engine cpu runs everywhere"), std::string::npos) << message;
-  }
-  EXPECT_TRUE(found);
+  ASSERT_STREQ(info.name, "cuda");
+  if (expected == nullptr && info.available != 0) GTEST_SKIP() << "cuda runs here";
+  ASSERT_EQ(info.available, 0);
+  const std::string reason = info.reason;
+  EXPECT_NE(reason.find(expected == nullptr ? " " : expected), std::string::npos) << reason;
+  EXPECT_EQ(reason.find('\n'), std::string::npos) << reason;
+  scruple_engine* engine = nullptr;
+  EXPECT_EQ(scruple_engine_create("cuda", 1, &engine), SCRUPLE_UNAVAILABLE);
+  EXPECT_EQ(engine, nullptr);
+  EXPECT_EQ(scruple_last_error(), "engine cuda: " + reason + "; engine cpu runs everywhere");
 
   const Engine cpu;
   const Optimizer adamw;

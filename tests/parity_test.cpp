@@ -232,7 +232,7 @@ TEST(Parity, TenStepsOfEveryRuleAndRecipe) {
 TEST(Parity, EveryRuleAndRecipeAroundTheChunkSize) {
   const auto all = workers();
   for (const Config& recipe : recipe_configs()) {
-    expect_parity(all, recipe, {{65535, 65536, 65537}, 0}, Data::kNormal, kSlowBuild ? 1 : 3);
+    expect_parity(all, recipe, {{65535, 65536, 65537}, 0}, Data::kNormal, kWhole ? 3 : 1);
     if (HasFatalFailure()) return;
   }
 }
