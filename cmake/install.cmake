@@ -22,6 +22,15 @@ if(SKBUILD)
   if(SCRUPLE_HAS_STATIC_LIBSTDCXX)
     target_link_options(scruple PRIVATE -static-libstdc++ -static-libgcc)
   endif()
+  # Linked against an older glibc than this machine's, it runs on that one too (scripts/old_glibc.sh).
+  set(SCRUPLE_OLD_GLIBC "" CACHE PATH "The root of an older glibc to link against")
+  if(SCRUPLE_OLD_GLIBC)
+    set(lib ${CMAKE_LIBRARY_ARCHITECTURE})
+    target_sources(scruple PRIVATE cmake/old_glibc.c)
+    target_link_options(scruple PRIVATE --sysroot=${SCRUPLE_OLD_GLIBC} -L${SCRUPLE_OLD_GLIBC}/usr/lib/${lib}
+                        -L${SCRUPLE_OLD_GLIBC}/lib/${lib} -Wl,-z,defs)
+    target_link_libraries(scruple PRIVATE -lpthread -ldl -lrt)  # libraries of their own before 2.34
+  endif()
 endif()
 
 install(TARGETS scruple EXPORT scruple-targets LIBRARY DESTINATION ${library_dir} INCLUDES DESTINATION ${include_dir})

