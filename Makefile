@@ -5,39 +5,53 @@ JOBS   ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 MAKEFLAGS += --no-print-directory
 SOURCES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' '*.cuh')
 
-# GPU code is built for the GPU that is here; where there is none, for every architecture that CMake's default
-# names, and in tests for one, to see that it compiles.
+# AUTO: for the GPUs that are here; ON: for every one from Ampere on, or those that ARCHITECTURES names (80 90-real ...).
 CUDA   ?= AUTO
+ARCHITECTURES ?=
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null)
-ARCHITECTURES ?= $(if $(HAS_GPU),native)
-CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES="$(ARCHITECTURES)"
+space := $(subst ,, )
+list = "$(subst $(space),;,$(strip $(1)))"
+CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES=$(call list,$(ARCHITECTURES)) \
+  -DSCRUPLE_CUDA_OPTIMIZERS=$(call list,$(OPTIMIZERS))
+CONFIGURE = cmake --log-level=NOTICE -S .
+has_toolkit = $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 has_header = $(wildcard /usr/include/$(1) /usr/local/include/$(1))
 HAS_CLI = $(if $(and $(call has_header,CLI/CLI.hpp),$(call has_header,nlohmann/json.hpp)),ON,OFF)
 
-.PHONY: help build test test-gpu demo bench install wheel format tidy sanitize sanitize-gpu clean
+.PHONY: help build test test-all test-gpu demo bench install wheel format tidy sanitize sanitize-threads sanitize-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | awk -F'\t' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 build: ## install what is missing (apt), build the library and the command line into build/
 	@scripts/packages.sh build
-	@cmake -S . -B $(BUILD) --log-level=WARNING $(CUDA_FLAGS)
+	@$(CONFIGURE) -B $(BUILD) $(CUDA_FLAGS)
 	@cmake --build $(BUILD) -j$(JOBS)
 
-test: ARCHITECTURES = $(if $(HAS_GPU),native,90)
-test: ## build everything with warnings as errors and run every test
+# Where a toolkit is but no GPU, one optimizer for one architecture shows that the kernels compile; SCRUPLE_TEST_WHOLE=1
+# compiles all of them, and visits every float where a test can (tests/support.h).
+test: ARCHITECTURES = $(if $(HAS_GPU),,90-real)
+test: OPTIMIZERS = $(if $(HAS_GPU)$(SCRUPLE_TEST_WHOLE),,AdamW)
+test: ## build everything with warnings as errors and run every test, in about 15 minutes on 2 cores
 	@scripts/packages.sh test
 	@scripts/python.sh
-	@cmake -S . -B $(BUILD) --log-level=WARNING -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS)
+	@$(CONFIGURE) -B $(BUILD) -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS)
 	@cmake --build $(BUILD) -j$(JOBS)
-	@ctest --test-dir $(BUILD) --output-on-failure
+	@ctest --test-dir $(BUILD) --output-on-failure -j$(JOBS)
+
+test-all: export SCRUPLE_TEST_WHOLE = 1
+test-all: ## before a release: the tests with every loop whole, the sanitizers, the fuzzer for ten minutes; an hour and more
+	@$(MAKE) test
+	@$(MAKE) sanitize
+	@$(MAKE) sanitize-threads
+	@fuzz/run.sh $(BUILD)/fuzz 600
 
 # The tests of scruple.torch that start processes of their own, on the CPU whatever SCRUPLE_TEST_DEVICE says.
 CPU_ONLY = ^torch_(distributed|examples)$$
 test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's and the CPU's; installs nothing
 	@nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-	@cmake -S . -B $(BUILD)/gpu --log-level=WARNING -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
+	@$(CONFIGURE) -B $(BUILD)/gpu -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
 	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=$(HAS_CLI) -DSCRUPLE_TRAIN=OFF
 	@cmake --build $(BUILD)/gpu -j$(JOBS)
 	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_TEST_DEVICE=cuda SCRUPLE_COMPILERS=g++ \
@@ -53,13 +67,13 @@ bench: build ## measure every recipe on this machine
 install: build ## install into PREFIX (default /usr/local)
 	@cmake --install $(BUILD) --prefix $(PREFIX)
 
-wheel: ## build a wheel of the Python package, with the library inside, into dist/
+# For every GPU from Ampere on, whatever GPU is here.
+wheel: CUDA = $(if $(call has_toolkit),ON,OFF)
+wheel: ## build a wheel for every GPU into dist/, or of the CPU engines where there is no CUDA toolkit: 20 minutes on 2 cores
+	@$(if $(call has_toolkit),,echo "No CUDA toolkit is here: the wheel has the CPU engines alone")
 	@scripts/packages.sh wheel
 	@scripts/python.sh wheel
-	@CMAKE_ARGS='$(CUDA_FLAGS)' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) .venv/bin/pip --quiet --disable-pip-version-check \
-	  wheel . --wheel-dir dist --no-deps --no-build-isolation --config-settings=build-dir=$(BUILD)/wheel \
-	  --config-settings=ninja.make-fallback=true
-	@ls -t dist/*.whl | head -1
+	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) scripts/wheel.sh $(BUILD)/wheel $(CUDA_FLAGS)
 
 format: ## format every source file
 	@scripts/packages.sh format
@@ -67,16 +81,24 @@ format: ## format every source file
 
 tidy: ## run clang-tidy over the library and the command line
 	@scripts/packages.sh tidy
-	@cmake -S . -B $(BUILD)/tidy --log-level=WARNING -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS) \
+	@$(CONFIGURE) -B $(BUILD)/tidy -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS) \
 	  -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
 	@run-clang-tidy -quiet -p $(BUILD)/tidy -j$(JOBS) -extra-arg=-Wno-unknown-warning-option '/(engine|grad|io|train|capi|cli|bench)/.*\.cpp$$'
 
 sanitize: ## build with the address and undefined-behaviour sanitizers and run every test
 	@scripts/packages.sh test
 	@scripts/python.sh
-	@cmake --preset sanitize --log-level=WARNING
+	@cmake --preset sanitize --log-level=NOTICE
 	@cmake --build --preset sanitize -j$(JOBS)
-	@ctest --preset sanitize
+	@ctest --preset sanitize -j$(JOBS)
+
+# Of the tests, those of C++ that start threads.
+THREADED = ^(accumulator|checkpoint|errors|following|gpt|measure|norm_fold|parity|planes|save_failures|sink|stochastic|trainer)_test$$
+sanitize-threads: ## build with the thread sanitizer and run the tests that start threads
+	@scripts/packages.sh test
+	@cmake --preset sanitize-threads --log-level=NOTICE
+	@cmake --build --preset sanitize-threads -j$(JOBS)
+	@ctest --preset sanitize-threads -j$(JOBS) -R '$(THREADED)'
 
 sanitize-gpu: ## after make test-gpu: run the GPU tests under compute-sanitizer (memory, uninitialised reads, races)
 	@scripts/sanitize_gpu.sh $(BUILD)/gpu

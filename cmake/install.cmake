@@ -1,6 +1,19 @@
-# A wheel holds the library alone, beside the Python files that open it by its path: one file under its plain
-# name, since a wheel cannot hold symbolic links. pyproject.toml sees to the rest.
+# What `cmake --install` leaves: library, headers, command line, and what find_package and pkg-config look for. The whole
+# tree may be moved afterwards.
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+set(library_dir ${CMAKE_INSTALL_LIBDIR})
+set(include_dir ${CMAKE_INSTALL_INCLUDEDIR})
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/scruple)
+set(pkgconfig_dir ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 if(SKBUILD)
+  # A wheel holds the same tree inside the Python package, with the library beside the Python files that open it by its
+  # path: one file under its plain name, since a wheel cannot hold symbolic links. pyproject.toml sees to the rest.
+  set(library_dir scruple)
+  set(include_dir scruple/include)
+  set(package_dir scruple/lib/cmake/scruple)
+  set(pkgconfig_dir scruple/lib/pkgconfig)
   set_property(TARGET scruple PROPERTY VERSION)
   set_property(TARGET scruple PROPERTY SOVERSION)
   # With libstdc++ inside it loads in a conda environment too, whose own copy may be older than the compiler.
@@ -9,21 +22,19 @@ if(SKBUILD)
   if(SCRUPLE_HAS_STATIC_LIBSTDCXX)
     target_link_options(scruple PRIVATE -static-libstdc++ -static-libgcc)
   endif()
-  install(TARGETS scruple LIBRARY DESTINATION scruple)
-  return()
+  # Linked against an older glibc than this machine's, it runs on that one too (scripts/old_glibc.sh).
+  set(SCRUPLE_OLD_GLIBC "" CACHE PATH "The root of an older glibc to link against")
+  if(SCRUPLE_OLD_GLIBC)
+    set(lib ${CMAKE_LIBRARY_ARCHITECTURE})
+    target_sources(scruple PRIVATE cmake/old_glibc.c)
+    target_link_options(scruple PRIVATE --sysroot=${SCRUPLE_OLD_GLIBC} -L${SCRUPLE_OLD_GLIBC}/usr/lib/${lib}
+                        -L${SCRUPLE_OLD_GLIBC}/lib/${lib} -Wl,-z,defs)
+    target_link_libraries(scruple PRIVATE -lpthread -ldl -lrt)  # libraries of their own before 2.34
+  endif()
 endif()
 
-# What `cmake --install` leaves: library, headers, command line, and what find_package and pkg-config look
-# for. The whole tree may be moved afterwards.
-include(GNUInstallDirs)
-include(CMakePackageConfigHelpers)
-
-set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/scruple)
-set(pkgconfig_dir ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
-
-install(TARGETS scruple EXPORT scruple-targets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(FILES include/scruple/scruple.h include/scruple/scruple.hpp
-        DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/scruple)
+install(TARGETS scruple EXPORT scruple-targets LIBRARY DESTINATION ${library_dir} INCLUDES DESTINATION ${include_dir})
+install(FILES include/scruple/scruple.h include/scruple/scruple.hpp DESTINATION ${include_dir}/scruple)
 if(SCRUPLE_CLI)
   install(TARGETS scruple_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
@@ -37,6 +48,6 @@ write_basic_package_version_file(${CMAKE_BINARY_DIR}/scruple-config-version.cmak
 install(FILES ${CMAKE_BINARY_DIR}/scruple-config.cmake ${CMAKE_BINARY_DIR}/scruple-config-version.cmake
         DESTINATION ${package_dir})
 
-file(RELATIVE_PATH prefix_from_pkgconfig /${pkgconfig_dir} /)
+file(RELATIVE_PATH root_from_pkgconfig /${pkgconfig_dir} /)
 configure_file(cmake/scruple.pc.in ${CMAKE_BINARY_DIR}/scruple.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/scruple.pc DESTINATION ${pkgconfig_dir})

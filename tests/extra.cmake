@@ -28,13 +28,13 @@ add_test(NAME headers_alone COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_headers.
 # load its library.
 if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   add_test(NAME exported_symbols COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/check_symbols.sh $<TARGET_FILE:scruple>)
-  # Four builds of the library: minutes, and both cores.
-  add_test(NAME compilers
-           COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/compilers/compare.sh ${CMAKE_CURRENT_BINARY_DIR}/compilers)
-  set_tests_properties(compilers PROPERTIES TIMEOUT 900 RUN_SERIAL ON)
+  # The library of this build, and two more of it; with SCRUPLE_TEST_WHOLE=1 four.
+  add_test(NAME compilers COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/compilers/compare.sh
+                                  ${CMAKE_CURRENT_BINARY_DIR}/compilers $<TARGET_FILE:scruple>)
+  set_tests_properties(compilers PROPERTIES TIMEOUT 900 PROCESSORS 2)
   add_test(NAME wheel COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/wheel_test.sh ${SCRUPLE_PYTHON}
                               ${CMAKE_CURRENT_BINARY_DIR}/wheel)
-  set_tests_properties(wheel PROPERTIES TIMEOUT 900 SKIP_RETURN_CODE 77
+  set_tests_properties(wheel PROPERTIES TIMEOUT 900 SKIP_RETURN_CODE 77 PROCESSORS 2
                                         ENVIRONMENT "CC=${CMAKE_C_COMPILER};CXX=${CMAKE_CXX_COMPILER}")
   add_subdirectory(torch)
 endif()
@@ -72,7 +72,8 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                                    $<TARGET_FILE:scruple_cli>)
   add_test(NAME resume_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/resume_test.py
                                     $<TARGET_FILE:scruple_cli>)
-  set_tests_properties(train_test resume_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 900)
+  set_tests_properties(train_test resume_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 1800)
+  set_tests_properties(train_test PROPERTIES COST 100)  # the longest begins first
 
   add_executable(logits ${CMAKE_CURRENT_SOURCE_DIR}/logits.cpp)
   target_link_libraries(logits PRIVATE train Threads::Threads)

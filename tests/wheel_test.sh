@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds a wheel (of the CPU engines: the CUDA ones take minutes), looks at what is in it, and uses it: in a fresh
-# environment without torch, and with torch. Needs no network.
+# environment without torch, with torch, and to build C and C++ programs. Needs no network. scripts/check_wheel.sh goes
+# further, and takes a wheel that is there.
 # Usage: wheel_test.sh PYTHON FOLDER   (PYTHON: with torch and scikit-build-core; FOLDER: kept, so that the next is quick)
 set -euo pipefail
 python=$1
@@ -34,7 +35,11 @@ with zipfile.ZipFile(wheel) as file:
     metadata = file.read(f"{info}/METADATA").decode().partition("\n\n")[0].splitlines()
 package = {p.relative_to(source / "python").as_posix() for p in (source / "python/scruple").rglob("*.py")}
 described = {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")}
-expected = package | described | {"scruple/libscruple.so"}
+# For C and C++: find_package, pkg-config, headers.
+linking = {f"scruple/{name}" for name in (
+    "libscruple.so", "include/scruple/scruple.h", "include/scruple/scruple.hpp", "lib/pkgconfig/scruple.pc",
+    *(f"lib/cmake/scruple/scruple-{part}.cmake" for part in ("config", "config-version", "targets", "targets-release")))}
+expected = package | described | linking
 assert found == expected, f"missing: {sorted(expected - found)}, not expected: {sorted(found - expected)}"
 for line in ("Name: scruple", f"Version: {version}", "License-Expression: Apache-2.0", "Requires-Python: >=3.10",
              "Provides-Extra: torch"):
@@ -73,3 +78,5 @@ assert not torch.equal(before, model.weight), 'the weights stand still'
 path = scruple._abi.library.path
 assert path.startswith('$folder/venv'), path
 print('one step with', path.removeprefix('$folder/'))"
+
+"$source/tests/install/consume.sh" "$("$fresh" -c "import scruple; print(*scruple.__path__)")"

@@ -39,7 +39,7 @@ extern "C" {
 #define SCRUPLE_API
 #endif
 
-#define SCRUPLE_VERSION "0.1.0"
+#define SCRUPLE_VERSION "0.2.0"
 #define SCRUPLE_ABI_VERSION 2
 
 /* ---- Status and version ---- */
