@@ -479,7 +479,7 @@ TEST(GptMath, ProductsFromManyThreadsAtOnce) {
     for (std::size_t i = 0; i < a.size(); ++i)
       for (std::size_t k = 0; k < kSide; ++k) want[i] += a[i / kSide * kSide + k] * b[k * kSide + i % kSide];
     for (int repeat = 0; repeat < 10000; ++repeat) {
-      product(kSide, kSide, kSide, 1, {{a.data(), kSide}}, {{b.data(), kSide}}, 0, {c.data(), kSide});
+      product(kSide, kSide, kSide, 1, View{a.data(), kSide}, View{b.data(), kSide}, 0, {c.data(), kSide});
       if (c != want) ++wrong;
     }
   });
