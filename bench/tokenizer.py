@@ -53,7 +53,7 @@ def main(scruple, path, size=16_000):
             for _ in range(3):
                 fresh = Tokenizer.from_file(model)  # without what it remembers from the round before
                 begin = time.perf_counter()
-                tokens = fresh.encode(text).ids
+                tokens = fresh.encode_batch_fast([text])[0].ids  # without offsets, which nobody asks for here
                 theirs.append(len(text.encode()) / 1e6 / (time.perf_counter() - begin))
                 said = subprocess.run([scruple, "tokenize", "--model", model, path, "--out", out, "--end", "none"],
                                       check=True, capture_output=True, text=True).stdout
