@@ -5,7 +5,7 @@
 set -euo pipefail
 folder=$1
 suite=bullseye
-if ls "$folder"/root/usr/lib/*/libc.so >/dev/null 2>&1; then exit 0; fi
+if ls "$folder"/sysroot/usr/lib/*/libc.so >/dev/null 2>&1; then exit 0; fi
 mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial"
 folder=$(cd "$folder" && pwd)
 keys=/usr/share/keyrings/debian-archive-keyring.gpg
@@ -18,9 +18,9 @@ options=(-qq -o "Dir::Etc::SourceList=$folder/sources.list" -o Dir::Etc::SourceP
 apt-get "${options[@]}" update
 cd "$folder"
 apt-get "${options[@]}" download "libc6/$suite" "libc6-dev/$suite"
-for package in libc6_*.deb libc6-dev_*.deb; do dpkg -x "$package" root; done
+for package in libc6_*.deb libc6-dev_*.deb; do dpkg -x "$package" sysroot; done
 # Links into / become links into the tree.
-find root/usr/lib -type l | while read -r link; do
+find sysroot/usr/lib -type l | while read -r link; do
   target=$(readlink "$link")
-  if [[ $target == /* ]]; then ln -sf "$folder/root$target" "$link"; fi
+  if [[ $target == /* ]]; then ln -sf "$folder/sysroot$target" "$link"; fi
 done

@@ -15,7 +15,7 @@ old=()
 if [ -z "${CXX:-}" ] && command -v g++-11 >/dev/null; then
   export CC=gcc-11 CXX=g++-11 CUDAHOSTCXX=g++-11
   if scripts/old_glibc.sh "$build/glibc" >"$build.glibc.log" 2>&1; then
-    old=("-DSCRUPLE_OLD_GLIBC=$(realpath "$build/glibc")/root")
+    old=("-DSCRUPLE_OLD_GLIBC=$(realpath "$build/glibc")/sysroot")
   else
     echo "No older glibc could be fetched ($build.glibc.log): the wheel will need 2.34"
   fi
