@@ -173,8 +173,7 @@ struct Comparison {
 class Comparer {
  public:
   explicit Comparer(const Options& options) : options_(options), text_(text_of(options)) {
-    for (const train::Parameter& parameter : train::parameters_of(options.model.shape))
-      found_.params += parameter.size();
+    found_.params = train::parameter_count(options.model.shape);
   }
 
   // What cannot be run is refused before anything is.

@@ -13,19 +13,8 @@ namespace {
 using train::Outcome;
 using train::Record;
 
-std::int64_t parameters_in(const train::GptShape& shape) {
-  std::int64_t count = 0;
-  for (const train::Parameter& parameter : train::parameters_of(shape)) count += parameter.size();
-  return count;
-}
-
 std::int64_t tokens_per_step(const train::Job& job) {
   return job.batch * job.gradients.micro_batches * job.shape.context;
-}
-
-std::string model_of(const train::GptShape& shape) {
-  return "GPT, " + plural(shape.layers, "layer") + ", width " + std::to_string(shape.width) + ", " +
-         plural(shape.heads, "head") + ", context " + std::to_string(shape.context);
 }
 
 // All but the learning rate, which the schedule decides, and flags that are off.
@@ -59,22 +48,9 @@ std::string formats_of(const train::Job& job, const Optimizer& optimizer) {
   return text;
 }
 
-std::string gradients_of(const train::Job& job) {
-  const scruple_sink_options& options = job.gradients;
-  std::string text = kPolicies[options.policy];
-  if (options.micro_batches > 1) text += ", " + std::to_string(options.micro_batches) + " micro-batches";
-  if (options.max_norm > 0) text += ", clipped at " + shortest(options.max_norm);
-  if (options.tensor_norm > 0) text += ", each tensor clipped at " + shortest(options.tensor_norm);
-  if (options.adagc > 0) text += ", AdaGC " + shortest(options.adagc);
-  if (job.scaler.scale > 0)
-    text += std::string(job.scaler.growth > 1 ? ", dynamic" : ", static") + " loss scale";
-  return text;
-}
-
 std::string rate_of(const train::Schedule& schedule) {
-  constexpr const char* kAnnealings[] = {"cosine", "linear", "constant"};
   return shortest(schedule.peak) + " at its peak, " + plural(schedule.warmup, "step") + " of warm-up, " +
-         kAnnealings[static_cast<int>(schedule.annealing)];
+         train::kAnnealings[static_cast<int>(schedule.annealing)];
 }
 
 train::Figures settings_of(const std::string& data, const std::string& recipe, const train::Job& job) {
@@ -85,12 +61,12 @@ train::Figures settings_of(const std::string& data, const std::string& recipe, c
           "",
           {{"setting", "value"},
            {"data", data},
-           {"model", model_of(job.shape)},
-           {"parameters", grouped(parameters_in(job.shape))},
+           {"model", "GPT, " + shape_words(job.shape)},
+           {"parameters", grouped(train::parameter_count(job.shape))},
            {"recipe", recipe},
            {"formats", formats_of(job, optimizer)},
            {"activations", precision_name(job.activations)},
-           {"gradients", gradients_of(job)},
+           {"gradients", kPolicies[job.gradients.policy] + gradient_words(job)},
            {"optimizer", rule.name},
            {"hyperparameters", hypers_of(optimizer)},
            {"learning rate", rate_of(job.schedule)},
@@ -196,14 +172,14 @@ std::string validation_words(const Record& record, std::int64_t steps) {
 
 train::Report page_of(const std::string& data, const std::string& recipe, const train::Job& job,
                       const Record& record, const train::Ledger& ledger, const Memory& plan) {
-  const std::string lead = model_of(job.shape) + ", recipe " + recipe + ", " +
+  const std::string lead = "GPT, " + shape_words(job.shape) + ", recipe " + recipe + ", " +
                            std::to_string(record.steps.size()) + " of " + plural(job.schedule.steps, "step") +
                            "; " + validation_words(record, job.schedule.steps) + ".";
   return {"Scruple: " + data,
           lead,
           {loss_of(record),
            {"Settings and speed", "", {settings_of(data, recipe, job), speed_of(job, record)}, {}, {}},
-           memory_of(ledger, plan, parameters_in(job.shape)),
+           memory_of(ledger, plan, train::parameter_count(job.shape)),
            steps_of(job, record)}};
 }
 

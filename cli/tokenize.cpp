@@ -77,7 +77,7 @@ void encode(const Options& options) {
   for (const std::string& path : options.texts) {
     const std::string text = read_all(path);
     std::int64_t here = 0;
-    const std::string valid = train::valid_utf8(text, &here);
+    const std::string valid = train::valid_utf8(text, here);
     const auto found = tokenizer.encode(valid, !options.bare);
     tokens.insert(tokens.end(), found.begin(), found.end());
     if (end) tokens.push_back(*end);

@@ -81,20 +81,14 @@ struct Options {
 void add_options(CLI::App& command, Options& options);
 
 train::Schedule schedule_of(const Options& options) {
-  const std::vector<std::string> names = {"cosine", "linear", "constant"};
-  const auto at = std::find(names.begin(), names.end(), options.schedule) - names.begin();
+  const auto* const at =
+      std::find(std::begin(train::kAnnealings), std::end(train::kAnnealings), options.schedule);
   const std::int64_t steps = options.model.steps;
   const std::int64_t warmup = options.warmup >= 0 ? options.warmup : steps / 20;
   if (warmup > steps)
     throw UsageError("--warmup is " + std::to_string(warmup) + " and there are " + std::to_string(steps) +
                      " steps; it must not be larger");
-  return {static_cast<train::Annealing>(at), options.lr, warmup, steps};
-}
-
-std::int64_t size_of(const train::GptShape& shape) {
-  std::int64_t sum = 0;
-  for (const train::Parameter& parameter : train::parameters_of(shape)) sum += parameter.size();
-  return sum;
+  return {static_cast<train::Annealing>(at - train::kAnnealings), options.lr, warmup, steps};
 }
 
 // What was read, for people.
@@ -129,28 +123,12 @@ void check_room(const Table& memory, const Ledger& needed, std::int64_t free) {
       " MiB are free; choose a smaller model, batch or context, or a smaller recipe\n\n" + table.str());
 }
 
-// Clipping, accumulation and loss scaling, where there are any.
-std::string settings_of(const train::Job& job) {
-  const scruple_sink_options& options = job.gradients;
-  std::string text;
-  if (options.max_norm > 0) text += ", clip " + shortest(options.max_norm);
-  if (options.tensor_norm > 0) text += ", clip of each tensor " + shortest(options.tensor_norm);
-  if (options.adagc > 0) text += ", AdaGC " + shortest(options.adagc);
-  if (options.micro_batches > 1) text += ", " + std::to_string(options.micro_batches) + " micro-batches";
-  if (job.scaler.scale > 0)
-    text += std::string(job.scaler.growth > 1 ? ", dynamic" : ", static") + " loss scale " +
-            shortest(job.scaler.scale);
-  return text;
-}
-
 void print_start(const Options& options, const train::Job& job, std::int64_t params, std::int64_t bytes) {
   const train::GptShape& s = job.shape;
-  std::cout << "gpt: " << plural(s.layers, "layer") << ", width " << s.width << ", "
-            << plural(s.heads, "head") << ", context " << s.context << "; " << grouped(params)
-            << " parameters\n"
+  std::cout << "gpt: " << shape_words(s) << "; " << grouped(params) << " parameters\n"
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
             << options.gradients.policy << ", activations " << precision_name(job.activations)
-            << settings_of(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
+            << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
             << job.seed << '\n'
             << plural(options.model.steps, "step") << " of "
             << grouped(job.batch * job.gradients.micro_batches * s.context) << " bytes; "
@@ -500,7 +478,7 @@ void train_with(const CLI::App& command, Session session) {
   job.schedule = schedule_of(options);
   const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
   const Ledger needed = train::memory_of(job);
-  const Table memory = memory_table(plan, needed, size_of(job.shape));
+  const Table memory = memory_table(plan, needed, train::parameter_count(job.shape));
   const std::int64_t free = free_memory();
   check_room(memory, needed, free);
   Ledger ledger(free);
@@ -571,7 +549,7 @@ void add_options(CLI::App& command, Options& options) {
   command.add_option("--lr", options.lr, "peak learning rate")->capture_default_str()->check(above_zero());
   command.add_option("--schedule", options.schedule, "cosine, linear (both down to 0) or constant")
       ->capture_default_str()
-      ->check(one_of({"cosine", "linear", "constant"}));
+      ->check(one_of({std::begin(train::kAnnealings), std::end(train::kAnnealings)}));
   command.add_option("--warmup", options.warmup, "steps of linear rise (default: a twentieth)")
       ->check(not_negative());
   command.add_option("--weight-decay", options.weight_decay, "of matrices; norms and biases never decay")

@@ -200,6 +200,24 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   return job;
 }
 
+std::string shape_words(const train::GptShape& shape) {
+  return plural(shape.layers, "layer") + ", width " + std::to_string(shape.width) + ", " +
+         plural(shape.heads, "head") + ", context " + std::to_string(shape.context);
+}
+
+std::string gradient_words(const train::Job& job) {
+  const scruple_sink_options& options = job.gradients;
+  std::string text;
+  if (options.max_norm > 0) text += ", clip " + shortest(options.max_norm);
+  if (options.tensor_norm > 0) text += ", clip of each tensor " + shortest(options.tensor_norm);
+  if (options.adagc > 0) text += ", AdaGC " + shortest(options.adagc);
+  if (options.micro_batches > 1) text += ", " + std::to_string(options.micro_batches) + " micro-batches";
+  if (job.scaler.scale > 0)
+    text += std::string(job.scaler.growth > 1 ? ", dynamic" : ", static") + " loss scale " +
+            shortest(job.scaler.scale);
+  return text;
+}
+
 const char* precision_name(train::Precision precision) { return kPrecisions[static_cast<int>(precision)]; }
 
 Memory plan_of(const Choice& choice, const std::string& recipe, const train::GptShape& shape,

@@ -41,6 +41,9 @@ struct GradientOptions {
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
                     const GradientOptions& gradients, const std::string& activations);
 const char* precision_name(train::Precision precision);
+std::string shape_words(const train::GptShape& shape);  // 2 layers, width 64, 4 heads, context 128
+// What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".
+std::string gradient_words(const train::Job& job);
 
 // What weights, moments and gradients will take: as `scruple plan` says it, and the tile that released gradients
 // pass through.

@@ -5,28 +5,12 @@
 #include <utility>
 #include <vector>
 
+#include "io/utf8.h"
+
 namespace scruple::io {
 namespace {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
-
-// Bytes of the UTF-8 sequence that `text` begins with; 0: none (Unicode 15, table 3-7).
-std::size_t sequence(std::string_view text) {
-  const auto byte = [&](std::size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
-  const auto tail = [&](std::size_t i) { return byte(i) >= 0x80 && byte(i) <= 0xbf; };
-  const unsigned lead = byte(0);
-  if (lead < 0x80) return text.empty() ? 0 : 1;
-  if (lead >= 0xc2 && lead <= 0xdf) return tail(1) ? 2 : 0;
-  if (lead >= 0xe0 && lead <= 0xef) {
-    const bool fits = byte(1) >= (lead == 0xe0 ? 0xa0u : 0x80u) && byte(1) <= (lead == 0xed ? 0x9fu : 0xbfu);
-    return fits && tail(2) ? 3 : 0;
-  }
-  if (lead >= 0xf0 && lead <= 0xf4) {
-    const bool fits = byte(1) >= (lead == 0xf0 ? 0x90u : 0x80u) && byte(1) <= (lead == 0xf4 ? 0x8fu : 0xbfu);
-    return fits && tail(2) && tail(3) ? 4 : 0;
-  }
-  return 0;
-}
 
 void append_utf8(std::string& out, unsigned code) {
   const auto put = [&](unsigned byte) { out.push_back(static_cast<char>(byte)); };
@@ -55,8 +39,8 @@ std::string shown(std::string_view name) {
 std::string json_text(std::string_view text) {
   std::string out = "\"";
   for (std::string_view rest = text; !rest.empty();) {
-    const std::size_t length = sequence(rest);
-    if (length == 0)
+    const auto [length, valid] = first_utf8(rest);
+    if (!valid)
       fail("the name or text ", shown(text), " is not valid UTF-8; a file of this format cannot hold it");
     const char c = rest.front();
     if (c == '"' || c == '\\') {
@@ -197,8 +181,8 @@ std::string JsonReader::string(const char* what) {
     // Up to the next quote or escape at once: what a string takes is its own length.
     std::size_t stop = at_;
     while (stop < text_.size() && text_[stop] != '"' && text_[stop] != '\\') {
-      const std::size_t length = sequence(text_.substr(stop, 4));
-      if (length == 0 || static_cast<unsigned char>(text_[stop]) < ' ') {
+      const auto [length, valid] = first_utf8(text_.substr(stop, 4));
+      if (!valid || static_cast<unsigned char>(text_[stop]) < ' ') {
         at_ = stop;
         refuse(what, " has a byte that is not valid in a JSON string");
       }

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <queue>
-#include <stdexcept>
 #include <tuple>
 
+#include "io/json.h"
 #include "train/utf8.h"
 
 namespace scruple::train {
@@ -24,8 +24,8 @@ Bpe::Bpe(std::unordered_map<std::string, Token> vocabulary, const std::vector<Pa
   const auto token_of = [&](const std::string& text, const Pair& pair) {
     const auto found = vocabulary_.find(text);
     if (found == vocabulary_.end())
-      throw std::runtime_error("merge \"" + pair.left + " " + pair.right + "\": \"" + text +
-                               "\" is not in the vocabulary");
+      io::fail("merge of ", io::shown(pair.left), " and ", io::shown(pair.right), ": ", io::shown(text),
+               " is not in the vocabulary");
     return found->second;
   };
   unions_.reserve(pairs.size());

@@ -75,6 +75,12 @@ std::vector<Parameter> parameters_of(const GptShape& shape) {
   return list;
 }
 
+std::int64_t parameter_count(const GptShape& shape) {
+  std::int64_t count = 0;
+  for (const Parameter& parameter : parameters_of(shape)) count += parameter.size();
+  return count;
+}
+
 std::string problem_with(const GptShape& shape) {
   struct Bound {
     const char* name;

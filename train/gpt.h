@@ -34,6 +34,7 @@ struct Parameter {
 
 // Every parameter once, in Hugging Face's order; the output head is tied to the token embedding.
 std::vector<Parameter> parameters_of(const GptShape& shape);
+std::int64_t parameter_count(const GptShape& shape);
 
 // Why no model has this shape, or "".
 std::string problem_with(const GptShape& shape);

@@ -13,6 +13,7 @@
 #include <variant>
 
 #include "io/file.h"
+#include "io/json.h"
 #include "train/pattern.h"
 #include "train/utf8.h"
 
@@ -21,6 +22,7 @@ namespace {
 
 using Json = nlohmann::json;
 using io::fail;
+using io::shown;
 
 constexpr Token kMostTokens = 1u << 24;
 constexpr int kMostDepth = 32;
@@ -33,6 +35,11 @@ constexpr const char* kGpt2Words =
 
 // ---- The file ----
 
+std::string brief(const Json& value) {
+  const std::string text = value.dump(-1, ' ', /*ensure_ascii=*/true);
+  return text.size() <= 160 ? text : text.substr(0, 160) + "...";
+}
+
 // A member of an object that may be hostile.
 const Json& member(const Json& object, const char* key) {
   static const Json null;
@@ -42,7 +49,7 @@ const Json& member(const Json& object, const char* key) {
 }
 std::string text_in(const Json& object, const char* key) {
   const Json& value = member(object, key);
-  if (!value.is_string()) fail("\"", key, "\" of ", object.dump(-1, ' ', true).substr(0, 80), " is no text");
+  if (!value.is_string()) fail("\"", key, "\" of ", brief(object), " is no text");
   return value.get<std::string>();
 }
 bool flag_in(const Json& object, const char* key, bool otherwise = false) {
@@ -52,12 +59,12 @@ bool flag_in(const Json& object, const char* key, bool otherwise = false) {
 }
 Token token_in(const Json& value, const std::string& name) {
   if (!value.is_number_unsigned() || value.get<std::uint64_t>() >= kMostTokens)
-    fail("the number of token ", Json(name).dump(-1, ' ', true), " is no whole number below ", kMostTokens);
+    fail("the number of token ", shown(name), " is no whole number below ", kMostTokens);
   return value.get<Token>();
 }
 std::string type_of(const Json& object) { return object.is_null() ? "null" : text_in(object, "type"); }
 [[noreturn]] void unknown(const char* what, const Json& object, const char* known) {
-  fail(what, " ", object.dump(-1, ' ', true).substr(0, 160), " is not known here; known are ", known);
+  fail(what, " ", brief(object), " is not known here; known are ", known);
 }
 // The parts of a "Sequence", or the one part that there is.
 void each_part(const Json& object, const char* list, const std::function<void(const Json&)>& visit) {
@@ -66,6 +73,48 @@ void each_part(const Json& object, const char* list, const std::function<void(co
   const Json& parts = member(object, list);
   if (!parts.is_array()) fail("a Sequence without its list \"", list, "\"");
   for (const Json& part : parts) each_part(part, list, visit);
+}
+
+// ---- Characters ----
+
+// The one that begins at `at`, in valid text.
+char32_t character_at(std::string_view text, std::size_t at) {
+  utf8proc_int32_t point = 0;
+  utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()) + at,
+                   static_cast<utf8proc_ssize_t>(text.size() - at), &point);
+  return static_cast<char32_t>(point);
+}
+utf8proc_category_t category_of(char32_t c) { return utf8proc_category(static_cast<utf8proc_int32_t>(c)); }
+bool is_space(char32_t c) {
+  const utf8proc_category_t kind = category_of(c);
+  return (c >= 9 && c <= 13) || c == 0x85 || kind == UTF8PROC_CATEGORY_ZS || kind == UTF8PROC_CATEGORY_ZL ||
+         kind == UTF8PROC_CATEGORY_ZP;
+}
+bool is_number(char32_t c) {
+  const utf8proc_category_t kind = category_of(c);
+  return kind == UTF8PROC_CATEGORY_ND || kind == UTF8PROC_CATEGORY_NL || kind == UTF8PROC_CATEGORY_NO;
+}
+bool is_of_word(char32_t c) {  // \w
+  const utf8proc_category_t kind = category_of(c);
+  return (kind >= UTF8PROC_CATEGORY_LU && kind <= UTF8PROC_CATEGORY_ME) || is_number(c) ||
+         kind == UTF8PROC_CATEGORY_PC;
+}
+std::size_t before(std::string_view text, std::size_t at) {  // where the character before `at` begins
+  do --at;
+  while ((static_cast<unsigned char>(text[at]) & 0xC0u) == 0x80u);
+  return at;
+}
+
+std::string composed(const std::string& text) {  // NFC
+  if (std::all_of(text.begin(), text.end(), [](char c) { return static_cast<signed char>(c) >= 0; }))
+    return text;
+  utf8proc_uint8_t* result = nullptr;
+  const auto length = utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
+                                   static_cast<utf8proc_ssize_t>(text.size()), &result,
+                                   static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
+  if (length < 0) fail("composing a text's characters: ", utf8proc_errmsg(length));
+  const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(result, &std::free);
+  return {reinterpret_cast<const char*>(result), static_cast<std::size_t>(length)};
 }
 
 // ---- Bytes as GPT-2 writes them ----
@@ -115,41 +164,6 @@ void replace_all(std::string& text, std::string_view from, std::string_view to) 
     at = found + from.size();
   }
   text = std::move(out);
-}
-
-// ---- Characters ----
-
-utf8proc_category_t category_of(char32_t c) { return utf8proc_category(static_cast<utf8proc_int32_t>(c)); }
-bool is_space(char32_t c) {
-  const utf8proc_category_t kind = category_of(c);
-  return (c >= 9 && c <= 13) || c == 0x85 || kind == UTF8PROC_CATEGORY_ZS || kind == UTF8PROC_CATEGORY_ZL ||
-         kind == UTF8PROC_CATEGORY_ZP;
-}
-bool is_number(char32_t c) {
-  const utf8proc_category_t kind = category_of(c);
-  return kind == UTF8PROC_CATEGORY_ND || kind == UTF8PROC_CATEGORY_NL || kind == UTF8PROC_CATEGORY_NO;
-}
-bool is_of_word(char32_t c) {  // \w
-  const utf8proc_category_t kind = category_of(c);
-  return (kind >= UTF8PROC_CATEGORY_LU && kind <= UTF8PROC_CATEGORY_ME) || is_number(c) ||
-         kind == UTF8PROC_CATEGORY_PC;
-}
-std::size_t before(std::string_view text, std::size_t at) {  // where the character before `at` begins
-  do --at;
-  while ((static_cast<unsigned char>(text[at]) & 0xC0u) == 0x80u);
-  return at;
-}
-
-std::string composed(const std::string& text) {  // NFC
-  if (std::all_of(text.begin(), text.end(), [](char c) { return static_cast<signed char>(c) >= 0; }))
-    return text;
-  utf8proc_uint8_t* result = nullptr;
-  const auto length = utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
-                                   static_cast<utf8proc_ssize_t>(text.size()), &result,
-                                   static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
-  if (length < 0) fail("composing a text's characters: ", utf8proc_errmsg(length));
-  const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(result, &std::free);
-  return {reinterpret_cast<const char*>(result), static_cast<std::size_t>(length)};
 }
 
 // ---- Added tokens ----
@@ -389,7 +403,7 @@ struct Tokenizer::Parts {
 
 void Tokenizer::Parts::read_model(const Json& json, bool of_bytes) {
   if (const Json& type = member(json, "type"); !type.is_null() && type != "BPE")
-    fail("its model is a ", type.dump(-1, ' ', true), ", and only BPE is known here");
+    fail("its model is a ", brief(type), ", and only BPE is known here");
   for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"})
     if (const Json& value = member(json, key); !value.is_null() && value != "")
       fail("a ", key, " is not known here");
@@ -434,7 +448,7 @@ void Tokenizer::Parts::read_model(const Json& json, bool of_bytes) {
   settings.fuse_unknown = flag_in(json, "fuse_unk");
   if (const Json& name = member(json, "unk_token"); name.is_string()) {
     const auto found = names.find(name.get<std::string>());
-    if (found == names.end()) fail("its unk_token ", name.dump(-1, ' ', true), " is not in the vocabulary");
+    if (found == names.end()) fail("its unk_token ", brief(name), " is not in the vocabulary");
     settings.unknown = found->second;
   }
   bpe.emplace(std::move(symbols), pairs, settings);
@@ -471,8 +485,7 @@ void Tokenizer::Parts::read_template(const Json& json) {
       }
       const std::string name = text_in(member(item, "SpecialToken"), "id");
       const Json& ids = member(member(member(part, "special_tokens"), name.c_str()), "ids");
-      if (!ids.is_array())
-        fail("the post_processor does not say which tokens ", Json(name).dump(-1, ' ', true), " is");
+      if (!ids.is_array()) fail("the post_processor does not say which tokens ", shown(name), " is");
       for (const Json& id : ids) (seen ? after : before).push_back(token_in(id, name));
     }
   });
@@ -541,12 +554,11 @@ Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
 std::vector<Token> Tokenizer::encode(std::string_view text, bool with_template) {
-  const std::string valid = valid_utf8(text);
   std::vector<Token> out;
   if (with_template) out = parts_->before;
-  parts_->added.split(valid, [&](std::string_view piece, const Token* token) {
+  parts_->added.split(text, [&](std::string_view piece, const Token* token) {
     if (token != nullptr) return out.push_back(*token);
-    bool first = piece.data() == valid.data();
+    bool first = piece.data() == text.data();
     parts_->added_after.split(parts_->normalised(std::string(piece)),
                               [&](std::string_view part, const Token* added) {
                                 if (added != nullptr)

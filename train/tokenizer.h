@@ -25,7 +25,7 @@ class Tokenizer {
   ~Tokenizer();
   Tokenizer(Tokenizer&&) noexcept;
 
-  // The tokens of `text`. Bytes that are no UTF-8 count as U+FFFD. `with_template`: with the tokens that the model
+  // The tokens of `text`, which must be valid UTF-8 (train/utf8.h). `with_template`: with the tokens that the model
   // expects around a text, such as Llama's <|begin_of_text|>. Not for two threads at once.
   std::vector<Token> encode(std::string_view text, bool with_template = true);
   // The bytes that these tokens stand for. A token may end within a character. Throws where there is no such token.

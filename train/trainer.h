@@ -17,6 +17,7 @@
 namespace scruple::train {
 
 enum class Annealing { cosine, linear, constant };
+inline constexpr const char* kAnnealings[] = {"cosine", "linear", "constant"};  // their names
 
 // The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 after the last, or
 // constant.
