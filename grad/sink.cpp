@@ -366,12 +366,13 @@ void scruple_sink::release(const scruple_piece* pieces, const std::vector<scrupl
     check_measured(pieces[i]);
     if (options_.micro_batches > 1) check_accumulates(views[i], pieces[i].tensor, options_);
   }
-  check_step(views.data(), static_cast<i64>(views.size()), engine_.checked);  // all, before any is written
+  const i64 n = static_cast<i64>(views.size());
+  const u64 version = check_step(views.data(), n, engine_.checked);  // all, before any is written
   for (std::size_t i = 0; i < views.size(); ++i) {
     const i64 tensor = pieces[i].tensor;
     if (views[i].size == 0) continue;
     if (measures_ && state(tensor).measured == 0) measure_view(views[i], tensor);
-    step_view(views[i], tensor);
+    step_view(views[i], tensor, n == 1 ? version : 0);
   }
   // Once a tensor is whole its step is over; not before, since every piece reads the same count.
   std::set<i64> whole;
@@ -386,7 +387,7 @@ void scruple_sink::release(const scruple_piece* pieces, const std::vector<scrupl
   }
 }
 
-void scruple_sink::step_view(const scruple_tensor& part, i64 tensor) {
+void scruple_sink::step_view(const scruple_tensor& part, i64 tensor, u64 version) {
   TensorCells& cells = tensors_[tensor];
   scruple_step_options step = SCRUPLE_STEP_OPTIONS_INIT;
   step.multiplier = 1.0f / static_cast<float>(options_.micro_batches);
@@ -399,7 +400,7 @@ void scruple_sink::step_view(const scruple_tensor& part, i64 tensor) {
     step.found_inf = &cells.found_inf;
     step.clip = &cells.clip;
   }
-  engine_.step(&part, 1, check_step(&part, 1, engine_.checked), step);
+  engine_.step(&part, 1, version, step);
 }
 
 // Adds to the tensor's sum of squares; with its last piece, norm, flag and factor are known.

@@ -83,7 +83,7 @@ struct scruple_sink {
   void release(const scruple_piece* pieces, const std::vector<scruple_tensor>& views);
   void check_measured(const scruple_piece& piece);
   void measure_view(const scruple_tensor& view, scruple::i64 tensor);
-  void step_view(const scruple_tensor& view, scruple::i64 tensor);
+  void step_view(const scruple_tensor& part, scruple::i64 tensor, scruple::u64 version);
   void check_complete();
   std::map<scruple::i64, std::vector<scruple_tensor>> tables_by_counter();
   void step_all();
