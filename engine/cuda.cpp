@@ -98,6 +98,11 @@ DeviceArray device_array(const scruple_array& array, bool nonneg) {
   out.nonneg = nonneg ? 1 : 0;
   out.rounding = static_cast<u8>(array.rounding);
   out.k = static_cast<u8>(array.format->k);
+  const Layout& layout = array.format->layout;
+  out.code = static_cast<u8>(any_code(array.format->index));
+  out.code_bits = static_cast<u8>(layout.code_bits);
+  out.aux_bits = static_cast<u8>(layout.aux_bits);
+  out.group_log2 = static_cast<u8>(std::countr_zero(static_cast<unsigned>(layout.group)));
   return out;
 }
 
@@ -117,17 +122,24 @@ struct KernelTable {
   std::vector<DeviceRow> rows;
   std::vector<u32> tensors;  // of each row, for messages
   const void* kernel = nullptr;
-  i64 at = 0;  // in the workspace
+  int staged = 0;  // bytes of shared memory that the general kernel needs for any of the rows
+  i64 at = 0;      // in the workspace
 
   void clear() {
     begins.assign(1, 0);
     rows.clear();
     tensors.clear();
+    staged = 0;
   }
+  bool is_general() const { return kernel == any_kernel(); }
+  int shared() const { return is_general() ? staged : 0; }
   void add(const DeviceRow& row, i64 tensor, i64 tile) {
     begins.push_back(begins.back() + tiles_of(row.size, tile));
     rows.push_back(row);
     tensors.push_back(static_cast<u32>(tensor));
+    int bytes = 16;  // strings of bits are read a word ahead
+    for (const DeviceArray& array : row.arrays) bytes += staged_bytes(array);
+    staged = std::max(staged, bytes);
   }
   i64 begins_bytes() const { return round_up(static_cast<i64>(begins.size() * sizeof(i64)), 16); }
   i64 bytes() const { return begins_bytes() + static_cast<i64>(rows.size() * sizeof(DeviceRow)); }
@@ -221,7 +233,10 @@ class CudaEngine final : public scruple_engine {
             options.part + 1 < options.parts);
     for (const KernelTable& table : tables()) {
       draw(table);
-      launch_over(table, table.kernel, static_cast<const Constants*>(constants()));
+      if (table.is_general())
+        launch_over(table, static_cast<const Constants*>(constants()), AnyWork{});
+      else
+        launch_over(table, static_cast<const Constants*>(constants()));
     }
   }
 
@@ -245,7 +260,7 @@ class CudaEngine final : public scruple_engine {
     check_readable(what.found_inf, "found_inf");
     check_readable(what.scaler, "scaler");
     check_readable(what.steps, "steps");
-    launch(gradient_kernels().advance, 1, 1, what);
+    launch(gradient_kernels().advance, 1, {1}, what);
   }
 
   void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier,
@@ -267,7 +282,7 @@ class CudaEngine final : public scruple_engine {
     commit(tensors);
     prepare(nullptr, nullptr, nullptr, steps);
     draw(table);
-    launch_over(table, table.kernel, multiplier);
+    launch_over(table, multiplier);
   }
 
   void clear(const scruple_tensor* tensors, i64 count) override {
@@ -368,7 +383,7 @@ class CudaEngine final : public scruple_engine {
   // Whether the workspace still holds this table, tensors that shared their constants share them still, and
   // no graph may have overwritten it. Then only the constants are new.
   bool is_in_place(const scruple_tensor* tensors, i64 count, u64 version, float multiplier) {
-    if (was_captured_ || workspaces_[kForStep].version != version) return false;
+    if (was_captured_ || version == 0 || workspaces_[kForStep].version != version) return false;
     workspace_ = &workspaces_[kForStep];
     begin_constants();
     for (i64 i = 0; i < count; ++i)
@@ -390,7 +405,7 @@ class CudaEngine final : public scruple_engine {
       if (!is_aligned(t.arrays[a])) row.aligned = 0;
     }
     const Kernel kernel = kernel_of(t, active);
-    table_for(kernel.entry).add(row, index, static_cast<i64>(kernel.lane) * kBlock);
+    table_for(kernel.entry).add(row, index, kernel.tile);
   }
 
   static DeviceRow row_of(const scruple_tensor& t) {
@@ -441,22 +456,21 @@ class CudaEngine final : public scruple_engine {
   // The kernel made for these formats, or the one that takes any.
   struct Kernel {
     const void* entry;
-    int lane;
+    i64 tile;
   };
   static Kernel kernel_of(const scruple_tensor& t, unsigned active) {
-    const unsigned coded = active & ~t.optimizer->exact();
     const scruple_array& weight = t.arrays[SCRUPLE_WEIGHT];
     const bool any_rounding = weight.format->layout.code_bits == 32 || weight.format->aux_is_scale;
     for (const StepKernel& kernel : step_kernels(t.optimizer->rule().index)) {
       bool fits = kernel.active == active && kernel.weight == weight.format->index &&
                   (any_rounding || kernel.weight_rounding == weight.rounding);
       for (int s = 0; s < kMaxSlots && fits; ++s)
-        if ((coded >> s & 1u) != 0)
+        if ((active >> s & 1u) != 0)
           fits = t.arrays[SCRUPLE_SLOT + s].format->index ==
                  (is_nonneg(t, SCRUPLE_SLOT + s) ? kernel.nonneg : kernel.moment);
-      if (fits) return {kernel.kernel, kernel.lane};
+      if (fits) return {kernel.kernel, i64{kernel.lane} * kBlock};
     }
-    return {any_kernels().step, kLane};
+    return {any_kernel(), kBlockTile};
   }
 
   // Places the tables one behind the other and uploads what does not stand there yet.
@@ -534,7 +548,7 @@ class CudaEngine final : public scruple_engine {
       upload_.to = workspace_->memory.at<u8>(at + done);
       upload_.bytes = round_up(n, 16);
       std::memcpy(upload_.data, from + done, static_cast<std::size_t>(n));
-      launch(gradient_kernels().upload, 1, 512, upload_);
+      launch(gradient_kernels().upload, 1, {512}, upload_);
       std::memcpy(shadow, from + done, static_cast<std::size_t>(n));
     }
   }
@@ -552,7 +566,7 @@ class CudaEngine final : public scruple_engine {
       prepare_.to = constants() + first;
       prepare_.count = static_cast<int>(n);
       std::copy_n(sources_.begin() + static_cast<std::ptrdiff_t>(first), n, prepare_.sources);
-      launch(gradient_kernels().prepare, 1, kPreparedAtOnce, prepare_);
+      launch(gradient_kernels().prepare, 1, {kPreparedAtOnce}, prepare_);
     }
   }
 
@@ -561,7 +575,7 @@ class CudaEngine final : public scruple_engine {
   void draw(const KernelTable& table) {
     const int rows = static_cast<int>(table.rows.size());
     if (rows == 0) return;
-    launch(gradient_kernels().draw, tiles_of(i64{rows} * (SCRUPLE_ARRAYS + 1), kBlock), kBlock,
+    launch(gradient_kernels().draw, tiles_of(i64{rows} * (SCRUPLE_ARRAYS + 1), kBlock), {kBlock},
            workspace_->memory.at<DeviceRow>(table.at + table.begins_bytes()), rows,
            static_cast<const Constants*>(constants()));
   }
@@ -592,8 +606,8 @@ class CudaEngine final : public scruple_engine {
     auto* const sums = sums_.at<double>(0);
     prepare(nullptr, nullptr, nullptr, options.steps);
     draw(table);
-    launch_over(table, table.kernel, sums + 1);
-    launch(gradient_kernels().finish_norm, 1, kBlock, NormOutput{sums + 1, chunks, sums, options});
+    launch_over(table, sums + 1);
+    launch(gradient_kernels().finish_norm, 1, {kBlock}, NormOutput{sums + 1, chunks, sums, options});
     return sums;
   }
 
@@ -601,7 +615,7 @@ class CudaEngine final : public scruple_engine {
   void one_array(const scruple_tensor& t, int array, float* values, bool encoding, float otherwise) {
     if (t.size == 0) return;
     begin(workspaces_[kForArray]);
-    KernelTable& table = table_for(encoding ? any_kernels().encode : any_kernels().decode);
+    KernelTable& table = table_for(any_kernel());
     DeviceRow row = row_of(t);
     row.constants = constants_of(t, false, 1);
     row.arrays[array] = device_array(t.arrays[array], is_nonneg(t, array));
@@ -613,10 +627,8 @@ class CudaEngine final : public scruple_engine {
     DeviceTable view = view_of(table);
     const auto run = [&](i64 first, i64 n, float* at) {
       view.tiles = tiles_of(n, kBlockTile);
-      if (encoding)
-        launch_tiles(table.kernel, view.tiles, view, array, first, static_cast<const float*>(at), otherwise);
-      else
-        launch_tiles(table.kernel, view.tiles, view, array, first, at);
+      launch_tiles(table, view, static_cast<const Constants*>(constants()),
+                   AnyWork{encoding ? AnyWork::encode : AnyWork::decode, array, first, at, otherwise});
     };
     cudaPointerAttributes found{};
     if (values != nullptr) check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
@@ -653,27 +665,44 @@ class CudaEngine final : public scruple_engine {
             static_cast<int>(table.rows.size()), table.begins.back()};
   }
 
+  struct BlockShape {
+    int threads;
+    int shared = 0;  // bytes
+  };
   template <class... Arguments>
-  void launch(const void* kernel, i64 blocks, int threads, const Arguments&... arguments) {
+  void launch(const void* kernel, i64 blocks, BlockShape block, const Arguments&... arguments) {
     const void* pointers[] = {&arguments...};
-    check(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                           const_cast<void**>(pointers), 0, stream_),
+    check(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)),
+                           dim3(static_cast<unsigned>(block.threads)), const_cast<void**>(pointers),
+                           static_cast<std::size_t>(block.shared), stream_),
           "launching a kernel");
   }
   // As many blocks as fit at once, several times over; each takes every n-th tile.
   template <class... Arguments>
-  void launch_tiles(const void* kernel, i64 tiles, const Arguments&... arguments) {
-    if (tiles == 0) return;
-    int& resident = resident_[kernel];
-    if (resident == 0)
-      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kBlock, 0), "sizing a launch");
-    launch(kernel, std::min<i64>(tiles, static_cast<i64>(resident) * multiprocessors_ * kWaves), kBlock,
-           arguments...);
+  void launch_tiles(const KernelTable& table, const DeviceTable& view, const Arguments&... arguments) {
+    if (view.tiles == 0) return;
+    int& resident = resident_[table.kernel];
+    if (resident == 0) {
+      if (table.is_general()) allow_shared_memory(table.kernel);
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, table.kernel, kBlock,
+                                                          static_cast<std::size_t>(table.shared())),
+            "sizing a launch");
+    }
+    const i64 most = static_cast<i64>(resident) * multiprocessors_ * kWaves;
+    launch(table.kernel, std::min(view.tiles, most), {kBlock, table.shared()}, view, arguments...);
+  }
+  // More of it than a kernel gets without asking, and all of the multiprocessor's.
+  static void allow_shared_memory(const void* kernel) {
+    constexpr int kMost = 96 << 10;  // every GPU from Ampere on has it; the widest formats need 86 KiB
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost),
+          "asking for shared memory");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared),
+          "asking for shared memory");
   }
   template <class... Arguments>
-  void launch_over(const KernelTable& table, const void* kernel, const Arguments&... arguments) {
-    const DeviceTable view = view_of(table);
-    launch_tiles(kernel, view.tiles, view, arguments...);
+  void launch_over(const KernelTable& table, const Arguments&... arguments) {
+    launch_tiles(table, view_of(table), arguments...);
   }
   static constexpr i64 kWaves = 256;
 

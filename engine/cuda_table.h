@@ -19,8 +19,20 @@ struct DeviceArray {
   u8* codes;
   u8* aux;
   u8 format, nonneg, rounding, k;
-  u8 unused[4];
+  u8 code_bits, aux_bits, group_log2;  // the format's layout; no code bits: the array is not there
+  u8 code;                             // which of the general kernel's codecs
 };
+
+// Bytes of n elements in each plane, and of a tile in the general kernel's shared memory: values, codes, aux.
+SCRUPLE_HD int codes_bytes(const DeviceArray& a, int n) { return (n * a.code_bits + 7) / 8; }
+SCRUPLE_HD int aux_bytes(const DeviceArray& a, int n) {
+  return (((n + (1 << a.group_log2) - 1) >> a.group_log2) * a.aux_bits + 7) / 8;
+}
+inline constexpr int kStagedValues = kBlockTile * 4;
+SCRUPLE_HD int staged_codes(const DeviceArray& a) { return (codes_bytes(a, kBlockTile) + 15) / 16 * 16; }
+SCRUPLE_HD int staged_bytes(const DeviceArray& a) {
+  return a.code_bits == 0 ? 0 : kStagedValues + staged_codes(a) + (aux_bytes(a, kBlockTile) + 15) / 16 * 16;
+}
 
 // One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants, or
 // written on the device: the coins.
@@ -118,12 +130,17 @@ struct GradientKernels {
 };
 const GradientKernels& gradient_kernels();
 
-struct AnyKernels {
-  const void* step;    // as StepKernel, for any formats
-  const void* encode;  // (DeviceTable, int array, i64 first, const float*, float otherwise)
-  const void* decode;  // (DeviceTable, int array, i64 first, float*)
+// What the general kernel does with a table: a step, or one array to or from fp32, from element `first` of the
+// only tensor on; values[0] is that element.
+struct AnyWork {
+  enum { step, encode, decode } what = step;
+  int array = 0;
+  i64 first = 0;
+  float* values = nullptr;  // encode: null for `otherwise` everywhere
+  float otherwise = 0;
 };
-const AnyKernels& any_kernels();
+const void* any_kernel();  // (DeviceTable, const Constants*, AnyWork)
+int any_code(int format);  // its codec there: the first format that has the same
 
 int least_architecture();  // that the kernels were compiled for, such as 800
 

@@ -23,6 +23,29 @@ struct Place {
   }
 };
 
+// The same in a tile whose planes a warp has brought into shared memory (engine/cuda_any.cu).
+struct StagedPlace {
+  u32 first;
+  int n;
+  __device__ u32 over(int divisor) const { return first / static_cast<u32>(divisor); }
+};
+__device__ inline u8* shared_memory() {
+  extern __shared__ uint4 memory[];
+  return reinterpret_cast<u8*>(memory);
+}
+struct Staged {
+  u32 at;
+  __device__ Staged operator+(u32 bytes) const { return {at + bytes}; }
+  __device__ u8& operator[](int i) const { return shared_memory()[at + static_cast<u32>(i)]; }
+  template <class T>
+  __device__ T& as() const {
+    return *reinterpret_cast<T*>(shared_memory() + at);
+  }
+};
+struct StagedArray {
+  Staged codes, aux;
+};
+
 // ---- Coins ----
 
 // Those of an array from element `first` on. No kernel that reads them writes rows, and saying so lets the
@@ -52,14 +75,31 @@ __device__ bool is_aligned(const void* at) {
   return reinterpret_cast<std::uintptr_t>(at) % sizeof(T) == 0;
 }
 
+// Global memory is read and written once: the cache is left to others.
+template <class T>
+__device__ T fetch(const u8* from) {
+  return __ldcs(reinterpret_cast<const T*>(from));
+}
+template <class T>
+__device__ void keep(u8* to, T value) {
+  __stcs(reinterpret_cast<T*>(to), value);
+}
+template <class T>
+__device__ T fetch(Staged from) {
+  return from.as<T>();
+}
+template <class T>
+__device__ void keep(Staged to, T value) {
+  to.as<T>() = value;
+}
+
 template <int Bytes, class Access>
-__device__ void load_as(const u8* from, int valid, Words<Bytes>& to) {
+__device__ void load_as(auto from, int valid, Words<Bytes>& to) {
   constexpr int kSize = static_cast<int>(sizeof(Access));
 #pragma unroll
   for (int b = 0; b < Bytes; b += kSize) {
     if (b >= valid) continue;
-    const Access value =
-        __ldcs(reinterpret_cast<const Access*>(from + b));  // read once: leave the cache to others
+    const Access value = fetch<Access>(from + b);
     if constexpr (kSize == 16)
       to.w[b / 4] = value.x, to.w[b / 4 + 1] = value.y, to.w[b / 4 + 2] = value.z, to.w[b / 4 + 3] = value.w;
     else if constexpr (kSize == 8)
@@ -70,18 +110,17 @@ __device__ void load_as(const u8* from, int valid, Words<Bytes>& to) {
 }
 
 template <int Bytes, class Access>
-__device__ void store_as(u8* to, int valid, const Words<Bytes>& from) {
+__device__ void store_as(auto to, int valid, const Words<Bytes>& from) {
   constexpr int kSize = static_cast<int>(sizeof(Access));
 #pragma unroll
   for (int b = 0; b < Bytes; b += kSize) {
     if (b >= valid) continue;
-    auto* at = reinterpret_cast<Access*>(to + b);
     if constexpr (kSize == 16)
-      __stcs(at, make_uint4(from.w[b / 4], from.w[b / 4 + 1], from.w[b / 4 + 2], from.w[b / 4 + 3]));
+      keep(to + b, make_uint4(from.w[b / 4], from.w[b / 4 + 1], from.w[b / 4 + 2], from.w[b / 4 + 3]));
     else if constexpr (kSize == 8)
-      __stcs(at, make_uint2(from.w[b / 4], from.w[b / 4 + 1]));
+      keep(to + b, make_uint2(from.w[b / 4], from.w[b / 4 + 1]));
     else
-      __stcs(at, static_cast<Access>(from.w[b / 4] >> (8 * (b % 4))));
+      keep(to + b, static_cast<Access>(from.w[b / 4] >> (8 * (b % 4))));
   }
 }
 
@@ -109,6 +148,18 @@ __device__ void store(u8* to, int valid, const Words<Bytes>& from) {
     store_as<Bytes, Unit>(to, valid, from);
   else
     store_as<Bytes, u8>(to, valid, from);
+}
+
+// In shared memory all of them are there, and aligned.
+template <int Bytes, class Unit, bool Whole>
+__device__ Words<Bytes> load(Staged from, int) {
+  Words<Bytes> to{};
+  load_as<Bytes, Widest<Bytes>>(from, Bytes, to);
+  return to;
+}
+template <int Bytes, class Unit, bool Whole>
+__device__ void store(Staged to, int, const Words<Bytes>& from) {
+  store_as<Bytes, Widest<Bytes>>(to, Bytes, from);
 }
 
 // Value i of a little-endian string of Bits-bit values; i is known when the loop is unrolled.
@@ -159,7 +210,7 @@ template <int N>
 struct Lane<Fp32, N> {
   using Raw = Words<4 * N>;
   template <bool Whole>
-  static __device__ Raw load(const DeviceArray& a, int, Place at) {
+  static __device__ Raw load(const auto& a, int, auto at) {
     return scruple::load<4 * N, u32, Whole>(a.codes + 4 * at.first, 4 * at.n);
   }
   template <Rounding>
@@ -167,7 +218,7 @@ struct Lane<Fp32, N> {
     return float_of(raw.w[i]);
   }
   template <Rounding, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at, Coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int, auto at, Coins) {
     Raw raw;
 #pragma unroll
     for (int i = 0; i < N; ++i) raw.w[i] = bits_of(in[i]);
@@ -179,7 +230,7 @@ template <class Half, int N>
 struct Lane<Rounded<Half>, N> {
   using Raw = Words<2 * N>;
   template <bool Whole>
-  static __device__ Raw load(const DeviceArray& a, int, Place at) {
+  static __device__ Raw load(const auto& a, int, auto at) {
     return scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n);
   }
   template <Rounding>
@@ -187,7 +238,7 @@ struct Lane<Rounded<Half>, N> {
     return Half::decode(static_cast<u16>(get<16>(raw, i)));
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at, Coins coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int, auto at, Coins coins) {
     Raw raw{};
 #pragma unroll
     for (int i = 0; i < N; ++i) put<16, 0>(raw, i, Rounded<Half>::template encode<R>(in[i], coins[i]));
@@ -199,7 +250,7 @@ template <class Half, int N>
 struct Lane<Master<Half>, N> {
   using Raw = Words<4 * N>;
   template <bool Whole>
-  static __device__ Raw load(const DeviceArray& a, int, Place at) {
+  static __device__ Raw load(const auto& a, int, auto at) {
     return scruple::load<4 * N, u32, Whole>(a.aux + 4 * at.first, 4 * at.n);
   }
   template <Rounding>
@@ -207,7 +258,7 @@ struct Lane<Master<Half>, N> {
     return float_of(raw.w[i]);
   }
   template <Rounding, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at, Coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int, auto at, Coins) {
     Raw master;
     Words<2 * N> visible{};
 #pragma unroll
@@ -225,9 +276,9 @@ struct Lane<Split<Half>, N> {
   struct Raw {
     Words<2 * N> visible, extra;  // extra: bytes if k is 8, else 16 bits each
   };
-  // Widths other than 8 and 16 go byte by byte: k bytes hold the extra bits of 8 values.
+  // Widths other than 8 and 16 are staged: k bytes hold the extra bits of 8 values.
   template <bool Whole>
-  static __device__ Raw load(const DeviceArray& a, int k, Place at) {
+  static __device__ Raw load(const auto& a, int k, auto at) {
     Raw raw{scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n), {}};
     if (k == 8) {
       const auto bytes = scruple::load<N, u8, Whole>(a.aux + at.first, at.n);
@@ -235,16 +286,12 @@ struct Lane<Split<Half>, N> {
       for (int i = 0; i < N / 4; ++i) raw.extra.w[i] = bytes.w[i];
     } else if (k == 16) {
       raw.extra = scruple::load<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n);
-    } else {
-      const u8* from = a.aux + at.over(8) * k;
-      u64 window = 0;
-      int have = 0, next = 0;
+    } else if constexpr (requires { a.aux.at; }) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        for (; i < at.n && have < k; have += 8) window |= static_cast<u64>(from[next++]) << have;
-        put<16, 0>(raw.extra, i, static_cast<u32>(window) & ((1u << k) - 1u));
-        window >>= k;
-        have -= k;
+        const u32 bit = (at.first + i) * k;
+        const auto* words = &(a.aux + bit / 32 * 4).template as<u32>();
+        put<16, 0>(raw.extra, i, __funnelshift_r(words[0], words[1], bit % 32) & ((1u << k) - 1u));
       }
     }
     return raw;
@@ -256,33 +303,37 @@ struct Lane<Split<Half>, N> {
   // Hasty: a zero beside extra bits that point below it comes out as NaN (split.h would read it as zero).
   template <Rounding R, bool Careful>
   static __device__ float joined(const Raw& raw, int k, int i) {
-    return Half::value(
-        join<R, Careful>(get<16>(raw.visible, i), k == 8 ? get<8>(raw.extra, i) : get<16>(raw.extra, i), k));
+    const u32 extra = k == 8 ? get<8>(raw.extra, i) : get<16>(raw.extra, i);
+    return Half::template value<Careful>(join<R, Careful>(get<16>(raw.visible, i), extra, k), k);
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int k, Place at, Coins coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int k, auto at, Coins coins) {
     Raw raw{};
     Words<N> bytes{};
-    u64 window = 0;
-    int have = 0;
-    u8* to = a.aux + at.over(8) * k;
+    [[maybe_unused]] u64 half[2] = {};  // four values each, where they are neither bytes nor pairs of them
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const Halves h = split_in_place<R>(Half::position(in[i]), k, coins[i]);
+      // Weights of whole tiles are finite: others take the careful path (StepTile in engine/cuda_step.cu).
+      const Halves h = split_in_place<R>(Half::template position<Whole>(in[i]), k, coins[i]);
       put<16, 16>(raw.visible, i, h.visible);
       if (k == 8) {
         put<8, 8>(bytes, i, h.extra);
       } else if (k == 16) {
         put<16, 0>(raw.extra, i, h.extra);
-      } else if (i < at.n) {
-        window |= static_cast<u64>((h.extra & 0xffffu) >> (16 - k)) << have;
-        for (have += k; have >= 8 || (i == at.n - 1 && have > 0); have -= 8, window >>= 8)
-          *to++ = static_cast<u8>(window);
+      } else if constexpr (requires { a.aux.at; }) {
+        half[i / 4] |= static_cast<u64>((h.extra & 0xffffu) >> (16 - k)) << (i % 4 * k);
       }
     }
     scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, raw.visible);
     if (k == 8) scruple::store<N, u8, Whole>(a.aux + at.first, at.n, bytes);
     if (k == 16) scruple::store<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n, raw.extra);
+    if constexpr (requires { a.aux.at; }) {
+      if (k % 8 == 0) return;
+      static_assert(N == 8);
+      u64 low = half[0] | half[1] << (4 * k), high = half[1] >> (64 - 4 * k);
+      const Staged to = a.aux + at.first / 8 * k;
+      for (int b = 0; b < k; ++b, low = low >> 8 | high << 56, high >>= 8) to[b] = static_cast<u8>(low);
+    }
   }
 };
 
@@ -301,7 +352,7 @@ struct Lane {
   };
 
   template <bool Whole>
-  static __device__ Raw load(const DeviceArray& a, int, Place at) {
+  static __device__ Raw load(const auto& a, int, auto at) {
     Raw raw{scruple::load<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n)), 0};
     const auto scale = scruple::load<kScaleBytes, ScaleBits, Whole>(a.aux + at.over(G) * kScaleBytes,
                                                                     Whole || at.n > 0 ? kScaleBytes : 0);
@@ -317,7 +368,7 @@ struct Lane {
       return C::decode(get<kBits>(raw.codes, i), unit);
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const DeviceArray& a, int, Place at, Coins coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int, auto at, Coins coins) {
     u32 largest = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) largest = max(largest, magnitude_bits(in[i]));
@@ -338,7 +389,7 @@ struct Lane {
       }
     }
     // A last byte that is shared with nothing: codes beyond the end are not written as whole bytes.
-    if (!Whole) clear_from(codes, at.n);
+    if (!Whole && kBits % 8 != 0 && at.n < N) clear_from(codes, at.n);
     scruple::store<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n), codes);
     if ((Whole || at.n > 0) && static_cast<u64>(at.first) % G == 0) {
       Words<kScaleBytes> word{{__builtin_bit_cast(ScaleBits, scale)}};
@@ -407,6 +458,19 @@ struct FixedFormat {
     Lane<C, N>::template encode<R, Whole>(in, a, K, at, coins);
   }
 };
+
+// Row `Index` of formats.def.
+template <int Index>
+struct FormatRow;
+#define SCRUPLE_FORMAT(number, name, roles, K, S, N) \
+  template <>                                        \
+  struct FormatRow<number> {                         \
+    using Signed = S;                                \
+    using Nonneg = N;                                \
+    static constexpr int k = K;                      \
+  };
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
 
 // visit.template operator()<C, R>() for the codec and rounding that an array has.
 template <class C>
@@ -509,6 +573,18 @@ __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Consta
   return zero != 0;
 }
 
+template <unsigned Active, int N>
+__device__ void clear_from(Elements<N>& all, int n) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (i < n) continue;
+    all.w[i] = 0;
+    if constexpr (Active & 1) all.s0[i] = 0;
+    if constexpr (Active & 2) all.s1[i] = 0;
+    if constexpr (Active & 4) all.s2[i] = 0;
+  }
+}
+
 // A NaN anywhere shows in the weight (optim/optimizer.h), so only then are there any to make canonical. Asked
 // for in another way than above, lest the compiler keep all those answers.
 template <unsigned Active, int N>
@@ -559,8 +635,9 @@ struct Held {
     if (threadIdx.x % 32 == 0) index = 0, end = 0;
     __syncwarp();
   }
-  __device__ void seek(const DeviceTable& table, i64 tile, const Constants* all) {
-    if (tile < end) return;
+  // True if it is another row than before.
+  __device__ bool seek(const DeviceTable& table, i64 tile, const Constants* all) {
+    if (tile < end) return false;
     Cursor cursor{index};
     cursor.seek(table, tile);
     const DeviceRow& found = table.rows[cursor.row];
@@ -573,6 +650,7 @@ struct Held {
     copy(found, row);
     copy(all[found.constants], constants);
     __syncwarp();
+    return true;
   }
 
  private:

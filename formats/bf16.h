@@ -14,8 +14,14 @@ struct Bf16 {
 
   // A value's place on the line of bf16 numbers, in units of 2^-16 of the gap between two of them. For bf16
   // that is the fp32 pattern itself.
-  static SCRUPLE_HD u32 position(float x) { return bits_of(x); }
-  static SCRUPLE_HD float value(u32 position) { return float_of(position); }
+  template <bool Finite = false>
+  static SCRUPLE_HD u32 position(float x) {
+    return bits_of(x);
+  }
+  template <bool Careful = true>
+  static SCRUPLE_HD float value(u32 position, int = 16) {
+    return float_of(position);
+  }
 
   static SCRUPLE_HD u16 nearest(float x) {
     const u32 b = bits_of(x);

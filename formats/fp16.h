@@ -24,21 +24,37 @@ struct Fp16 {
 
   // A value's place on the line of fp16 numbers, in units of 2^-16 of a gap, the sign in bit 31. Normal
   // values keep all 13 lower bits of fp32; below 2^-14 the line is linear and bits under 2^-40 are dropped.
+  template <bool Finite = false>  // x is
   static SCRUPLE_HD u32 position(float x) {
     const u32 a = magnitude_bits(x), sign = bits_of(x) & 0x80000000u;
-    const float tiny = float_of(a < kMinNormal ? a : 0u) * 0x1p40f;
     const u32 saturated = a < kMax ? a : kMax;
     const u32 normal = (saturated - kRebias) << 3;
-    u32 p = a < kMinNormal ? static_cast<u32>(static_cast<i32>(tiny)) : normal;
-    p = a == 0x7f800000u ? kInfinity : p;
-    return (a > 0x7f800000u ? kNaN : p) | sign;
+#if defined(__CUDA_ARCH__)  // conversions to integers are slow there; shifts by 32 and more give zero
+    const u32 significand = (saturated << 3 & (kFirstNormal - 1u)) | kFirstNormal;
+    u32 tiny;
+    asm("shr.b32 %0, %1, %2;" : "=r"(tiny) : "r"(significand), "r"(113u - (saturated >> 23)));
+#else
+    const u32 tiny = static_cast<u32>(static_cast<i32>(float_of(a < kMinNormal ? a : 0u) * 0x1p40f));
+#endif
+    u32 p = a < kMinNormal ? tiny : normal;
+    if constexpr (!Finite) {
+      p = a == 0x7f800000u ? kInfinity : p;
+      p = a > 0x7f800000u ? kNaN : p;
+    }
+    return p | sign;
   }
-  static SCRUPLE_HD float value(u32 position) {
+  // k: extra bits that the position was kept with. Not Careful: an infinity comes out as NaN.
+  template <bool Careful = true>
+  static SCRUPLE_HD float value(u32 position, [[maybe_unused]] int k = 16) {
     const u32 p = position & 0x7fffffffu, sign = position & 0x80000000u;
     const float tiny = static_cast<float>(static_cast<i32>(p)) * 0x1p-40f;
     u32 b = p < kFirstNormal ? bits_of(tiny) : (p >> 3) + kRebias;
-    b = p >= kInfinity ? 0x7f800000u : b;
-    return float_of((p >= kInfinity + 0x10000u ? kNaNBits : b) | sign);
+#if defined(__CUDA_ARCH__)  // subnormals cost nothing there, and the three lowest bits are zero
+    if (k <= 13) b = bits_of(float_of(p >> 3) * 0x1p112f);
+#endif
+    b = p >= kInfinity ? (Careful ? 0x7f800000u : kNaNBits) : b;
+    if constexpr (Careful) b = p >= kInfinity + 0x10000u ? kNaNBits : b;
+    return float_of(b | sign);
   }
 
   // IEEE conversion, ties to even, overflow to infinity.
@@ -55,7 +71,15 @@ struct Fp16 {
     const bool overflowed = (h & 0x7fffu) == 0x7c00u && magnitude_bits(x) != 0x7f800000u;
     return static_cast<u16>(h - (overflowed ? 1u : 0u));
   }
-  static SCRUPLE_HD float decode(u16 code) { return value(static_cast<u32>(code) << 16); }
+  static SCRUPLE_HD float decode(u16 code) {
+#if defined(__CUDA_ARCH__)
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(code));
+    return x;
+#else
+    return value(static_cast<u32>(code) << 16);
+#endif
+  }
 };
 
 }  // namespace SCRUPLE_UNIT
