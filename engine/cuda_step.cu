@@ -13,12 +13,10 @@ namespace {
 // An array that this optimizer or these hyperparameters do not have.
 struct Absent {};
 
-template <class Rule, unsigned Active, int Slot, int Width, class Moment, class Nonneg>
+template <class Rule, unsigned Active, int Slot, class Moment, class Nonneg>
 constexpr auto array_of_slot() {
   if constexpr ((Active >> Slot & 1u) == 0)
     return Absent{};
-  else if constexpr ((exact_slots<Rule>(Active) >> Slot & 1u) != 0)
-    return FixedFormat<Fp32, 0, kNearest, Width>{};
   else if constexpr (Rule::slots[Slot].sign == Sign::nonneg)
     return Nonneg{};
   else
@@ -55,9 +53,9 @@ __device__ void fill_array_levels() {
 // One tile of one optimizer's arrays.
 template <class Rule, unsigned Active, int N, class Weight, class Moment, class Nonneg>
 struct StepTile {
-  using S0 = decltype(array_of_slot<Rule, Active, 0, N, Moment, Nonneg>());
-  using S1 = decltype(array_of_slot<Rule, Active, 1, N, Moment, Nonneg>());
-  using S2 = decltype(array_of_slot<Rule, Active, 2, N, Moment, Nonneg>());
+  using S0 = decltype(array_of_slot<Rule, Active, 0, Moment, Nonneg>());
+  using S1 = decltype(array_of_slot<Rule, Active, 1, Moment, Nonneg>());
+  using S2 = decltype(array_of_slot<Rule, Active, 2, Moment, Nonneg>());
 
   // True if it left everything as it was, because one of its warp's threads met what needs care. Whole: every
   // element of the tile is there and every plane aligned.
@@ -126,18 +124,6 @@ __global__ void __launch_bounds__(kBlock, blocks_at_once(Active))
 
 // ---- Which kernels there are ----
 
-template <int Index>
-struct FormatRow;
-#define SCRUPLE_FORMAT(number, name, roles, K, S, N) \
-  template <>                                        \
-  struct FormatRow<number> {                         \
-    using Signed = S;                                \
-    using Nonneg = N;                                \
-    static constexpr int k = K;                      \
-  };
-#include "formats/formats.def"
-#undef SCRUPLE_FORMAT
-
 constexpr bool same(const char* a, const char* b) {
   for (; *a != 0 && *a == *b; ++a, ++b) {
   }
@@ -162,23 +148,21 @@ constexpr bool has_words() {
 // Whether the recipe's format for slots of this sign is needed.
 template <class Rule, unsigned Active>
 constexpr bool has_slot(Sign sign) {
-  constexpr unsigned kCoded = Active & ~exact_slots<Rule>(Active);
   for (unsigned s = 0; s < sizeof(Rule::slots) / sizeof(Slot); ++s)
-    if ((kCoded >> s & 1u) != 0 && Rule::slots[s].sign == sign) return true;
+    if ((Active >> s & 1u) != 0 && Rule::slots[s].sign == sign) return true;
   return false;
 }
 
 template <class Rule, unsigned Active, int WeightFormat, int MomentFormat, int NonnegFormat,
           Rounding WeightRounding>
-void add_recipe(std::vector<StepKernel>& list) {
+void add_kernel(std::vector<StepKernel>& list) {
   constexpr bool kSigned = has_slot<Rule, Active>(Sign::any), kNonneg = has_slot<Rule, Active>(Sign::nonneg);
-  if constexpr ((!kSigned || MomentFormat >= 0) &&
-                (NonnegFormat >= 0 || (!kNonneg && exact_slots<Rule>(Active) == 0))) {
+  if constexpr ((!kSigned || MomentFormat >= 0) && (!kNonneg || NonnegFormat >= 0)) {
     using W = FormatRow<WeightFormat>;
     using M = FormatRow<kSigned ? MomentFormat : WeightFormat>;
     using N = FormatRow<kNonneg ? NonnegFormat : WeightFormat>;
     // 16 elements of 16 bits or fewer fill the registers as 8 of 32 bits do.
-    constexpr int kWidth = has_words<typename W::Signed, W::k>() || exact_slots<Rule>(Active) != 0 ||
+    constexpr int kWidth = has_words<typename W::Signed, W::k>() ||
                                    (kSigned && has_words<typename M::Signed, M::k>()) ||
                                    (kNonneg && has_words<typename N::Nonneg, N::k>())
                                ? 8
@@ -199,26 +183,35 @@ constexpr bool can_round(Rounding rounding) {
   return (C::roundings >> rounding & 1u) != 0;
 }
 
-// A recipe's formats with each way of rounding a weight that is read in two halves, truncation apart; any
-// other weight rounds by its coins alone. And its moments beside weights in fp32, as PyTorch's parameters
-// often are.
-template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg>
-void add_roundings(std::vector<StepKernel>& list) {
-  using W = FormatRow<Weight>;
-  add_recipe<Rule, Active, Weight, Moment, Nonneg, kNearest>(list);
-  if constexpr (can_round<typename W::Signed>(kWide) && W::k < 16)
-    add_recipe<Rule, Active, Weight, Moment, Nonneg, kWide>(list);
-  if constexpr (can_round<typename W::Signed>(kWide))
-    add_recipe<Rule, Active, Weight, Moment, Nonneg, kStochastic>(list);
+// The same weights with fp16 in place of bf16, or -1.
+constexpr int fp16_twin(int format) {
+  const char* const twins[][2] = {{"bf16+fp32", "fp16+fp32"}, {"bf16+16", "fp16+16"}, {"bf16+8", "fp16+8"}};
+  for (const auto& twin : twins)
+    if (format == format_index(twin[0])) return format_index(twin[1]);
+  return -1;
+}
+
+// Which kernels there are: each recipe as it stands; its weights all stochastic, where they are read in two
+// halves; with fp16 in place of bf16; and its 8-bit moments beside weights in fp32, as PyTorch's parameters
+// often are. Coins are data, so the rounding of anything else needs no kernel of its own. Whatever else there is
+// goes to the general kernel, and so do optimizers while they keep moments in fp32 for exactness (AMSGrad,
+// centered RMSprop).
+template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg, Rounding Usual>
+void add_recipe(std::vector<StepKernel>& list) {
+  add_kernel<Rule, Active, Weight, Moment, Nonneg, Usual>(list);
+  if constexpr (can_round<typename FormatRow<Weight>::Signed>(kWide))
+    add_kernel<Rule, Active, Weight, Moment, Nonneg, kStochastic>(list);
+  if constexpr (fp16_twin(Weight) >= 0)
+    add_kernel<Rule, Active, fp16_twin(Weight), Moment, Nonneg, Usual>(list);
   if constexpr (Weight == format_index("bf16+8"))
-    add_recipe<Rule, Active, format_index("fp32"), Moment, Nonneg, kNearest>(list);
+    add_kernel<Rule, Active, format_index("fp32"), Moment, Nonneg, kNearest>(list);
 }
 
 template <class Rule, unsigned Active>
 void add_active(std::vector<StepKernel>& list) {
-  if constexpr (can_be_active<Rule>(Active)) {
-#define SCRUPLE_RECIPE(name, weight, moment, nonneg, ...) \
-  add_roundings<Rule, Active, format_index(weight), format_index(moment), format_index(nonneg)>(list);
+  if constexpr (can_be_active<Rule>(Active) && exact_slots<Rule>(Active) == 0) {
+#define SCRUPLE_RECIPE(name, weight, moment, nonneg, gradient, rounding, ...) \
+  add_recipe<Rule, Active, format_index(weight), format_index(moment), format_index(nonneg), rounding>(list);
 #include "formats/recipes.def"
 #undef SCRUPLE_RECIPE
   }
