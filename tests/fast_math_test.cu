@@ -57,6 +57,40 @@ struct OverRoot {
   }
 };
 
+// fp16 by shifts, products and the hardware's conversion, against what formats/fp16.h says of the host.
+struct HalfPosition {
+  static __device__ bool right(u64 i) {
+    const float x = float_of(static_cast<u32>(i));
+    const u32 a = magnitude_bits(x), sign = bits_of(x) & 0x80000000u;
+    const u32 normal = (min(a, Fp16::kMax) - Fp16::kRebias) << 3;
+    const u32 finite =
+        (a < Fp16::kMinNormal ? static_cast<u32>(static_cast<i32>(magnitude(x) * 0x1p40f)) : normal) | sign;
+    const u32 want = a < 0x7f800000u ? finite : a == 0x7f800000u ? Fp16::kInfinity | sign : Fp16::kNaN | sign;
+    return Fp16::position(x) == want && (a >= 0x7f800000u || Fp16::position<true>(x) == want);
+  }
+};
+struct HalfValue {
+  static __device__ bool right(u64 i) {
+    const u32 p = static_cast<u32>(i) & 0x7fffffffu, sign = static_cast<u32>(i) & 0x80000000u;
+    const float tiny = static_cast<float>(static_cast<i32>(p)) * 0x1p-40f;
+    const u32 finite = p < Fp16::kFirstNormal ? bits_of(tiny) : (p >> 3) + Fp16::kRebias;
+    const u32 want = p < Fp16::kInfinity              ? finite | sign
+                     : p < Fp16::kInfinity + 0x10000u ? 0x7f800000u | sign
+                                                      : kNaNBits | sign;
+    const u32 hasty = p < Fp16::kInfinity ? finite | sign : kNaNBits | sign;
+    const u32 position = static_cast<u32>(i);
+    const bool few_bits = (p & 7u) != 0 || (bits_of(Fp16::value(position, 13)) == want &&
+                                            bits_of(Fp16::value<false>(position, 13)) == hasty);
+    return few_bits && bits_of(Fp16::value(position)) == want;
+  }
+};
+struct HalfDecode {
+  static __device__ bool right(u64 i) {
+    const float got = Fp16::decode(static_cast<u16>(i)), want = Fp16::value(static_cast<u32>(i) << 16);
+    return want == want ? same(got, want) : got != got;
+  }
+};
+
 template <class Property>
 __global__ void count_wrong(u64 count, unsigned long long* wrong) {
   const u64 stride = static_cast<u64>(gridDim.x) * blockDim.x;
@@ -84,6 +118,9 @@ TEST(FastMath, RootOfEveryFloat) { expect_right<Root>(kInfinity); }
 TEST(FastMath, ReciprocalOfEveryFloat) { expect_right<Reciprocal>(kInfinity); }
 TEST(FastMath, Quotients) { expect_right<Quotients>(kPairs); }
 TEST(FastMath, OverRootInTheUsualRange) { expect_right<OverRoot<false>>(kPairs); }
+TEST(FastMath, HalfPositionOfEveryFloat) { expect_right<HalfPosition>(u64{1} << 32); }
+TEST(FastMath, ValueOfEveryHalfPosition) { expect_right<HalfValue>(u64{1} << 32); }
+TEST(FastMath, EveryHalf) { expect_right<HalfDecode>(1 << 16); }
 TEST(FastMath, OverRootOfAnything) { expect_right<OverRoot<true>>(kPairs); }
 
 }  // namespace
