@@ -217,8 +217,18 @@ class FollowsTorch(Case):
                     self.assertEqual(theirs[key], ours[key])
             self.assertLessEqual(
                 set(theirs) - set(ours),
-                {"foreach", "fused", "differentiable", "capturable", "decoupled_weight_decay"},
+                {"foreach", "fused", "differentiable", "decoupled_weight_decay"},
             )
+
+    def test_signatures_are_whole(self):
+        """They show what all optimizers take, after what each takes; a slip is refused."""
+        for kind in (st.SGD, st.SGDW, st.Adam, st.AdamW, st.Lion, st.Adagrad, st.RMSprop):
+            with self.subTest(kind.__name__):
+                shown = inspect.signature(kind).parameters
+                self.assertLessEqual({"params", "lr", "recipe", "seed", "maximize", "fused"}, set(shown))
+                self.assertNotIn("options", shown)
+                with self.assertRaisesRegex(TypeError, "recipes"):
+                    kind([parameter(3)], recipes="scant")
 
     def test_decoupled_decay_of_adam(self):
         """It is AdamW, also copied and saved; torch's state of the same kind loads, of the other is refused."""

@@ -5,6 +5,7 @@ import copy
 import ctypes
 import difflib
 import functools
+import inspect
 import itertools
 import math
 import numbers
@@ -22,7 +23,6 @@ from .engines import engine_for
 from .planes import Layout, decode, encode, start
 from .shards import groups_of, like, local, offset_of, part_of
 from .table import Table, check_gradient
-
 
 # What decides how state is stored, beside hyperparameters that ask for exact moments.
 _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
@@ -51,15 +51,37 @@ class Optimizer(torch.optim.Optimizer):
     rule = ""
     _step_supports_amp_scaling = True  # GradScaler hands over its scale and its flag, and waits for neither
 
-    def __init__(self, params, defaults):
-        if defaults.pop("differentiable", False):
+    def __init__(
+        self,
+        params,
+        hypers,
+        *,
+        recipe="scruple",
+        weights=None,
+        moments=None,
+        rounding=None,
+        seed=0,
+        maximize=False,
+        capturable=False,
+        foreach=None,
+        fused=None,
+        differentiable=False,
+    ):
+        if differentiable:
             raise UsageError("differentiable=True: the step runs outside autograd; use torch.optim for it")
-        for name in ("foreach", "fused"):  # torch's ways of being fast; here there is one
-            defaults.pop(name, None)
+        stored = dict(recipe=recipe, weights=weights, moments=moments, rounding=rounding, seed=seed)
         # Keys of every group, so that torch.distributed.checkpoint carries them.
-        defaults.update(version=state_files.VERSION, formats=None)
+        stored.update(version=state_files.VERSION, formats=None)
         self._forget()
-        super().__init__(params, defaults)
+        super().__init__(params, {**hypers, **stored, "maximize": maximize, "capturable": capturable})
+
+    def __init_subclass__(cls):
+        """help() and those who read signatures find what `options` stands for."""
+        shared = inspect.signature(Optimizer.__init__).parameters.values()
+        own = inspect.signature(cls.__init__).parameters
+        asked = [x for x in own.values() if x.kind is not x.VAR_KEYWORD]
+        more = [x for x in shared if x.kind is x.KEYWORD_ONLY and x.name not in own]
+        cls.__signature__ = inspect.Signature(asked[1:] + more)
 
     @property
     def state(self):
@@ -119,9 +141,9 @@ class Optimizer(torch.optim.Optimizer):
         own = self.defaults.get("decoupled_weight_decay", False)
         if group.get("decoupled_weight_decay", own) != own:
             raise UsageError(
-                f"decoupled_weight_decay={not own} in a parameter group of {type(self).__name__}: it is one for "
-                f"all groups here; make the optimizer with decoupled_weight_decay={not own}, or another for "
-                "that group"
+                f"decoupled_weight_decay={not own} in a parameter group of {type(self).__name__}: it is one "
+                f"for all groups here; make the optimizer with decoupled_weight_decay={not own}, or another "
+                "for that group"
             )
 
     def _hypers(self, group):
@@ -201,7 +223,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _asks(self, group):
         """What of a group decides slots and formats."""
-        return [bool(value) for value in self._hypers(group).values()], [group.get(name) for name in _SETTINGS]
+        return list(map(bool, self._hypers(group).values())), [group.get(name) for name in _SETTINGS]
 
     def _check_kept(self):
         """Refuses groups by which what stands in the state would be read as something else."""
@@ -221,15 +243,16 @@ class Optimizer(torch.optim.Optimizer):
             if name in now and was[name] != now[name]:
                 raise UsageError(
                     f"{name} of a parameter of shape {tuple(p.shape)} is held as {was[name]}, and would be "
-                    f"{now[name]}: its group was changed, or it was cast, after its first step. Set that back; "
-                    "or make a new optimizer, load this one's state_dict(as_='torch') into it, and its "
+                    f"{now[name]}: its group was changed, or it was cast, after its first step. Set that "
+                    "back; or make a new optimizer, load this one's state_dict(as_='torch') into it, and its "
                     "master_weights() with set_master_weights"
                 )
 
     def _make_buckets(self):
         """The parameters that can go into one call: those of one device."""
         self._buckets, self._number = {}, {}
-        self._seen = [(list(group["params"]), copy.deepcopy(self._asks(group))) for group in self.param_groups]
+        groups = self.param_groups
+        self._seen = [(list(group["params"]), copy.deepcopy(self._asks(group))) for group in groups]
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 self._number[p] = len(self._number), index
@@ -349,8 +372,8 @@ class Optimizer(torch.optim.Optimizer):
                 self.last_norm, found_inf, clip = self._measure(tables, max_norm, scale, found_inf)
             elif max_norm is not None and self._handle is not None:
                 raise UsageError(
-                    "clipping in the step: release_gradients has taken the gradients inside backward; give it "
-                    "max_norm instead (policy 'compressed')"
+                    "clipping in the step: release_gradients has taken the gradients inside backward; give "
+                    "it max_norm instead (policy 'compressed')"
                 )
             self._take(tables, scale, found_inf, clip)
 
@@ -475,7 +498,9 @@ class Optimizer(torch.optim.Optimizer):
                 )
             if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_meta:
                 what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
-                raise UsageError(f"a value for a parameter of shape {tuple(p.shape)} is {what}; it must be numbers")
+                raise UsageError(
+                    f"a value for a parameter of shape {tuple(p.shape)} is {what}; it must be numbers"
+                )
             if tuple(value.shape) != tuple(p.shape):
                 raise UsageError(
                     f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"

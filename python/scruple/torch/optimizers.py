@@ -14,15 +14,17 @@ All take, for the optimizer or per parameter group:
             recipe's
   seed      of stochastic rounding; together with step, parameter and element it decides every random number
 
-`foreach` and `fused` are accepted and change nothing: every step is one fused call per device.
+They take torch's `maximize` and `capturable` too. `foreach` and `fused` are accepted and change nothing:
+every step is one fused call per device.
 """
 
 from .optimizer import Optimizer
 
 
-def _defaults(arguments):
-    """What a constructor was given, as torch.optim.Optimizer wants it."""
-    return {name: value for name, value in arguments.items() if name not in ("self", "params", "__class__")}
+def _hypers(arguments):
+    """What a constructor was given for its own arguments."""
+    others = ("self", "params", "options", "__class__")
+    return {name: value for name, value in arguments.items() if name not in others}
 
 
 class SGD(Optimizer):
@@ -30,26 +32,8 @@ class SGD(Optimizer):
 
     rule = "sgd"
 
-    def __init__(
-        self,
-        params,
-        lr=1e-3,
-        momentum=0,
-        dampening=0,
-        weight_decay=0,
-        nesterov=False,
-        *,
-        maximize=False,
-        foreach=None,
-        differentiable=False,
-        fused=None,
-        recipe="scruple",
-        weights=None,
-        moments=None,
-        rounding=None,
-        seed=0,
-    ):
-        super().__init__(params, _defaults(locals()))
+    def __init__(self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=0, nesterov=False, **options):
+        super().__init__(params, _hypers(locals()), **options)
 
 
 class SGDW(Optimizer):
@@ -68,17 +52,9 @@ class SGDW(Optimizer):
         nesterov=False,
         *,
         decay_lr=0.0,
-        maximize=False,
-        foreach=None,
-        differentiable=False,
-        fused=None,
-        recipe="scruple",
-        weights=None,
-        moments=None,
-        rounding=None,
-        seed=0,
+        **options,
     ):
-        super().__init__(params, _defaults(locals()))
+        super().__init__(params, _hypers(locals()), **options)
 
 
 class Adam(Optimizer):
@@ -97,19 +73,10 @@ class Adam(Optimizer):
         weight_decay=0,
         amsgrad=False,
         *,
-        foreach=None,
-        maximize=False,
-        capturable=False,
-        differentiable=False,
-        fused=None,
         decoupled_weight_decay=False,
-        recipe="scruple",
-        weights=None,
-        moments=None,
-        rounding=None,
-        seed=0,
+        **options,
     ):
-        super().__init__(params, _defaults(locals()))
+        super().__init__(params, _hypers(locals()), **options)
 
 
 class AdamW(Optimizer):
@@ -127,19 +94,10 @@ class AdamW(Optimizer):
         weight_decay=1e-2,
         amsgrad=False,
         *,
-        maximize=False,
-        foreach=None,
-        capturable=False,
-        differentiable=False,
-        fused=None,
         decay_lr=0.0,
-        recipe="scruple",
-        weights=None,
-        moments=None,
-        rounding=None,
-        seed=0,
+        **options,
     ):
-        super().__init__(params, _defaults(locals()))
+        super().__init__(params, _hypers(locals()), **options)
 
 
 class Lion(Optimizer):
@@ -147,26 +105,8 @@ class Lion(Optimizer):
 
     rule = "lion"
 
-    def __init__(
-        self,
-        params,
-        lr=1e-4,
-        betas=(0.9, 0.99),
-        weight_decay=0.0,
-        *,
-        decay_lr=0.0,
-        maximize=False,
-        foreach=None,
-        capturable=False,
-        differentiable=False,
-        fused=None,
-        recipe="scruple",
-        weights=None,
-        moments=None,
-        rounding=None,
-        seed=0,
-    ):
-        super().__init__(params, _defaults(locals()))
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, decay_lr=0.0, **options):
+        super().__init__(params, _hypers(locals()), **options)
 
 
 class Adagrad(Optimizer):
@@ -175,25 +115,9 @@ class Adagrad(Optimizer):
     rule = "adagrad"
 
     def __init__(
-        self,
-        params,
-        lr=1e-2,
-        lr_decay=0,
-        weight_decay=0,
-        initial_accumulator_value=0,
-        eps=1e-10,
-        foreach=None,
-        *,
-        maximize=False,
-        differentiable=False,
-        fused=None,
-        recipe="scruple",
-        weights=None,
-        moments=None,
-        rounding=None,
-        seed=0,
+        self, params, lr=1e-2, lr_decay=0, weight_decay=0, initial_accumulator_value=0, eps=1e-10, **options
     ):
-        super().__init__(params, _defaults(locals()))
+        super().__init__(params, _hypers(locals()), **options)
 
 
 class RMSprop(Optimizer):
@@ -202,23 +126,6 @@ class RMSprop(Optimizer):
     rule = "rmsprop"
 
     def __init__(
-        self,
-        params,
-        lr=1e-2,
-        alpha=0.99,
-        eps=1e-8,
-        weight_decay=0,
-        momentum=0,
-        centered=False,
-        capturable=False,
-        foreach=None,
-        maximize=False,
-        differentiable=False,
-        *,
-        recipe="scruple",
-        weights=None,
-        moments=None,
-        rounding=None,
-        seed=0,
+        self, params, lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0, momentum=0, centered=False, **options
     ):
-        super().__init__(params, _defaults(locals()))
+        super().__init__(params, _hypers(locals()), **options)
