@@ -35,7 +35,9 @@ ALLOC = CFUNCTYPE(c_void_p, c_void_p, c_int64)
 FREE = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 REDUCE = CFUNCTYPE(c_int, c_void_p, c_void_p)
 _types = {
-    **{"char*": c_char_p, "void*": c_void_p, "bytes*": POINTER(ctypes.c_char), "int64*": POINTER(c_int64)},
+    **{"status": c_int, "void": None, "char*": c_char_p, "void*": c_void_p, "bytes*": POINTER(ctypes.c_char)},
+    **{"char**": POINTER(c_char_p), "void**": POINTER(c_void_p)},
+    **{"int*": POINTER(c_int), "int64*": POINTER(c_int64)},
     **{"float": ctypes.c_float, "double": c_double, "size_t": ctypes.c_size_t, "int": c_int},
     **{"int32": ctypes.c_int32, "int64": c_int64, "uint32": c_uint32, "uint64": c_uint64},
     **{"alloc": ALLOC, "free": FREE, "reduce": REDUCE},
@@ -110,64 +112,49 @@ Contents = _struct(
     "Note* notes; int64 note_count; StoredTensor* tensors; int64 tensor_count",
 )
 
-# Those that return a status; the others are below.
-_CALLS = {
-    "get_format_info": [c_void_p, POINTER(FormatInfo)],
-    "format_bytes": [c_void_p, c_int64, POINTER(c_int64), POINTER(c_int64)],
-    "recipe_at": [c_int, POINTER(RecipeInfo)],
-    "rule_at": [c_int, POINTER(RuleInfo)],
-    "rule_slot": [c_int, c_int, POINTER(SlotInfo)],
-    "rule_hyper": [c_int, c_int, POINTER(HyperInfo)],
-    "engine_at": [c_int, POINTER(EngineInfo)],
-    "engine_create": [c_char_p, c_int, POINTER(c_void_p)],
-    "engine_set_stream": [c_void_p, c_void_p],
-    "optimizer_create": [c_char_p, POINTER(c_void_p)],
-    "optimizer_set": [c_void_p, c_char_p, c_double],
-    "optimizer_read_lr": [c_void_p, c_void_p],
-    "optimizer_set_seed": [c_void_p, c_uint64],
-    "tensor_use": [POINTER(Tensor), c_char_p],
-    "tensor_array": [POINTER(Tensor), c_int, POINTER(c_char_p), POINTER(c_int), POINTER(c_int)],
-    "tensor_alloc": [c_void_p, POINTER(Tensor), c_uint32],
-    "tensor_reset": [c_void_p, POINTER(Tensor)],
-    "tensor_view": [POINTER(Tensor), c_int64, c_int64, POINTER(Tensor)],
-    "encode": [c_void_p, POINTER(Tensor), c_int, c_void_p],
-    "decode": [c_void_p, POINTER(Tensor), c_int, c_void_p],
-    "step": [c_void_p, c_void_p, c_int64, POINTER(StepOptions)],
-    "measure": [c_void_p, c_void_p, c_int64, POINTER(MeasureOptions)],
-    "advance": [c_void_p, c_void_p, c_void_p, c_void_p],
-    "sink_create": [c_void_p, c_void_p, c_int64, POINTER(SinkOptions), POINTER(c_void_p)],
-    "sink_add": [c_void_p, c_void_p, c_int64],
-    "sink_end": [c_void_p],
-    "sink_read": [c_void_p, POINTER(SinkReport)],
-    "sink_read_tensors": [c_void_p, c_void_p, c_void_p],
-    "checkpoint_open": [c_char_p, POINTER(c_void_p)],
-    "checkpoint_verify": [c_void_p, c_int64],
-    "checkpoint_read": [c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64],
-    "checkpoint_begin": [c_char_p, POINTER(Contents), c_int64, POINTER(c_void_p)],
-    "checkpoint_write": [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64],
-    "checkpoint_commit": [c_void_p],
-}
-_OTHERS = {
-    "version": (c_char_p, []),
-    "abi_version": (c_int, []),
-    "last_error": (c_char_p, []),
-    "format_count": (c_int, []),
-    "format_at": (c_void_p, [c_int]),
-    "format_find": (c_void_p, [c_char_p]),
-    "format_reads_as": (c_int, [c_void_p, c_int]),
-    "rounding_name": (c_char_p, [c_int]),
-    "recipe_count": (c_int, []),
-    "rule_count": (c_int, []),
-    "engine_count": (c_int, []),
-    "engine_destroy": (None, [c_void_p]),
-    "engine_name": (c_char_p, [c_void_p]),
-    "optimizer_destroy": (None, [c_void_p]),
-    "sink_destroy": (None, [c_void_p]),
-    "sink_found_inf": (c_void_p, [c_void_p]),
-    "checkpoint_manifest": (POINTER(Contents), [c_void_p]),
-    "checkpoint_close": (None, [c_void_p]),
-    "checkpoint_abandon": (None, [c_void_p]),
-}
+# As in scruple.h: what they return, their names, what they take. A status becomes an exception.
+_FUNCTIONS = """
+status get_format_info: void* FormatInfo*
+status format_bytes: void* int64 int64* int64*
+status recipe_at: int RecipeInfo*
+status rule_at: int RuleInfo*
+status rule_slot: int int SlotInfo*
+status rule_hyper: int int HyperInfo*
+status engine_at: int EngineInfo*
+status engine_create: char* int void**
+status engine_set_stream, optimizer_read_lr: void* void*
+status optimizer_create, checkpoint_open: char* void**
+status optimizer_set: void* char* double
+status optimizer_set_seed: void* uint64
+status tensor_use: Tensor* char*
+status tensor_array: Tensor* int char** int* int*
+status tensor_alloc: void* Tensor* uint32
+status tensor_reset: void* Tensor*
+status tensor_view: Tensor* int64 int64 Tensor*
+status encode, decode: void* Tensor* int void*
+status step: void* void* int64 StepOptions*
+status measure: void* void* int64 MeasureOptions*
+status advance: void* void* void* void*
+status sink_create: void* void* int64 SinkOptions* void**
+status sink_add: void* void* int64
+status sink_end, checkpoint_commit: void*
+status sink_read: void* SinkReport*
+status sink_read_tensors: void* void* void*
+status checkpoint_verify: void* int64
+status checkpoint_read: void* int64 int64 int64 int64 void* int64
+status checkpoint_begin: char* Contents* int64 void**
+status checkpoint_write: void* int64 int64 int64 void* int64
+char* version, last_error:
+int abi_version, format_count, recipe_count, rule_count, engine_count:
+void* format_at: int
+void* format_find: char*
+int format_reads_as: void* int
+char* rounding_name: int
+char* engine_name: void*
+void* sink_found_inf: void*
+Contents* checkpoint_manifest: void*
+void engine_destroy, optimizer_destroy, sink_destroy, checkpoint_close, checkpoint_abandon: void*
+"""
 
 
 def _find():
@@ -227,40 +214,37 @@ class _Library:
                 f"{path} speaks version {found} of the ABI and this package version {ABI_VERSION}; "
                 "install both from one source"
             )
-        for name, types in _CALLS.items():
-            function = getattr(c, "scruple_" + name)
-            function.argtypes, function.restype = types, c_int
-            setattr(self, name, _checked(function))
-        for name, (result, types) in _OTHERS.items():
-            function = getattr(c, "scruple_" + name)
-            function.argtypes, function.restype = types, result
-            setattr(self, name, function)
+        for line in _FUNCTIONS.strip().splitlines():
+            result, _, rest = line.partition(" ")
+            names, _, taken = rest.partition(":")
+            for name in names.split(", "):
+                function = getattr(c, "scruple_" + name)
+                function.restype, function.argtypes = _types[result], [_types[of] for of in taken.split()]
+                setattr(self, name, _checked(function) if result == "status" else function)
         self.path = path
 
 
 library = _Library()
 
 
-def __getattr__(name):  # only for what is not there yet
-    """ROUNDING_NAMES, by number, and ROUNDINGS, the numbers of those that weights and moments have."""
-    if name not in ("ROUNDING_NAMES", "ROUNDINGS"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    names = [found.decode() for found in itertools.takewhile(bool, map(library.rounding_name, itertools.count()))]
-    globals()["ROUNDING_NAMES"] = tuple(names)
-    globals()["ROUNDINGS"] = {found: i for i, found in enumerate(names) if i != DITHER}
-    return globals()[name]
+@functools.cache
+def rounding_names():
+    """By number."""
+    return tuple(x.decode() for x in itertools.takewhile(bool, map(library.rounding_name, itertools.count())))
+
+
+def options(kind, **fields):
+    """A struct that says how long it is."""
+    return kind(struct_size=ctypes.sizeof(kind), **fields)
 
 
 class Format:
-    """One entry of the registry; `handle` is what the library knows it by."""
+    """One entry of the registry: the fields of FormatInfo, and the handle that the library knows it by."""
 
     def __init__(self, handle):
         info = FormatInfo()
         library.get_format_info(handle, byref(info))
-        self.handle, self.name, self.doc = handle, info.name.decode(), info.doc.decode()
-        self.roles, self.roundings = info.roles, info.roundings
-        self.group, self.code_bits, self.aux_bits = info.group_size, info.code_bits, info.aux_bits
-        self.has_scales, self.bits_per_value = bool(info.aux_is_scale), info.bits_per_value
+        self.__dict__.update(vars(_unpacked(info)), handle=handle)
 
     def rounds(self, rounding):
         return bool(self.roundings >> rounding & 1)
@@ -278,23 +262,17 @@ class Format:
         return f"<format {self.name}: {self.doc}>"
 
 
-_formats = {}
-
-
-def format_named(name):
-    if name not in _formats:
-        handle = library.format_find(str(name).encode())
-        if not handle:
-            raise UsageError(last_error())
-        _formats[name] = Format(handle)
-    return _formats[name]
-
-
+@functools.cache
 def format_at(handle):
-    """The entry behind a handle that the library has filled in."""
-    info = FormatInfo()
-    library.get_format_info(handle, byref(info))
-    return format_named(info.name.decode())
+    return Format(handle)
+
+
+@functools.cache
+def format_named(name):
+    handle = library.format_find(str(name).encode())
+    if not handle:
+        raise UsageError(last_error())
+    return format_at(handle)
 
 
 def formats():
@@ -302,39 +280,33 @@ def formats():
 
 
 def _all(count, read, kind):
-    for i in range(count):
-        info = kind()
+    """{name: its entry} in the library's order."""
+    found = [kind() for _ in range(count)]
+    for i, info in enumerate(found):
         read(i, byref(info))
-        yield i, info
+    return {info.name.decode(): _unpacked(info) for info in found}
 
 
 def recipes():
-    """{name: RecipeInfo} in the library's order."""
-    return {
-        info.name.decode(): info for _, info in _all(library.recipe_count(), library.recipe_at, RecipeInfo)
-    }
+    """{name: its formats, roundings and doc} in the library's order."""
+    return _all(library.recipe_count(), library.recipe_at, RecipeInfo)
 
 
 def rules():
     """{name: (doc, {slot: role}, {hyperparameter: default})} in the library's order."""
     found = {}
-    for i, info in _all(library.rule_count(), library.rule_at, RuleInfo):
+    for i, (name, info) in enumerate(_all(library.rule_count(), library.rule_at, RuleInfo).items()):
         slots = _all(info.slots, functools.partial(library.rule_slot, i), SlotInfo)
         hypers = _all(info.hypers, functools.partial(library.rule_hyper, i), HyperInfo)
-        found[info.name.decode()] = (
-            info.doc.decode(),
-            {slot.name.decode(): slot.role for _, slot in slots},
-            {h.name.decode(): bool(h.value) if h.flag else h.value for _, h in hypers},
-        )
+        values = {name: bool(h.value) if h.flag else h.value for name, h in hypers.items()}
+        found[name] = info.doc, {name: slot.role for name, slot in slots.items()}, values
     return found
 
 
 def engines():
     """{name: None, or why this machine cannot run it}."""
-    return {
-        info.name.decode(): None if info.available else info.reason.decode()
-        for _, info in _all(library.engine_count(), library.engine_at, EngineInfo)
-    }
+    found = _all(library.engine_count(), library.engine_at, EngineInfo)
+    return {name: None if info.available else info.reason for name, info in found.items()}
 
 
 class Engine:

@@ -1361,7 +1361,7 @@ class Rounding(Case):
     ]
 
     def roundings(self, row):
-        return " ".join(_abi.ROUNDING_NAMES[row.arrays[a].rounding] for a in range(3))
+        return " ".join(_abi.rounding_names()[row.arrays[a].rounding] for a in range(3))
 
     def test_reaches_the_rows(self):
         """Of the layout, and of the table that a step hands to the library."""

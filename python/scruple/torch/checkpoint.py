@@ -96,13 +96,6 @@ def _arrays_of(layout):
     return [(name, form.name, layout.row.arrays[a].rounding) for a, name, form in layout.arrays]
 
 
-def _state_name(state, array, plane):
-    """Where a state has a plane; None: it is the parameter itself."""
-    if array == "weight":
-        return "extra" if plane else None
-    return array + "/scale" if plane else array if array in state else array + "/codes"
-
-
 # ---- Between the library's files and the memory of tensors ----
 
 
@@ -268,7 +261,7 @@ def _held_entry(opt, name, p):
 
 
 def _entry(arrays, **fields):
-    arrays = [dict(name=a, format=form, rounding=_abi.ROUNDING_NAMES[r]) for a, form, r in arrays]
+    arrays = [dict(name=a, format=form, rounding=_abi.rounding_names()[r]) for a, form, r in arrays]
     return {**fields, "arrays": arrays}
 
 
@@ -277,10 +270,8 @@ def _write_held(opt, p, t, writer, chunk):
     if fresh or p not in opt._entries:
         opt._entry(p)  # refuses planes that do not fit the parameter any more
     try:
-        for a, (_, array, form) in enumerate(opt._layout(p).arrays):
-            for plane in range(2 if form.aux_bits else 1):
-                name = _state_name(opt.state[p], array, plane)
-                _write(writer, (t, a, plane), opt.state[p][name] if name else p, chunk)
+        for place, tensor in opt._layout(p).stored(p, opt.state[p]):
+            _write(writer, (t, *place), tensor, chunk)
     finally:
         if fresh:
             # One that was never stepped gets its first values for the file alone: to keep them would fix its
@@ -500,7 +491,9 @@ def _check_fits(opt, name, p, tensor, contents):
     wanted = [] if stored is None else [_as_read(*a) for a in _arrays_of(stored)]
     if found[first:] != wanted[first:] or not wanted:
         said = ", ".join(f"{a.name} in {a.format} ({a.rounding})" for a in tensor.arrays)
-        asked = ", ".join(f"{a} in {f} ({_abi.ROUNDING_NAMES[r]})" for a, f, r in _arrays_of(opt._layout(p)))
+        asked = ", ".join(
+            f"{a} in {f} ({_abi.rounding_names()[r]})" for a, f, r in _arrays_of(opt._layout(p))
+        )
         raise UsageError(
             f"{name}: {folder} has {said}, and the optimizer keeps {asked}; the checkpoint is of recipe "
             f"{contents.recipe!r} and the optimizer of {group['recipe']!r}: make the optimizer (and cast "
@@ -535,7 +528,7 @@ def _stored(opt, p, tensor):
 
 
 def _rounding_of(array):
-    return _abi.ROUNDING_NAMES.index(array.rounding)
+    return _abi.rounding_names().index(array.rounding)
 
 
 def _as_read(name, form, rounding):
@@ -554,22 +547,21 @@ def _check_known(tensor, folder):
 
 
 def _read_held(handle, opt, p, tensor, chunk):
-    state, stored = opt.state[p], _stored(opt, p, tensor)
+    state = opt.state[p]
     state["step"] = tensor.step - 1
     state.pop("adagc_norm", None)
     if tensor.adagc_norm:
         state["adagc_norm"] = tensor.adagc_norm
-    formats = opt._layout(p).formats
-    for number, ((a, name, form), array) in enumerate(zip(stored.arrays, tensor.arrays)):
-        place = tensor.number, number
-        if array.format == formats[name]:
-            for i in range(len(array.planes)):
-                _read(handle, (*place, i), state.get(_state_name(state, name, i), p), chunk)
-        elif a == _abi.WEIGHT:
+    layout = opt._layout(p)
+    for (a, plane), held in layout.stored(p, state):
+        array, place = tensor.arrays[a], (tensor.number, a)
+        if array.format == layout.arrays[a][2].name:
+            _read(handle, (*place, plane), held, chunk)
+        elif a == 0:
             _read_weight(handle, p, tensor, chunk)
-        else:
-            planes = _read_host(handle, place, array)
-            recode(engine_for(p.device), opt._entry(p).row, a, form, *planes, p.device)
+        elif plane == 0:
+            form, planes = _abi.format_named(array.format), _read_host(handle, place, array)
+            recode(opt._entry(p).row, layout.arrays[a][0], form, *planes, p.device)
 
 
 def _read_weight(handle, x, tensor, chunk):

@@ -1,6 +1,6 @@
 """A look at whether the present learning rate can move weights in the format they are kept in."""
 
-from ctypes import byref, sizeof
+from ctypes import byref
 
 import torch
 
@@ -37,7 +37,7 @@ def check_updates(opt, model=None, threshold=0.1):
             continue
         layout = opt._layout(p)
         rounding = layout.row.arrays[_abi.WEIGHT].rounding
-        kept = next(form.aux_bits for a, _, form in layout.arrays if a == _abi.WEIGHT)
+        kept = layout.arrays[_abi.WEIGHT][2].aux_bits
         if rounding == _abi.STOCHASTIC or rounding == _abi.WIDE and kept < 16:  # with 16 wide drops nothing
             continue
         share = _unmoved(opt, p)
@@ -67,20 +67,19 @@ def _unmoved(opt, p):
     row = _abi.Tensor.from_buffer_copy(entry.row)
     row.size = size
     kept = []
-    for name, a, plane, _, _ in entry.layout.planes():
-        form = next(form for b, _, form in entry.layout.arrays if b == a)
-        length = form.bytes(size)[0 if plane == "codes" else 1]
-        kept.append(opt.state[p][name].reshape(-1).view(torch.uint8)[:length].clone())
-        setattr(row.arrays[a], plane, kept[-1].data_ptr())
+    for plane in entry.layout.planes:
+        codes, aux = plane.form.bytes(size)
+        held = opt.state[p][plane.name].reshape(-1).view(torch.uint8)
+        kept.append(held[: codes if plane.part == "codes" else aux].clone())
+        setattr(row.arrays[plane.array], plane.part, kept[-1].data_ptr())
     row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
     row.arrays[_abi.GRADIENT] = _abi.Array(
         _abi.format_named(NAMES[gradient.dtype]).handle, gradient.data_ptr()
     )
-    engine = engine_for(device)
-    before = decode(engine, row, _abi.WEIGHT, size, device)
-    options = _abi.StepOptions(sizeof(_abi.StepOptions), 1.0, None, None, None, None, 0, 1)
-    library.step(engine, byref(row), 1, byref(options))
-    after = decode(engine, row, _abi.WEIGHT, size, device)
+    before = decode(row, _abi.WEIGHT, size, device)
+    options = _abi.options(_abi.StepOptions, multiplier=1.0, parts=1)
+    library.step(engine_for(device), byref(row), 1, byref(options))
+    after = decode(row, _abi.WEIGHT, size, device)
     if fresh:
         del opt.state[p]
         opt._entries.pop(p, None)

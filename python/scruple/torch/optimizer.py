@@ -40,7 +40,7 @@ class Entry:
     def __init__(self, layout, row, weight, state):
         self.layout, self.row = layout, row
         self.state = state
-        self.planes = [state[name] for name, *_ in layout.planes()]  # alive while the row points there
+        self.planes = [state[plane.name] for plane in layout.planes]  # alive while the row points there
         self.address = weight.data_ptr()
         self.strided = not weight.is_contiguous()
 
@@ -279,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
         row.step = held["step"] + 1
         state.update(held)
         if fresh:
-            start(engine_for(weight.device), row, weight, state)
+            start(row, weight, state)
         self._kept[p] = layout.meaning
         self._entries[p] = entry = Entry(layout, row, weight, state)
         return entry
@@ -425,10 +425,8 @@ class Optimizer(torch.optim.Optimizer):
         norm = torch.empty((), dtype=torch.float64, device=device)
         flag, clip = torch.empty((), device=device), torch.empty((), device=device)
         held = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
-        cells = norm.data_ptr(), flag.data_ptr(), clip.data_ptr()
-        options = _abi.MeasureOptions(
-            ctypes.sizeof(_abi.MeasureOptions), max_norm, _address(held), None, *cells
-        )
+        options = _abi.options(_abi.MeasureOptions, max_norm=max_norm, loss_scale=_address(held))
+        options.norm, options.found_inf, options.clip = norm.data_ptr(), flag.data_ptr(), clip.data_ptr()
         if len(tables) == 1 and not tables[0].any_sharded:
             tables[0].measure(options)
         else:
@@ -443,7 +441,7 @@ class Optimizer(torch.optim.Optimizer):
         for table in tables:
             for groups, rows in table.by_groups(groups_of).items():
                 part = torch.empty((), dtype=torch.float64, device=table.device)
-                options = _abi.MeasureOptions(ctypes.sizeof(_abi.MeasureOptions), sum=part.data_ptr())
+                options = _abi.options(_abi.MeasureOptions, sum=part.data_ptr())
                 library.measure(engine_for(table.device), rows, len(rows), byref(options))
                 part = part.to(device)
                 sums[groups] = sums[groups] + part if groups in sums else part
@@ -467,7 +465,7 @@ class Optimizer(torch.optim.Optimizer):
             entry = self._entries.get(p) or self._entry(p)
             if entry.strided:
                 entry = self._contiguous(p, entry)
-            values = decode(engine_for(weight.device), entry.row, _abi.WEIGHT, weight.shape, weight.device)
+            values = decode(entry.row, _abi.WEIGHT, weight.shape, weight.device)
             found[p] = like(p, values, 1)
         return found
 
@@ -518,7 +516,7 @@ class Optimizer(torch.optim.Optimizer):
         for p, value in values.items():
             weight, entry = local(p).detach(), entries[p]
             made = self._contiguous(p, entry) if entry.strided else entry
-            encode(engine_for(weight.device), made.row, _abi.WEIGHT, part_of(p, value), weight.device)
+            encode(made.row, _abi.WEIGHT, part_of(p, value), weight.device)
             if entry.strided:
                 weight.copy_(made.copy)
 

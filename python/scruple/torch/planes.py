@@ -7,12 +7,15 @@ values, and their scales "/scale".
 
 import copy
 import ctypes
+import functools
 from ctypes import byref
+from typing import NamedTuple
 
 import torch
 
 from .. import _abi
 from .._abi import UsageError, library
+from .engines import engine_for
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHUNK = 1 << 22  # values that are converted at a time: 16 MiB in fp32
@@ -62,33 +65,30 @@ def _set_format(array, name):
 def _set_moments(row, moments, arrays):
     """Slots that must be exact stay as the library has them, in fp32."""
     slots = {name: (a, role) for a, name, role in arrays if a != _abi.WEIGHT}
-    if isinstance(moments, dict):
-        for name, form in moments.items():
-            if name not in slots:
-                raise UsageError(
-                    f"moments names slot {name!r}; this optimizer has {', '.join(slots) or 'none'}"
-                )
-            _abi.format_named(form)  # says what there is, where there is no such format
-            if slots[name][1] != _abi.ROLE_EXACT:
-                _set_format(row.arrays[slots[name][0]], form)
-        return
-    roles = _abi.format_named(moments).roles
-    loose = [(a, role) for a, role in slots.values() if role != _abi.ROLE_EXACT]
-    fits = [a for a, role in loose if role & roles]
-    for a in fits or [a for a, _ in loose][:1]:  # where it fits none, the library says what would
-        _set_format(row.arrays[a], moments)
+    if not isinstance(moments, dict):
+        roles = _abi.format_named(moments).roles
+        loose = [name for name, (_, role) in slots.items() if role != _abi.ROLE_EXACT]
+        fits = [name for name in loose if slots[name][1] & roles]
+        moments = dict.fromkeys(fits or loose[:1], moments)  # where it fits none, the library says what would
+    for name, form in moments.items():
+        if name not in slots:
+            raise UsageError(f"moments names slot {name!r}; this optimizer has {', '.join(slots) or 'none'}")
+        _abi.format_named(form)  # says what there is, where there is no such format
+        if slots[name][1] != _abi.ROLE_EXACT:
+            _set_format(row.arrays[slots[name][0]], form)
 
 
 def _set_rounding(row, rounding, arrays):
     """A name is for every array that can round so; what a dict says of an array, that array must be able to
     do."""
     exact, slots = isinstance(rounding, dict), {name: a for a, name, _ in arrays if a != _abi.WEIGHT}
+    numbers = {name: i for i, name in enumerate(_abi.rounding_names()) if i != _abi.DITHER}  # of gradients
     if not exact:  # moments have no second part that could be wide
         rounding = {"weights": rounding, "moments": "stochastic" if rounding == "wide" else rounding}
     for key, value in rounding.items():
-        if not isinstance(value, str) or value not in _abi.ROUNDINGS:
+        if not isinstance(value, str) or value not in numbers:
             raise UsageError(
-                f"rounding is {value!r}; it can be {', '.join(_abi.ROUNDINGS)}, or a dict of these for "
+                f"rounding is {value!r}; it can be {', '.join(numbers)}, or a dict of these for "
                 "'weights', 'moments' or slots by name"
             )
         if key not in ("weights", "moments", *slots):
@@ -100,31 +100,71 @@ def _set_rounding(row, rounding, arrays):
         form = _abi.format_at(row.arrays[a].format)
         if named is None or form.name == "fp32":  # which rounds nothing
             continue
-        if form.rounds(_abi.ROUNDINGS[named]):
-            row.arrays[a].rounding = _abi.ROUNDINGS[named]
+        if form.rounds(numbers[named]):
+            row.arrays[a].rounding = numbers[named]
         elif exact:
-            known = [known for known, number in _abi.ROUNDINGS.items() if form.rounds(number)]
+            known = [known for known, number in numbers.items() if form.rounds(number)]
             raise UsageError(
                 f"rounding {named!r} of {name}: they are kept in {form.name}, which can be rounded "
                 f"{', '.join(known)}"
             )
 
 
-_empty_engine = None
+@functools.cache
+def _one_engine():
+    return _abi.Engine("cpu-baseline", 1)
 
 
 def _check_formats(row):
     """The library checks formats when it allocates; for no elements that costs nothing."""
-    global _empty_engine
-    if _empty_engine is None:
-        _empty_engine = _abi.Engine("cpu-baseline", 1)
     empty = _abi.Tensor.from_buffer_copy(row)
     empty.size = 0
-    library.tensor_alloc(_empty_engine.handle, byref(empty), 0xF)
+    library.tensor_alloc(_one_engine().handle, byref(empty), 0xF)
 
 
 def codes_name(slot, form):
     return slot if form.name in _CODES else slot + "/codes"
+
+
+class Plane(NamedTuple):
+    """A tensor in a parameter's state."""
+
+    name: str
+    array: int
+    part: str  # of the array: "codes" or "aux"
+    per: float  # values to an entry
+    dtype: torch.dtype
+    form: _abi.Format
+
+    def shape(self, param):
+        if self.per == 1:
+            return tuple(param.shape)
+        codes, aux = self.form.bytes(param.numel())
+        return ((codes if self.part == "codes" else aux) // self.dtype.itemsize,)
+
+    def fits(self, param, held):
+        """Whether a tensor can be this plane of the parameter."""
+        return (
+            isinstance(held, torch.Tensor)
+            and held.dtype == self.dtype
+            and held.device == param.device
+            and held.is_contiguous()
+            and tuple(held.shape) == self.shape(param)
+        )
+
+
+def _planes(arrays):
+    """All that the parameter itself does not hold."""
+    for a, name, form in arrays:
+        if a != _abi.WEIGHT:
+            dtype = _CODES.get(form.name, torch.uint8)
+            yield Plane(codes_name(name, form), a, "codes", dtype.itemsize * 8 / form.code_bits, dtype, form)
+        if form.aux_is_scale:
+            dtype = torch.float16 if form.aux_bits == 16 else torch.float32
+            yield Plane(name + "/scale", a, "aux", form.group_size, dtype, form)
+        elif form.aux_bits:
+            dtype = {32: torch.float32, 16: torch.int16}.get(form.aux_bits, torch.uint8)
+            yield Plane("extra", a, "aux", dtype.itemsize * 8 / form.aux_bits, dtype, form)
 
 
 class Layout:
@@ -152,6 +192,7 @@ class Layout:
         self.row, self.dtype = row, dtype
         self.arrays = [(a, name, _abi.format_at(row.arrays[a].format)) for a, name, _ in arrays]
         self.exact = {name for _, name, role in arrays if role == _abi.ROLE_EXACT}
+        self.planes = list(_planes(self.arrays))
 
     @property
     def formats(self):
@@ -161,7 +202,7 @@ class Layout:
     def meaning(self):
         """{array: its format, and where its codes are read by their rounding, that}."""
         read = {name: (form, form.reads_as(self.row.arrays[a].rounding)) for a, name, form in self.arrays}
-        return {name: f"{form.name} {_abi.ROUNDING_NAMES[by]}" for name, (form, by) in read.items()}
+        return {name: f"{form.name} {_abi.rounding_names()[by]}" for name, (form, by) in read.items()}
 
     def as_saved(self, formats, recipe):
         """The same with moments in the formats that a state has them in. None: it is no such state as is
@@ -180,79 +221,56 @@ class Layout:
                 made.row.arrays[a] = _abi.Array(form.handle)
             made.arrays.append((a, name, form))
         _check_formats(made.row)
+        made.planes = list(_planes(made.arrays))
         return made
-
-    def planes(self):
-        """(state name, array, attribute of the array, values per entry, dtype) of all that the parameter
-        itself does not hold."""
-        for a, name, form in self.arrays:
-            if a != _abi.WEIGHT:
-                dtype = _CODES.get(form.name, torch.uint8)
-                yield codes_name(name, form), a, "codes", dtype.itemsize * 8 / form.code_bits, dtype
-            if form.aux_bits:
-                extra = "extra" if a == _abi.WEIGHT else name + "/scale"
-                if form.has_scales:
-                    dtype = torch.float16 if form.aux_bits == 16 else torch.float32
-                    yield extra, a, "aux", form.group, dtype
-                else:
-                    dtype = {32: torch.float32, 16: torch.int16}.get(form.aux_bits, torch.uint8)
-                    yield extra, a, "aux", dtype.itemsize * 8 / form.aux_bits, dtype
-
-    def shape(self, param, per_entry, dtype, array, plane):
-        form = next(form for a, _, form in self.arrays if a == array)
-        if per_entry == 1:
-            return tuple(param.shape)
-        return (form.bytes(param.numel())[0 if plane == "codes" else 1] // dtype.itemsize,)
 
     def allocate(self, param):
         """Planes of zeros on the parameter's device, by state name."""
         return {
-            name: torch.zeros(self.shape(param, per, dtype, a, plane), dtype=dtype, device=param.device)
-            for name, a, plane, per, dtype in self.planes()
+            plane.name: torch.zeros(plane.shape(param), dtype=plane.dtype, device=param.device)
+            for plane in self.planes
         }
-
-    def fits(self, param, held, a, plane, per, dtype):
-        """Whether a tensor can be this plane of the parameter."""
-        return (
-            isinstance(held, torch.Tensor)
-            and held.dtype == dtype
-            and held.device == param.device
-            and held.is_contiguous()
-            and tuple(held.shape) == self.shape(param, per, dtype, a, plane)
-        )
 
     def place(self, rule, param, planes, number, offset):
         """The table row of a parameter whose weight stands in `param` and whose other planes in `planes`."""
         row = _abi.Tensor.from_buffer_copy(self.row)
         row.optimizer, row.size, row.id, row.offset = rule.handle, param.numel(), number, offset
         row.arrays[_abi.WEIGHT].codes = param.data_ptr()
-        for name, a, plane, *rest in self.planes():
-            if not self.fits(param, planes.get(name), a, plane, *rest):
+        for plane in self.planes:
+            if not plane.fits(param, planes.get(plane.name)):
                 raise UsageError(
                     f"a parameter of shape {tuple(param.shape)} is {NAMES[self.dtype]} on {param.device}, "
-                    f"and its state has no {name!r} for that: it was cast or moved after its first step. Do "
-                    "that before, or make a new optimizer and load state_dict(as_='torch') into it"
+                    f"and its state has no {plane.name!r} for that: it was cast or moved after its first "
+                    "step. Do that before, or make a new optimizer and load state_dict(as_='torch') into it"
                 )
-            setattr(row.arrays[a], plane, planes[name].data_ptr())
+            setattr(row.arrays[plane.array], plane.part, planes[plane.name].data_ptr())
         return row
+
+    def stored(self, param, state):
+        """((array, plane), tensor) of all that a checkpoint has of a parameter, by its numbers and in its
+        order."""
+        order = [a for a, *_ in self.arrays]
+        yield (0, 0), param
+        for plane in self.planes:
+            yield (order.index(plane.array), int(plane.part == "aux")), state[plane.name]
 
     def index(self, name):
         return next(a for a, known, _ in self.arrays if known == name)
 
 
-def start(engine, row, param, planes):
+def start(row, param, planes):
     """First values: the wide weight is the visible one, moments are what their rule begins with."""
     if param.numel():
-        library.tensor_reset(engine, byref(row))
+        library.tensor_reset(engine_for(param.device), byref(row))
     if param.dtype != torch.float32 and planes.get("extra", param).dtype == torch.float32:
         planes["extra"].copy_(param)  # a master copy; zero extra bits mean the visible value already
 
 
-def decode(engine, row, array, shape, device):
+def decode(row, array, shape, device):
     """An array's values in fp32."""
     values = torch.empty(shape, dtype=torch.float32, device=device)
     if row.size:
-        library.decode(engine, byref(row), array, values.data_ptr())
+        library.decode(engine_for(device), byref(row), array, values.data_ptr())
     return values
 
 
@@ -265,23 +283,19 @@ def chunks(row):
         yield first, size, part
 
 
-def _to_nearest(row, array):
-    """Of what is loaded: not drawn, so that values which were codes before become the same codes."""
-    held = row.arrays[array]
-    held.rounding = _abi.format_at(held.format).reads_as(held.rounding)
-
-
-def encode(engine, row, array, values, device):
+def encode(row, array, values, device):
     """Writes values of any dtype from any device, a piece at a time."""
     values = values.reshape(-1)
     for first, size, part in chunks(row):
         # A copy: the values may be those of the very array that is written.
         chunk = values[first : first + size].to(device, torch.float32, copy=True).contiguous()
-        _to_nearest(part, array)
-        library.encode(engine, byref(part), array, chunk.data_ptr())
+        # Not drawn, so that values which were codes before become the same codes.
+        held = part.arrays[array]
+        held.rounding = _abi.format_at(held.format).reads_as(held.rounding)
+        library.encode(engine_for(device), byref(part), array, chunk.data_ptr())
 
 
-def recode(engine, row, array, form, codes, scales, device):
+def recode(row, array, form, codes, scales, device):
     """Writes the values that stand in planes of another format, a piece at a time."""
     planes = [None if plane is None else plane.reshape(-1).view(torch.uint8) for plane in (codes, scales)]
     for first, size, part in chunks(row):
@@ -291,6 +305,4 @@ def recode(engine, row, array, form, codes, scales, device):
         ]
         source = _abi.Tensor.from_buffer_copy(part)
         source.arrays[array] = _abi.Array(form.handle, *(None if x is None else x.data_ptr() for x in held))
-        values = torch.empty(size, dtype=torch.float32, device=device)
-        library.decode(engine, byref(source), array, values.data_ptr())
-        encode(engine, part, array, values, device)
+        encode(part, array, decode(source, array, size, device), device)

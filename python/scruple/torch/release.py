@@ -375,7 +375,7 @@ class Sink:
         # Without a scaler, what undoes a division by too many micro-batches.
         kept = options["policy"] == _abi.COMPRESSED and options["micro_batches"] > 1
         self.scale = torch.ones((), device=device) if scaler is not None or kept else None
-        made = _abi.SinkOptions(ctypes.sizeof(_abi.SinkOptions), **options)
+        made = _abi.options(_abi.SinkOptions, **options)
         made.alloc, made.free = self.callbacks[:2]
         if self.groups and options["policy"] == _abi.COMPRESSED:  # released takes no norm over parameters
             made.reduce = self.callbacks[2]

@@ -22,7 +22,6 @@ import torch
 
 from .. import _abi
 from .._abi import UsageError
-from .engines import engine_for
 from .planes import NAMES, chunks, codes_name, decode, encode, recode
 from .shards import is_run, is_sharded, like, local, offset_of, part_of
 
@@ -78,31 +77,29 @@ def _asked_by_checkpoint():
 
 def _planes(opt, p, by_rows):
     layout, state = opt._layout(p), opt.state[p]
-    if any(name not in state for name, *_ in layout.planes()):  # asked for since the last step
+    if any(plane.name not in state for plane in layout.planes):  # asked for since the last step
         opt._entry(p)
     saved = {"step": torch.tensor(state["step"], device="cpu")}
     if "adagc_norm" in state:
         saved["adagc_norm"] = torch.tensor(state["adagc_norm"], dtype=torch.float64, device="cpu")
-    for name, a, _, per, _ in layout.planes():
+    for name, a, _, per, _, form in layout.planes:
         plane = like(p, state[name], per, by_rows)
+        slot, _, kind = name.partition("/")
         if plane is not None:
             saved[name] = plane
-            continue
-        if name == "extra":
-            bits = _unpacked(state[name], local(p).numel(), _extra_bits(layout)).view(local(p).shape)
+        elif name == "extra":
+            bits = _unpacked(state[name], local(p).numel(), form.aux_bits).view(local(p).shape)
             saved[name] = like(p, bits, 1, by_rows, bytes_apart=True)
-            continue
-        # Not one rank's groups: values, for the codes and their scales together.
-        slot, _, kind = name.partition("/")
-        saved[slot + "/codes"] = like(p, _decoded(opt, p, a), 1)
-        if kind == "scale":
-            saved[name] = torch.zeros((), device="cpu")
+        else:  # not one rank's groups: values, for the codes and their scales together
+            saved[slot + "/codes"] = like(p, _decoded(opt, p, a), 1)
+            if kind == "scale":
+                saved[name] = torch.zeros((), device="cpu")
     return saved
 
 
 def _decoded(opt, p, array):
     entry, weight = opt._entries.get(p) or opt._entry(p), local(p)
-    return decode(engine_for(weight.device), entry.row, array, weight.shape, weight.device)
+    return decode(entry.row, array, weight.shape, weight.device)
 
 
 def _values(opt, p):
@@ -199,10 +196,38 @@ def _load_group(opt, group, source, ours):
     group["version"] = VERSION
 
 
+def _found(number, state, name, kind=torch.Tensor, hint=""):
+    if not isinstance(state.get(name), kind):
+        has = ", ".join(map(str, state))
+        raise UsageError(f"parameter {number}: the state lacks {name!r}; it has {has}{hint}")
+    return state[name]
+
+
+def _check_shape(number, name, found, shape):
+    if tuple(found.shape) != tuple(shape):
+        raise UsageError(
+            f"parameter {number}, {name}: the state has shape {tuple(found.shape)}, the parameter {tuple(shape)}"
+        )
+
+
+def _check_size(number, name, found, size, dtype):
+    if found.dtype != dtype or found.numel() != size:
+        raise UsageError(
+            f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and {size} of {dtype} "
+            "belong there; was it saved for this model?"
+        )
+
+
 def _read_ours(opt, p, number, state, source):
     """Checks one parameter's planes, and returns what writes them."""
     layout, weight = opt._layout(p), local(p)
     formats = (source.get("formats") or {}).get(NAMES[p.dtype])
+    if source.get("formats") and formats is None:
+        raise UsageError(
+            f"parameter {number} is {NAMES[p.dtype]}, and the state was saved for "
+            f"{', '.join(source['formats'])} parameters; cast the model alike (cast_model), or load what "
+            "state_dict(as_='torch') gives"
+        )
     stored = layout  # what the planes in the state are
     if formats is not None and p.numel() > _abi.recipes()[source["recipe"]].small:
         stored = layout.as_saved(formats, source["recipe"])
@@ -211,72 +236,52 @@ def _read_ours(opt, p, number, state, source):
             f"parameter {number}: the state has formats {formats} and recipe {source['recipe']!r} means "
             f"{layout.formats} here; load what state_dict(as_='torch') gives"
         )
-    if source.get("formats") and formats is None:
-        raise UsageError(
-            f"parameter {number} is {NAMES[p.dtype]}, and the state was saved for "
-            f"{', '.join(source['formats'])} parameters; cast the model alike (cast_model), or load what "
-            "state_dict(as_='torch') gives"
-        )
-    if "step" not in state:
-        raise UsageError(f"parameter {number}: the state lacks 'step'; it has {', '.join(map(str, state))}")
+    steps = int(_found(number, state, "step", (int, float, torch.Tensor)))
     coded = {slot for a, slot, form in stored.arrays if a != _abi.WEIGHT and codes_name(slot, form) != slot}
     state = {name + "/codes" if name in coded else name: x for name, x in state.items()}  # of version 1
     planes, values = {}, {}
-    for name, a, plane, per, dtype in stored.planes():
-        slot = name.partition("/")[0]
+    for plane in stored.planes:
+        name, slot, bits = plane.name, plane.name.partition("/")[0], plane.form.aux_bits
         codes = state.get(slot + "/codes")
         if isinstance(codes, torch.Tensor) and codes.is_floating_point():
             values[slot] = part_of(p, codes)
             continue
-        if not isinstance(state.get(name), torch.Tensor):
-            raise UsageError(
-                f"parameter {number}: the state lacks {name!r}; it has {', '.join(map(str, state))}"
-            )
-        if name == "extra" and per != 1 and tuple(state[name].shape[:-1]) == tuple(p.shape):
-            planes[name] = _packed(_from_bytes(part_of(p, state[name])), _extra_bits(layout), dtype)
-            continue
-        if is_sharded(p) and not is_sharded(state[name]) and per != 1 and not is_run(p):
-            # Groups of the whole parameter that do not begin where ours do.
-            if name == "extra":
-                bits = _unpacked(state[name].reshape(-1), p.numel(), _extra_bits(layout)).view(p.shape)
-                planes[name] = _packed(part_of(p, bits), _extra_bits(layout), dtype)
-            elif slot not in values:
+        found = _found(number, state, name)
+        # Groups of the whole parameter that do not begin where ours do.
+        across = is_sharded(p) and not is_sharded(found) and plane.per != 1 and not is_run(p)
+        if name == "extra" and plane.per != 1 and tuple(found.shape[:-1]) == tuple(p.shape):
+            found = _packed(_from_bytes(part_of(p, found)), bits, plane.dtype)
+        elif across and name == "extra":
+            whole = _unpacked(found.reshape(-1), p.numel(), bits).view(p.shape)
+            found = _packed(part_of(p, whole), bits, plane.dtype)
+        elif across:
+            if slot not in values:
                 planes.pop(slot + "/codes", None)
-                values[slot] = part_of(p, _decoded_whole(p, stored, slot, state)).clone()
+                values[slot] = part_of(p, _decoded_whole(p, number, stored, slot, state)).clone()
             continue
-        found = _plane_part(p, state[name], per)
-        if dtype == torch.int16 and found.shape == (*weight.shape, 2):
-            found = _from_bytes(found)
-        shape = stored.shape(weight, per, dtype, a, plane)
-        if found.dtype != dtype or found.numel() != math.prod(shape):
-            raise UsageError(
-                f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and "
-                f"{math.prod(shape)} of {dtype} belong there; was it saved for this model?"
-            )
-        if per == 1 and tuple(found.shape) != shape:
-            raise UsageError(
-                f"parameter {number}, {name}: the state has shape {tuple(found.shape)}, the parameter {shape}"
-            )
+        else:
+            found = _plane_part(p, found, plane.per)
+            if plane.dtype == torch.int16 and found.shape == (*weight.shape, 2):
+                found = _from_bytes(found)
+        _check_size(number, name, found, math.prod(plane.shape(weight)), plane.dtype)
+        if plane.per == 1:
+            _check_shape(number, name, found, weight.shape)
         planes[name] = found
     for slot, found in values.items():
-        if tuple(found.shape) != tuple(weight.shape):
-            raise UsageError(
-                f"parameter {number}, {slot}: the state has shape {tuple(found.shape)}, the parameter "
-                f"{tuple(weight.shape)}"
-            )
+        _check_shape(number, slot, found, weight.shape)
 
     def write():
-        engine, entry = engine_for(weight.device), _ready(opt, p, int(state["step"]))
+        entry = _ready(opt, p, steps)
         if "adagc_norm" in state:
             opt.state[p]["adagc_norm"] = float(state["adagc_norm"])
         for a, slot, form in stored.arrays:
             if form.name != layout.formats[slot] and slot not in values:
                 codes, scales = planes.pop(codes_name(slot, form)), planes.pop(slot + "/scale", None)
-                recode(engine, entry.row, a, form, codes, scales, weight.device)
+                recode(entry.row, a, form, codes, scales, weight.device)
         for name, found in planes.items():
             opt.state[p][name].copy_(found.reshape(opt.state[p][name].shape))
         for slot, found in values.items():
-            encode(engine, entry.row, layout.index(slot), found, weight.device)
+            encode(entry.row, layout.index(slot), found, weight.device)
 
     return write
 
@@ -299,30 +304,21 @@ def _from_bytes(plane):
     return (plane.view(torch.int16) if plane.shape[-1] == 2 else plane).squeeze(-1)
 
 
-def _decoded_whole(p, layout, slot, state):
+def _decoded_whole(p, number, layout, slot, state):
     """Values of a moment of a whole parameter from planes that another process has saved."""
     array, kept = layout.index(slot), []
     row = _abi.Tensor.from_buffer_copy(layout.row)
     row.size = p.numel()
-    for name, a, plane, per, dtype in layout.planes():
-        if a != array:
-            continue
-        found, size = state.get(name), math.prod(layout.shape(p, per, dtype, a, plane))
-        if not isinstance(found, torch.Tensor) or found.dtype != dtype or found.numel() != size:
-            raise UsageError(
-                f"the state of a parameter of shape {tuple(p.shape)} lacks a {name!r} of {size} entries of "
-                f"{dtype}; was it saved for this model?"
-            )
-        kept.append(found.to(local(p).device).contiguous())  # alive until it has been read
-        setattr(row.arrays[a], plane, kept[-1].data_ptr())
-    return decode(engine_for(local(p).device), row, array, p.shape, local(p).device)
+    for plane in layout.planes:
+        if plane.array == array:
+            found = _found(number, state, plane.name)
+            _check_size(number, plane.name, found, math.prod(plane.shape(p)), plane.dtype)
+            kept.append(found.to(local(p).device).contiguous())  # alive until it has been read
+            setattr(row.arrays[array], plane.part, kept[-1].data_ptr())
+    return decode(row, array, p.shape, local(p).device)
 
 
 # ---- Extra bits of a weight, K to an element ----
-
-
-def _extra_bits(layout):
-    return next(form.aux_bits for a, _, form in layout.arrays if a == _abi.WEIGHT)
 
 
 def _unpacked(plane, size, bits):
@@ -370,32 +366,27 @@ def _read_others(opt, p, number, state, source):
         )
     _check_flash(p, number, state, slots)
     for slot in slots:
-        found = state.get(slot, state.get(slot + "::quantized"))
-        if not isinstance(found, torch.Tensor):
-            raise UsageError(
-                f"parameter {number}: the state lacks {slot!r} and has {', '.join(map(str, state))}; it must "
-                f"come from an optimizer of the same kind as {type(opt).__name__}"
-            )
-        if tuple(found.shape) != tuple(p.shape):
-            raise UsageError(
-                f"parameter {number}, {slot}: the state has shape {tuple(found.shape)}, the parameter "
-                f"{tuple(p.shape)}"
-            )
+        codes, hint = (
+            slot + "::quantized",
+            f"; it must come from an optimizer of the kind of {type(opt).__name__}",
+        )
+        found = _found(number, state, codes if codes in state and slot not in state else slot, hint=hint)
+        _check_shape(number, slot, found, p.shape)
     steps = int(state.get("step", 1))  # torch's SGD counts none; what matters is that the first is over
 
     def write():
-        engine, entry = engine_for(weight.device), _ready(opt, p, steps)
+        entry = _ready(opt, p, steps)
         for slot in slots:
             array, codes = layout.index(slot), state.get(slot + "::quantized")
             if codes is not None:
                 # Our format flash8, with its fp16 scales at times under the name of bf16.
                 codes = codes.to(torch.int16).to(torch.uint8) if codes.element_size() > 1 else codes
                 scales = state[slot + "::scales"]
-                recode(engine, entry.row, array, _abi.format_named("flash8"), codes, scales, weight.device)
+                recode(entry.row, array, _abi.format_named("flash8"), codes, scales, weight.device)
             else:
-                encode(engine, entry.row, array, part_of(p, state[slot]), weight.device)
+                encode(entry.row, array, part_of(p, state[slot]), weight.device)
         if isinstance(state.get("error_bits"), torch.Tensor) and weight.dtype != torch.float32:
-            _load_error_bits(engine, entry.row, weight, state["error_bits"], source)
+            _load_error_bits(entry.row, weight, state["error_bits"], source)
 
     return write
 
@@ -419,9 +410,8 @@ def _check_flash(p, number, state, slots):
 def make_state(opt, p):
     """Planes to write into: those that the parameter has, where they fit."""
     layout, state = opt._layout(p), opt.state.get(p) or {}
-    if "step" not in state or any(
-        not layout.fits(local(p), state.get(name), *rest) for name, *rest in layout.planes()
-    ):
+    fit = (plane.fits(local(p), state.get(plane.name)) for plane in layout.planes)
+    if "step" not in state or not all(fit):
         opt.state.pop(p, None)
     return opt._entry(p)
 
@@ -434,7 +424,7 @@ def _ready(opt, p, steps):
     return entry
 
 
-def _load_error_bits(engine, row, weight, errors, source):
+def _load_error_bits(row, weight, errors, source):
     """FlashOptim's wide weight: visible + code / top * ulp / 2 (FlashOptim, 2602.23349, section 3)."""
     bits, least = (7, -126) if weight.dtype == torch.bfloat16 else (10, -14)
     wide = source.get("master_bytewidth") == 4
@@ -448,4 +438,4 @@ def _load_error_bits(engine, row, weight, errors, source):
         log_ulp = torch.where(high == 0, least, (exponent - 1).clamp(min=least)) - bits
         code = errors[first : first + size].to(weight.device).float()
         values = high + torch.ldexp(code / top, log_ulp - 1)
-        encode(engine, part, _abi.WEIGHT, values, weight.device)
+        encode(part, _abi.WEIGHT, values, weight.device)

@@ -61,7 +61,7 @@ class Table:
         # The first plane of each stands for all: who replaces state replaces that too.
         with_planes = [entry for entry in entries if entry.planes]
         self.states = [entry.state for entry in with_planes]
-        self.names = [next(iter(entry.layout.planes()))[0] for entry in with_planes]
+        self.names = [entry.layout.planes[0].name for entry in with_planes]
         self.planes = [entry.planes[0] for entry in with_planes]
         self.dtypes, self.came_from = [None] * len(params), None  # of the last gradients
         self.strided = [i for i, entry in enumerate(entries) if entry.strided]
