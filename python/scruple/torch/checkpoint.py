@@ -24,7 +24,7 @@ from .. import _abi
 from .._abi import Error, UsageError, library
 from .engines import engine_for
 from .optimizer import Optimizer
-from .planes import NAMES, recode
+from .planes import NAMES, meaning, recode
 from .shards import is_sharded
 from .state import make_state, unchanged_on_error
 
@@ -89,11 +89,6 @@ def _contents(opt, model):
             "that the optimizer was made from"
         )
     return held, rest
-
-
-def _arrays_of(layout):
-    """(name, format, rounding) of each."""
-    return [(name, form.name, layout.row.arrays[a].rounding) for a, name, form in layout.arrays]
 
 
 # ---- Between the library's files and the memory of tensors ----
@@ -163,25 +158,28 @@ def save(opt, model, path, *, scaler=None, notes=None):
     held, rest = _contents(opt, model)
     opt._settle()
     opt._update_rules()
-    notes = {
+    notes = {} if notes is None else notes
+    if not isinstance(notes, dict) or not all(isinstance(x, str) for pair in notes.items() for x in pair):
+        raise UsageError("notes must be a dict of strings; json.dumps makes a string of most things")
+    entries = {
         "writer": _WRITER,
         "param_groups": json.dumps([_plain_group(group) for group in opt.param_groups]),
         "others": _others_text({name: x for name, x in rest.items() if x.dtype not in NAMES}),
-        **_checked_notes(notes),
+        **{_NOTE + name: text for name, text in notes.items()},
     }
     plain = {name: x for name, x in rest.items() if x.dtype in NAMES}
     groups = [_group_entry(opt.rule, x["seed"], opt._hypers(x), x["lr"]) for x in opt.param_groups]
     tensors = [_held_entry(opt, name, p) for name, p in held.items()]
     for number, (name, x) in enumerate(plain.items(), len(opt._number)):
-        arrays = [("weight", NAMES[x.dtype], _abi.NEAREST)]
-        tensors.append(_entry(arrays, name=name, shape=x.shape, group=len(groups), id=number, step=1))
+        arrays = [dict(name="weight", format=NAMES[x.dtype], rounding="nearest")]
+        tensors.append(dict(name=name, shape=x.shape, group=len(groups), id=number, step=1, arrays=arrays))
     scale = {} if scaler is None else scaler.state_dict()  # empty also of one that is not enabled
     contents = {
         "recipe": opt.param_groups[0]["recipe"],
         "step": max((tensor["step"] - 1 for tensor in tensors), default=0),
         "groups": groups + [_group_entry("sgd", 0, {}, 0)] * bool(plain),
         "loss_scale": {field: scale[name] for field, name in _SCALER.items() if scale},
-        "notes": [{"name": name, "text": text} for name, text in notes.items()],
+        "notes": [{"name": name, "text": text} for name, text in entries.items()],
         "tensors": tensors,
     }
     chunk = functools.cache(_new_chunk)
@@ -190,13 +188,6 @@ def save(opt, model, path, *, scaler=None, notes=None):
             _write_held(opt, p, t, writer, chunk)
         for t, x in enumerate(plain.values(), len(held)):
             _write(writer, (t, 0, 0), x, chunk)
-
-
-def _checked_notes(notes):
-    notes = {} if notes is None else notes
-    if not isinstance(notes, dict) or not all(isinstance(x, str) for pair in notes.items() for x in pair):
-        raise UsageError("notes must be a dict of strings; json.dumps makes a string of most things")
-    return {_NOTE + name: text for name, text in notes.items()}
 
 
 def _plain_group(group):
@@ -252,17 +243,12 @@ def _group_entry(rule, seed, hypers, lr):
 
 def _held_entry(opt, name, p):
     state, (number, group) = opt.state.get(p) or {}, opt._number[p]
-    norm = state.get("adagc_norm", 0.0)
-    return _entry(
-        _arrays_of(opt._layout(p)),
+    norm, arrays = state.get("adagc_norm", 0.0), opt._layout(p).described
+    return {
         **dict(name=name, shape=p.shape, group=group, id=number, step=state.get("step", 0) + 1),
-        adagc_norm=norm if norm > 0 and math.isfinite(norm) else 0.0,
-    )
-
-
-def _entry(arrays, **fields):
-    arrays = [dict(name=a, format=form, rounding=_abi.rounding_names()[r]) for a, form, r in arrays]
-    return {**fields, "arrays": arrays}
+        "adagc_norm": norm if norm > 0 and math.isfinite(norm) else 0.0,
+        "arrays": [dict(name=name, format=form, rounding=by) for name, form, by in arrays],
+    }
 
 
 def _write_held(opt, p, t, writer, chunk):
@@ -483,17 +469,15 @@ def _from_hypers(group, source, folder):
 
 def _check_fits(opt, name, p, tensor, contents):
     """The arrays in the file are those that the optimizer keeps of this parameter, or are converted."""
-    group, folder = opt.param_groups[opt._number[p][1]], contents.folder
-    stored = _stored(opt, p, tensor)
-    # An fp32 parameter takes a weight of any format: all their values are fp32 numbers.
-    first = 1 if p.dtype is torch.float32 else 0
-    found = [_as_read(a.name, a.format, _rounding_of(a)) for a in tensor.arrays]
-    wanted = [] if stored is None else [_as_read(*a) for a in _arrays_of(stored)]
-    if found[first:] != wanted[first:] or not wanted:
+    group, folder, layout = opt.param_groups[opt._number[p][1]], contents.folder, opt._layout(p)
+    arrays = [(array.name, array.format, array.rounding) for array in tensor.arrays]
+    formats = {array: form for array, form, _ in arrays}
+    if p.dtype is torch.float32:  # it takes a weight of any format: all their values are fp32 numbers
+        formats["weight"], arrays[0] = layout.formats["weight"], layout.described[0]
+    stored = layout.as_saved(formats, group["recipe"])
+    if stored is None or list(map(meaning, arrays)) != list(map(meaning, stored.described)):
         said = ", ".join(f"{a.name} in {a.format} ({a.rounding})" for a in tensor.arrays)
-        asked = ", ".join(
-            f"{a} in {f} ({_abi.rounding_names()[r]})" for a, f, r in _arrays_of(opt._layout(p))
-        )
+        asked = ", ".join(f"{array} in {form} ({by})" for array, form, by in layout.described)
         raise UsageError(
             f"{name}: {folder} has {said}, and the optimizer keeps {asked}; the checkpoint is of recipe "
             f"{contents.recipe!r} and the optimizer of {group['recipe']!r}: make the optimizer (and cast "
@@ -512,28 +496,6 @@ def _check_order(opt, name, p, tensor, folder):
             "stochastic rounding the random numbers follow it; make the optimizer from the parameters in the "
             "same order"
         )
-
-
-def _stored(opt, p, tensor):
-    """The layout of the planes in the file where it is the optimizer's, or one that is converted; else
-    None."""
-    layout = opt._layout(p)
-    formats = {array.name: array.format for array in tensor.arrays}
-    if p.dtype is torch.float32:
-        formats["weight"] = layout.formats["weight"]
-    try:
-        return layout.as_saved(formats, opt.param_groups[opt._number[p][1]]["recipe"])
-    except ValueError:  # a format that there is not, or not for this
-        return None
-
-
-def _rounding_of(array):
-    return _abi.rounding_names().index(array.rounding)
-
-
-def _as_read(name, form, rounding):
-    """An array without what its values do not depend on."""
-    return name, form, _abi.format_named(form).reads_as(rounding)
 
 
 def _check_known(tensor, folder):
@@ -577,7 +539,7 @@ def _read_weight(handle, x, tensor, chunk):
         _abi.format_named(array.format).handle,
         codes.data_ptr(),
         None if aux is None else aux.data_ptr(),
-        _rounding_of(array),  # a split is read by it
+        _abi.rounding_names().index(array.rounding),  # a split is read by it
     )
     if x.numel():
         library.decode(engine_for(values.device), byref(row), _abi.WEIGHT, values.data_ptr())

@@ -20,7 +20,7 @@ from .. import _abi
 from .._abi import UsageError, library
 from . import state as state_files
 from .engines import engine_for
-from .planes import Layout, decode, encode, start
+from .planes import Layout, decode, encode, meaning, start
 from .shards import groups_of, like, local, offset_of, part_of
 from .table import Table, check_gradient
 
@@ -238,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _check_meaning(self, p, layout):
-        was, now = self._kept.get(p, {}), layout.meaning
+        was, now = self._kept.get(p, {}), dict(map(meaning, layout.described))
         for name in was:  # in its order: the same sentence every time
             if name in now and was[name] != now[name]:
                 raise UsageError(
@@ -280,7 +280,7 @@ class Optimizer(torch.optim.Optimizer):
         state.update(held)
         if fresh:
             start(row, weight, state)
-        self._kept[p] = layout.meaning
+        self._kept[p] = dict(map(meaning, layout.described))
         self._entries[p] = entry = Entry(layout, row, weight, state)
         return entry
 

@@ -126,6 +126,13 @@ def codes_name(slot, form):
     return slot if form.name in _CODES else slot + "/codes"
 
 
+def meaning(described):
+    """An array's name, and what its codes mean: their format, with a rounding of those that are read alike."""
+    name, form, rounding = described
+    names = _abi.rounding_names()
+    return name, f"{form} {names[_abi.format_named(form).reads_as(names.index(rounding))]}"
+
+
 class Plane(NamedTuple):
     """A tensor in a parameter's state."""
 
@@ -199,10 +206,10 @@ class Layout:
         return {name: form.name for _, name, form in self.arrays}
 
     @property
-    def meaning(self):
-        """{array: its format, and where its codes are read by their rounding, that}."""
-        read = {name: (form, form.reads_as(self.row.arrays[a].rounding)) for a, name, form in self.arrays}
-        return {name: f"{form.name} {_abi.rounding_names()[by]}" for name, (form, by) in read.items()}
+    def described(self):
+        """(name, format, rounding) of each array."""
+        names = _abi.rounding_names()
+        return [(name, form.name, names[self.row.arrays[a].rounding]) for a, name, form in self.arrays]
 
     def as_saved(self, formats, recipe):
         """The same with moments in the formats that a state has them in. None: it is no such state as is

@@ -159,28 +159,37 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
         raise UsageError(
             f"accumulate is {accumulate!r}; it must be a whole number of backward passes, from 1"
         )
-    if reduction not in ("mean", "sum"):
-        raise UsageError(f"reduction is {reduction!r}; it can be 'mean' or 'sum'")
-    if policy not in POLICIES:
-        raise UsageError(
-            f"policy is {policy!r}; it can be 'released' or 'compressed' (for stored gradients, call "
-            "opt.step() after backward as ever)"
-        )
-    if accumulation is not None and accumulation not in ("momentum", "adama"):
-        raise UsageError(
-            f"accumulation is {accumulation!r}; it can be 'momentum' (SGD, SGDW) or 'adama' (Adam, AdamW)"
-        )
+    stored = " (for stored gradients, call opt.step() after backward as ever)"
+    for name, value, known, more in (
+        ("policy", policy, POLICIES, stored),
+        ("reduction", reduction, ("mean", "sum"), ""),
+        (
+            "accumulation",
+            accumulation or "momentum",
+            ("momentum", "adama"),
+            " (of SGD and SGDW, Adam and AdamW)",
+        ),
+        ("accumulator", accumulator, ACCUMULATORS, ""),
+    ):
+        if value not in known:
+            raise UsageError(f"{name} is {value!r}; it can be {' or '.join(map(repr, known))}{more}")
     if accumulation is not None and policy == "compressed":
         raise UsageError(
             f"policy 'compressed' with accumulation={accumulation!r}: it adds up gradients, for any "
             "optimizer; leave accumulation out"
         )
-    if accumulator not in ACCUMULATORS:
-        raise UsageError(f"accumulator is {accumulator!r}; it can be {', '.join(map(repr, ACCUMULATORS))}")
     if scaler not in (None, False) and not isinstance(scaler, torch.amp.GradScaler):
         raise UsageError(
             f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler or a LossScaler"
         )
+
+
+def by_device(params):
+    """{device: its parameters}."""
+    found = {}
+    for p in params:
+        found.setdefault(local(p).device, []).append(p)
+    return found
 
 
 class Steps:
@@ -197,13 +206,10 @@ class Steps:
     def begin(self):
         self.opt._update_rules()
 
-    def add(self, params, gradients):
-        by_device = {}
-        for p, g in zip(params, gradients):
-            by_device.setdefault(local(p).device, []).append((self.opt._number[p][0], p, g))
-        for device, found in by_device.items():
-            numbers, params, gradients = zip(*found)
-            table = self.opt._filled((device, numbers), list(params), list(gradients))
+    def add(self, gradients):
+        for device, params in by_device(gradients).items():
+            key = device, tuple(self.opt._number[p][0] for p in params)
+            table = self.opt._filled(key, params, [gradients[p] for p in params])
             self.opt._take([table], None, None, None)
 
     def end(self):
@@ -221,25 +227,26 @@ class Sinks:
         self.sums = sums  # gradients add up until opt.step()
         self.released = options["policy"] == _abi.RELEASED
         self.scaler = scaler if scaler and scaler.is_enabled() else None
-        self.devices = {}
-        for p in params:
-            self.devices.setdefault(local(p).device, []).append(p)
+        self.devices = by_device(params)
         opt._settle()
         opt._update_rules()
         self._check(params)
         fresh = [p for p in params if not opt.state.get(p)]
         try:
-            self.sinks = {
-                device: Sink(opt, device, held, options, accumulator, self.scaler)
-                for device, held in self.devices.items()
-            }
+            self._make_sinks()
         except Exception:  # the library refuses: no trace of the attempt
             for p in fresh:
                 opt.state.pop(p, None)
             opt._forget_tables()
             raise
+
+    def _make_sinks(self):
         self.batches = 0  # of this step, so far
         self.came = {}  # parameters that had a gradient in them
+        self.sinks = {
+            device: Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
+            for device, held in self.devices.items()
+        }
 
     def _check(self, params):
         if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
@@ -282,16 +289,13 @@ class Sinks:
         for sink in self.sinks.values():
             sink.begin(1 / parts if self.sums else 1)
 
-    def add(self, params, gradients):
-        parts = self.options["micro_batches"]
-        self.came.update(dict.fromkeys(params))
-        by_device = {}
-        for p, g in zip(params, gradients):
-            # The sink divides every part. What it keeps of a sum it multiplies again, by the loss scale.
-            g = local(g) * parts if self.sums and self.released and parts > 1 else local(g)
-            by_device.setdefault(local(p).device, []).append((p, g))
-        for device, found in by_device.items():
-            self.sinks[device].add(found)
+    def add(self, gradients):
+        self.came.update(dict.fromkeys(gradients))
+        # The sink divides every part. What it keeps of a sum it multiplies again, by the loss scale.
+        times = self.options["micro_batches"] if self.sums and self.released else 1
+        for device, params in by_device(gradients).items():
+            found = [(p, local(gradients[p])) for p in params]
+            self.sinks[device].add([(p, g * times) for p, g in found] if times > 1 else found)
 
     def end(self):
         self.batches += 1
@@ -316,7 +320,7 @@ class Sinks:
             self._end_sinks()
         if self.released and came < parts:  # the last part moves the weights
             for p in list(self.came):
-                self.add([p], [torch.zeros_like(p)])
+                self.add({p: torch.zeros_like(p)})
         self._step()
 
     def _end_sinks(self):
@@ -339,10 +343,7 @@ class Sinks:
     def abandon(self):
         """A backward that failed half-way, or weights in another place: this step begins anew."""
         self.settle()
-        for device, held in self.devices.items():
-            self.sinks[device] = Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
-        self.batches = 0
-        self.came.clear()
+        self._make_sinks()
 
     def settle(self):
         for sink in self.sinks.values():
@@ -470,13 +471,8 @@ class Sink:
         found = _abi.SinkReport()
         engine_for(self.device)
         library.sink_read(self.handle, byref(found))
-        return {
-            "norm": found.norm,
-            "clip": found.clip,
-            "found_inf": bool(found.found_inf),
-            "steps": found.steps,
-            "skipped": found.skipped,
-        }
+        report = {name: getattr(found, name) for name in ("norm", "clip", "found_inf", "steps", "skipped")}
+        return {**report, "found_inf": bool(found.found_inf)}
 
 
 def tensor_at(address, dtype, device):
@@ -498,7 +494,7 @@ class Handle:
         self._task = None  # the backward pass that is running
         self._waiting, self._size = {}, 0  # gradients that have come, by parameter
         self._used = set()  # parameters whose gradients of this backward have been used
-        self._flying = []  # buckets that are being averaged over ranks
+        self._flying = {}, []  # gradients that are being averaged over ranks, and what to wait for
         opt._settle()
         opt._handle = self
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in params]
@@ -581,7 +577,7 @@ class Handle:
 
     def _abandon(self):
         """The last backward ended in an exception."""
-        self._task, self._waiting, self._size, self._flying = None, {}, 0, []
+        self._task, self._waiting, self._size, self._flying = None, {}, 0, ({}, [])
         self._used.clear()
         self._path.abandon()
 
@@ -600,24 +596,20 @@ class Handle:
             self._task = None
 
     def _hand_over(self):
-        params, gradients = list(self._waiting), list(self._waiting.values())
-        self._waiting, self._size = {}, 0
-        if not params:
-            return
-        self._used.update(params)
+        gradients, self._waiting, self._size = self._waiting, {}, 0
+        self._used.update(gradients)
         if self._group is None:
-            self._path.add(params, gradients)
-            return
-        means, works = _average(gradients, self._group)
-        self._land()  # the bucket before this one, while this one flies
-        self._flying = [(params, means, works)]
+            self._path.add(gradients)
+        elif gradients:
+            flying = _average(gradients, self._group)
+            self._land()  # the bucket before this one, while this one flies
+            self._flying = flying
 
     def _land(self):
-        flying, self._flying = self._flying, []
-        for params, means, works in flying:
-            for work in works:
-                work.wait()
-            self._path.add(params, means)
+        (means, works), self._flying = self._flying, ({}, [])
+        for work in works:
+            work.wait()
+        self._path.add(means)
 
 
 def _refuse_scaled_losses():
@@ -654,26 +646,20 @@ def _is_nested():
 
 
 def _average(gradients, group):
-    """Starts the mean over the group: one message for the gradients of a dtype. Returns views of the
-    results."""
+    """Starts the mean over the group, with one message for the gradients of a dtype. Returns views of the
+    results, and what to wait for."""
     share = 1.0 / torch.distributed.get_world_size(group)
-    results, works = [None] * len(gradients), []
-    kinds = {}
-    for i, g in enumerate(gradients):
-        kinds.setdefault((g.dtype, g.device), []).append(i)
-    for members in kinds.values():
-        flat = (
-            torch.cat([gradients[i].reshape(-1) for i in members])
-            if len(members) > 1
-            else gradients[members[0]].contiguous().view(-1)
-        )
+    kinds, means, works = {}, {}, []
+    for p, g in gradients.items():
+        kinds.setdefault((g.dtype, g.device), {})[p] = g
+    for found in kinds.values():
+        flat = [g.contiguous().view(-1) for g in found.values()]
+        flat = torch.cat(flat) if len(flat) > 1 else flat[0]
         flat.mul_(share)
         works.append(torch.distributed.all_reduce(flat, group=group, async_op=True))
-        at = 0
-        for i in members:
-            results[i] = flat[at : at + gradients[i].numel()].view(gradients[i].shape)
-            at += gradients[i].numel()
-    return results, works
+        parts = flat.split([g.numel() for g in found.values()])
+        means.update({p: part.view(g.shape) for (p, g), part in zip(found.items(), parts)})
+    return means, works
 
 
 def _broadcast(model, group):
