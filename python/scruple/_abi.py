@@ -287,11 +287,13 @@ def _all(count, read, kind):
     return {info.name.decode(): _unpacked(info) for info in found}
 
 
+@functools.cache
 def recipes():
     """{name: its formats, roundings and doc} in the library's order."""
     return _all(library.recipe_count(), library.recipe_at, RecipeInfo)
 
 
+@functools.cache
 def rules():
     """{name: (doc, {slot: role}, {hyperparameter: default})} in the library's order."""
     found = {}

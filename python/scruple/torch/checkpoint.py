@@ -185,7 +185,9 @@ def save(opt, model, path, *, scaler=None, notes=None):
     chunk = functools.cache(_new_chunk)
     with _abi.new_checkpoint(path, contents) as writer:
         for t, p in enumerate(held.values()):
-            _write_held(opt, p, t, writer, chunk)
+            with opt._tried(p) as entry:  # refuses planes that do not fit the parameter any more
+                for place, tensor in entry.layout.stored(p, entry.state):
+                    _write(writer, (t, *place), tensor, chunk)
         for t, x in enumerate(plain.values(), len(held)):
             _write(writer, (t, 0, 0), x, chunk)
 
@@ -249,21 +251,6 @@ def _held_entry(opt, name, p):
         "adagc_norm": norm if norm > 0 and math.isfinite(norm) else 0.0,
         "arrays": [dict(name=name, format=form, rounding=by) for name, form, by in arrays],
     }
-
-
-def _write_held(opt, p, t, writer, chunk):
-    fresh = not opt.state.get(p)
-    if fresh or p not in opt._entries:
-        opt._entry(p)  # refuses planes that do not fit the parameter any more
-    try:
-        for place, tensor in opt._layout(p).stored(p, opt.state[p]):
-            _write(writer, (t, *place), tensor, chunk)
-    finally:
-        if fresh:
-            # One that was never stepped gets its first values for the file alone: to keep them would fix its
-            # master copy now, and weights may yet be loaded into it.
-            del opt.state[p]
-            opt._entries.pop(p, None)
 
 
 # ---- Loading ----

@@ -59,30 +59,23 @@ def check_updates(opt, model=None, threshold=0.1):
 def _unmoved(opt, p):
     """The share of sampled elements with a gradient that a step leaves as they are."""
     check_gradient(local(p), local(p.grad))
-    device, fresh = local(p).device, not opt.state.get(p)
-    entry = opt._entry(p)
-    size = min(SAMPLE, entry.row.size)
-    weight = local(p).detach().reshape(-1)[:size].clone()
-    gradient = local(p.grad).reshape(-1)[:size].contiguous()
-    row = _abi.Tensor.from_buffer_copy(entry.row)
-    row.size = size
-    kept = []
-    for plane in entry.layout.planes:
-        codes, aux = plane.form.bytes(size)
-        held = opt.state[p][plane.name].reshape(-1).view(torch.uint8)
-        kept.append(held[: codes if plane.part == "codes" else aux].clone())
-        setattr(row.arrays[plane.array], plane.part, kept[-1].data_ptr())
-    row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
+    device, weight = local(p).device, local(p).detach().reshape(-1)[:SAMPLE].clone()
+    gradient = local(p.grad).reshape(-1)[:SAMPLE].contiguous()
+    with opt._tried(p) as entry:
+        row, kept = _abi.Tensor.from_buffer_copy(entry.row), []
+        for plane in entry.layout.planes:
+            codes, aux = plane.form.bytes(weight.numel())
+            held = entry.state[plane.name].reshape(-1).view(torch.uint8)
+            kept.append(held[: codes if plane.part == "codes" else aux].clone())
+            setattr(row.arrays[plane.array], plane.part, kept[-1].data_ptr())
+    row.size, row.arrays[_abi.WEIGHT].codes = weight.numel(), weight.data_ptr()
     row.arrays[_abi.GRADIENT] = _abi.Array(
         _abi.format_named(NAMES[gradient.dtype]).handle, gradient.data_ptr()
     )
-    before = decode(row, _abi.WEIGHT, size, device)
+    before = decode(row, _abi.WEIGHT, row.size, device)
     options = _abi.options(_abi.StepOptions, multiplier=1.0, parts=1)
     library.step(engine_for(device), byref(row), 1, byref(options))
-    after = decode(row, _abi.WEIGHT, size, device)
-    if fresh:
-        del opt.state[p]
-        opt._entries.pop(p, None)
+    after = decode(row, _abi.WEIGHT, row.size, device)
     moving = gradient != 0
     count = int(moving.sum())
     return float(((before == after) & moving).sum()) / count if count else 0.0

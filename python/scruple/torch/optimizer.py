@@ -1,6 +1,7 @@
 """What all of scruple.torch's optimizers share: a torch.optim.Optimizer whose state is planes in small
 formats and whose step is one library call per device. The formulas are in the library."""
 
+import contextlib
 import copy
 import ctypes
 import difflib
@@ -192,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
         self._forget_tables()
 
     def _forget_tables(self):
-        self._entries, self._tables, self._owner, self._buckets = {}, {}, {}, None
+        self._tables, self._owner, self._buckets = {}, {}, None
 
     def _rule(self, index, device):
         key = (index, device)
@@ -262,11 +263,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _entry(self, p):
         """Makes the parameter's state where it has none."""
-        number, index = self._number[p]
-        weight = local(p).detach()
-        rule = self._rule(index, weight.device)
-        layout = Layout(rule, self.param_groups[index], p.dtype, p.numel())
-        state = self._state[p]
+        weight, layout, state = local(p).detach(), self._layout(p), self._state[p]
         fresh, held = not state, {"step": 0, **state}
         if not fresh:
             self._check_meaning(p, layout)
@@ -275,14 +272,24 @@ class Optimizer(torch.optim.Optimizer):
             made = layout.allocate(weight)
             known = set() if fresh else {"extra", *slots}
             held.update({name: made[name] for name in made if name.partition("/")[0] not in known})
-        row = layout.place(rule, weight, held, number, offset_of(p))
+        row = layout.place(weight, held, self._number[p][0], offset_of(p))
         row.step = held["step"] + 1
         state.update(held)
         if fresh:
             start(row, weight, state)
         self._kept[p] = dict(map(meaning, layout.described))
-        self._entries[p] = entry = Entry(layout, row, weight, state)
-        return entry
+        return Entry(layout, row, weight, state)
+
+    @contextlib.contextmanager
+    def _tried(self, p):
+        """The parameter's entry. One that was never stepped has state while this lasts, and none behind it:
+        that would fix its master copy now, and weights may yet be loaded into it."""
+        fresh = not self.state.get(p)
+        try:
+            yield self._entry(p)
+        finally:
+            if fresh:
+                self.state.pop(p, None)
 
     def _layout(self, p):
         """Formats of a parameter, whether it has state or not."""
@@ -295,28 +302,12 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- Tables ----
 
-    def _table(self, key, params):
-        """The table of these parameters, all of one bucket; `key` names them."""
-        table = self._tables.get(key)
-        if table is None:
-            for p in params:
-                if p in self._owner:
-                    self._settle_table(self._owner[p])
-            entries = [self._entries.get(p) or self._entry(p) for p in params]
-            table = Table(
-                key, local(params[0]).device, params, entries, [self._state[p]["step"] for p in params]
-            )
-            self._tables[key] = table
-            self._owner.update(dict.fromkeys(params, table))
-        return table
-
     def _settle_table(self, table):
         """Brings its step counts into the state, and drops it."""
         if self._tables.pop(table.key, None) is None:
             return
         table.count(self._state)
         for p in table.params:
-            self._entries.pop(p, None)  # its row has the old count
             self._owner.pop(p, None)
 
     def _settle(self):
@@ -335,14 +326,18 @@ class Optimizer(torch.optim.Optimizer):
             params, gradients = ([x for x, has in zip(xs, here) if has] for xs in (params, gradients))
         if not params:
             return None
-        if key not in self._tables:  # before any state is made
-            for p, g in zip(params, gradients):
+        table = self._tables.get(key)
+        if table is None:
+            for p, g in zip(params, gradients):  # before any state is made
                 check_gradient(p, g)
-        table = self._table(key, params)
-        if not table.fill(gradients):  # a weight has moved
-            self._settle_table(table)
-            table = self._table(key, params)
-            table.fill(gradients)
+        elif table.fill(gradients):
+            return table
+        for p in params:  # in another table until now, or moved
+            if p in self._owner:
+                self._settle_table(self._owner[p])
+        table = self._tables[key] = Table(key, params, [self._entry(p) for p in params])
+        self._owner.update(dict.fromkeys(params, table))
+        table.fill(gradients)
         return table
 
     # ---- The step ----
@@ -458,25 +453,18 @@ class Optimizer(torch.optim.Optimizer):
         self._update_rules()
         found = {}
         for p in self._number:
-            weight = local(p).detach()
             if not self.state.get(p):
                 found[p] = p.detach().to(torch.float32, copy=True)
                 continue
-            entry = self._entries.get(p) or self._entry(p)
-            if entry.strided:
-                entry = self._contiguous(p, entry)
-            values = decode(entry.row, _abi.WEIGHT, weight.shape, weight.device)
-            found[p] = like(p, values, 1)
+            row, weight = self._contiguous(p, self._entry(p))
+            found[p] = like(p, decode(row, _abi.WEIGHT, weight.shape, weight.device), 1)
         return found
 
     def _contiguous(self, p, entry):
-        """The same row over a copy of a weight that is not one run of memory."""
-        copy = local(p).detach().contiguous()
-        row = _abi.Tensor.from_buffer_copy(entry.row)
-        row.arrays[_abi.WEIGHT].codes = copy.data_ptr()
-        made = Entry(entry.layout, row, copy, entry.state)
-        made.copy = copy
-        return made
+        """Its row over a weight that is one run of memory, and that weight: the parameter's own, or a copy."""
+        row, weight = _abi.Tensor.from_buffer_copy(entry.row), local(p).detach().contiguous()
+        row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
+        return row, weight
 
     @torch.no_grad()
     def set_master_weights(self, values):
@@ -510,15 +498,14 @@ class Optimizer(torch.optim.Optimizer):
         }
         # Those with state first: only they can be refused, and the others get state here.
         order = sorted(values, key=lambda p: not self._state.get(p))
-        return values, {p: self._entries.get(p) or self._entry(p) for p in order}
+        return values, {p: self._entry(p) for p in order}
 
     def _write_masters(self, values, entries):
         for p, value in values.items():
-            weight, entry = local(p).detach(), entries[p]
-            made = self._contiguous(p, entry) if entry.strided else entry
-            encode(made.row, _abi.WEIGHT, part_of(p, value), weight.device)
-            if entry.strided:
-                weight.copy_(made.copy)
+            row, weight = self._contiguous(p, entries[p])
+            encode(row, _abi.WEIGHT, part_of(p, value), weight.device)
+            if entries[p].strided:
+                local(p).detach().copy_(weight)
 
     def master_state_dict(self, model):
         """A copy of model.state_dict() with floating-point numbers in fp32, and the optimizer's extra bits in

@@ -238,10 +238,10 @@ class Layout:
             for plane in self.planes
         }
 
-    def place(self, rule, param, planes, number, offset):
+    def place(self, param, planes, number, offset):
         """The table row of a parameter whose weight stands in `param` and whose other planes in `planes`."""
         row = _abi.Tensor.from_buffer_copy(self.row)
-        row.optimizer, row.size, row.id, row.offset = rule.handle, param.numel(), number, offset
+        row.size, row.id, row.offset = param.numel(), number, offset
         row.arrays[_abi.WEIGHT].codes = param.data_ptr()
         for plane in self.planes:
             if not plane.fits(param, planes.get(plane.name)):

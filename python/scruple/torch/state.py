@@ -98,8 +98,8 @@ def _planes(opt, p, by_rows):
 
 
 def _decoded(opt, p, array):
-    entry, weight = opt._entries.get(p) or opt._entry(p), local(p)
-    return decode(entry.row, array, weight.shape, weight.device)
+    weight = local(p)
+    return decode(opt._entry(p).row, array, weight.shape, weight.device)
 
 
 def _values(opt, p):

@@ -44,16 +44,15 @@ def mark_changed(params):
 
 
 class Table:
-    """`entries` are in the order of `params`; `steps` holds how many each has taken so far."""
+    """`entries` are in the order of `params`, which are all on one device."""
 
-    def __init__(self, key, device, params, entries, steps):
-        self.key, self.device, self.params, self.entries = key, device, params, entries
+    def __init__(self, key, params, entries):
+        self.key, self.device, self.params, self.entries = key, local(params[0]).device, params, entries
         memory = bytearray(b"".join(bytes(entry.row) for entry in entries))
         self.rows = (_abi.Tensor * len(params)).from_buffer(memory)
         # The same memory by 8-byte fields: one operation writes a field of all rows.
         fields = torch.frombuffer(memory, dtype=torch.int64).view(len(params), _WORDS)
         self.next_steps, self.codes = fields[:, _STEP], fields[:, _CODES]
-        self.next_steps.copy_(torch.tensor(steps, device="cpu") + 1)
         self.taken = self.told = 0  # steps since then, and when the states were last written
         self.counter = None  # of those that only the device knows to have been taken
         self.any_sharded = any(is_sharded(p) for p in params)
