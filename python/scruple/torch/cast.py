@@ -1,8 +1,10 @@
 """cast_model: a model in 16 bits, except where that would hurt."""
 
 import fnmatch
+import functools
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from .._abi import UsageError
 
@@ -62,8 +64,8 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
     for module, name, target in buffers:
         module._buffers[name] = module._buffers[name].to(target)
     for module, inside, outside in doors:
-        module.register_forward_pre_hook(_In(inside), with_kwargs=True)
-        module.register_forward_hook(_Out(outside))
+        module.register_forward_pre_hook(functools.partial(_cast_inputs, inside), with_kwargs=True)
+        module.register_forward_hook(functools.partial(_cast_output, outside))
     return model
 
 
@@ -100,30 +102,16 @@ class _Overrides:
 
 
 def _to(value, dtype):
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to(v, dtype) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to(v, dtype) for v in value)
-    if type(value) is dict:
-        return {k: _to(v, dtype) for k, v in value.items()}
-    return value
+    """All tensors of floating-point numbers in it."""
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
-class _In:
-    """Hooks are objects of a module, so that the model can be pickled."""
-
-    def __init__(self, dtype):
-        self.dtype = dtype
-
-    def __call__(self, module, args, kwargs):
-        return _to(args, self.dtype), _to(kwargs, self.dtype)
+# Hooks by name, so that the model can be pickled.
 
 
-class _Out:
-    def __init__(self, dtype):
-        self.dtype = dtype
+def _cast_inputs(dtype, module, args, kwargs):
+    return _to(args, dtype), _to(kwargs, dtype)
 
-    def __call__(self, module, args, output):
-        return _to(output, self.dtype)
+
+def _cast_output(dtype, module, args, output):
+    return _to(output, dtype)
