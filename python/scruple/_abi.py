@@ -157,6 +157,16 @@ void engine_destroy, optimizer_destroy, sink_destroy, checkpoint_close, checkpoi
 """
 
 
+def few(names):
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def said(*pairs):
+    """The sentences whose names there are; "{}" is where these stand."""
+    return "; ".join(sentence.format(few(names)) for sentence, names in pairs if names)
+
+
 def _find():
     named = os.environ.get("SCRUPLE_LIBRARY")
     if named:
@@ -326,24 +336,23 @@ class Rule:
     """A scruple_optimizer: an update rule with hyperparameters. Setting what is set already costs nothing."""
 
     def __init__(self, name):
-        self.handle, self._set, self._seed, self._lr = c_void_p(), {}, None, None
+        self.handle, self._told = c_void_p(), {}
         library.optimizer_create(name.encode(), byref(self.handle))
 
     def set(self, name, value):
         value = float(value)  # of a tensor, which may be written in place
-        if self._set.get(name) != value:
-            library.optimizer_set(self.handle, name.encode(), value)
-            self._set[name] = value
+        self._tell(name, value, library.optimizer_set, name.encode())
 
     def seed(self, value):
-        if self._seed != value:
-            library.optimizer_set_seed(self.handle, value)
-            self._seed = value
+        self._tell("seed", value, library.optimizer_set_seed)
 
     def read_lr(self, address):
-        if self._lr != address:
-            library.optimizer_read_lr(self.handle, address)
-            self._lr = address
+        self._tell("address of lr", address, library.optimizer_read_lr)
+
+    def _tell(self, what, value, call, *before):
+        if self._told.get(what) != value:
+            call(self.handle, *before, value)
+            self._told[what] = value
 
     def __del__(self):
         if getattr(self, "handle", None):

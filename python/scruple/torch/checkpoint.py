@@ -21,7 +21,7 @@ from ctypes import byref
 import torch
 
 from .. import _abi
-from .._abi import Error, UsageError, library
+from .._abi import Error, UsageError, few, library, said
 from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import NAMES, meaning, recode
@@ -122,9 +122,7 @@ def _write(writer, plane, tensor, chunk):
 
 def _read(handle, plane, tensor, chunk):
     """A plane into a tensor of as many bytes."""
-    to = tensor
-    if not tensor.is_contiguous():
-        to = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    to = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
     if _on_host(to):
         library.checkpoint_read(handle, *plane, 0, to.data_ptr(), to.nbytes)
         torch.autograd.graph.increment_version(to)
@@ -371,22 +369,12 @@ def _restored(value, now):
     return torch.tensor(values, dtype=getattr(torch, dtype), device=device)
 
 
-def _few(names):
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _said(*pairs):
-    """The sentences whose names there are; "{}" is where these stand."""
-    return "; ".join(sentence.format(_few(names)) for sentence, names in pairs if names)
-
-
 def _check_present(held, rest, stored, trainer, folder):
     known = set(stored) | set(trainer.others)
     missing = [name for name in (*held, *rest) if name not in known]
     unknown = [name for name in (*stored, *trainer.others) if name not in held and name not in rest]
     if missing or unknown:
-        found = _said(("it lacks {}", missing), ("it has {}, which the model has not", unknown))
+        found = said(("it lacks {}", missing), ("it has {}, which the model has not", unknown))
         raise UsageError(
             f"{folder} is not of this model: {found}. Names are those of model.named_parameters(); of a "
             "wrapped model pass the one inside (model.module, model._orig_mod), as when it was saved"
@@ -396,7 +384,7 @@ def _check_present(held, rest, stored, trainer, folder):
     if frozen or thawed:
         had, has = "{} had an optimizer's state and is in none now", "{} had none and is in the optimizer now"
         raise UsageError(
-            f"{folder} was saved with another choice of parameters: {_said((had, frozen), (has, thawed))}. "
+            f"{folder} was saved with another choice of parameters: {said((had, frozen), (has, thawed))}. "
             "Make the optimizer from the same parameters"
         )
     for name, x in (*held.items(), *rest.items()):
@@ -419,7 +407,7 @@ def _load_groups(opt, held, stored, groups, trainer, folder):
         if len(firsts) > 1:
             raise UsageError(
                 f"parameter group {index} of the optimizer has parameters of {len(firsts)} groups of "
-                f"{folder} (such as {_few(firsts.values())}), whose hyperparameters may differ; make the "
+                f"{folder} (such as {few(firsts.values())}), whose hyperparameters may differ; make the "
                 "optimizer with the same groups"
             )
         for number in firsts:

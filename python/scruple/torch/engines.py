@@ -12,22 +12,16 @@ _lock = threading.Lock()
 
 
 def engine_for(device):
-    """The handle of the engine of a torch device; its next call runs in the order of torch's own work
-    there."""
-    if device.type == "cpu":
-        # Threads do not survive a fork, and follow torch.set_num_threads.
-        key = ("cpu", torch.get_num_threads(), os.getpid())
-    elif device.type == "cuda":
-        key = ("cuda", device.index, os.getpid())
-    else:
+    """The handle of a device's engine; its next call runs in the order of torch's own work there."""
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"a parameter is on device {device}; scruple has engines for cpu and cuda")
-    engine = _engines.get(key)
-    if engine is None:
-        with _lock:
-            if key not in _engines:
-                name = "cpu" if key[0] == "cpu" else f"cuda:{device.index}"
-                _engines[key] = Engine(name, key[1] if key[0] == "cpu" else 0)
-            engine = _engines[key]
-    if key[0] == "cuda":
-        library.engine_set_stream(engine.handle, torch.cuda.current_stream(device).cuda_stream or None)
-    return engine.handle
+    # Threads do not survive a fork, and follow torch.set_num_threads.
+    cpu = device.type == "cpu"
+    key = "cpu" if cpu else f"cuda:{device.index}", torch.get_num_threads() if cpu else 0, os.getpid()
+    with _lock:
+        if key not in _engines:
+            _engines[key] = Engine(*key[:2])
+        handle = _engines[key].handle
+    if not cpu:
+        library.engine_set_stream(handle, torch.cuda.current_stream(device).cuda_stream or None)
+    return handle

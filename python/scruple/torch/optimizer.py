@@ -14,6 +14,7 @@ import operator
 import threading
 import warnings
 from ctypes import byref
+from typing import NamedTuple
 
 import torch
 
@@ -35,15 +36,15 @@ def _hyper_names(rule):
     return tuple(name for name in _abi.rules()[rule][2] if name not in ("lr", "max_lr"))
 
 
-class Entry:
+class Entry(NamedTuple):
     """One parameter as the library sees it; made anew when its memory has moved."""
 
-    def __init__(self, layout, row, weight, state):
-        self.layout, self.row = layout, row
-        self.state = state
-        self.planes = [state[plane.name] for plane in layout.planes]  # alive while the row points there
-        self.address = weight.data_ptr()
-        self.strided = not weight.is_contiguous()
+    layout: Layout
+    row: _abi.Tensor
+    state: dict
+    planes: list  # alive while the row points there
+    address: int
+    strided: bool
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -169,19 +170,15 @@ class Optimizer(torch.optim.Optimizer):
         for name, value in self._hypers(group).items():
             rule.set(name, value)
         rule.seed(int(group["seed"]))
-        lr = group["lr"]
-        if not isinstance(lr, torch.Tensor):
-            rule.read_lr(None)
+        lr, cell = group["lr"], None
+        if isinstance(lr, torch.Tensor) and device is not None and "cpu" not in (device.type, lr.device.type):
+            # It stays on the device: a scheduler's tensor may be written by a captured graph.
+            if rule not in self._cells:
+                self._cells[rule] = torch.empty((), dtype=torch.float64, device=device)
+            cell = self._cells[rule].copy_(lr, non_blocking=True)
+        else:
             rule.set("lr", lr)
-        elif device is None or device.type == "cpu" or lr.device.type == "cpu":
-            rule.read_lr(None)
-            rule.set("lr", float(lr))
-        else:  # stays on the device: a scheduler's tensor may be written by a captured graph
-            cell = self._cells.get(rule)
-            if cell is None:
-                cell = self._cells[rule] = torch.empty((), dtype=torch.float64, device=device)
-            cell.copy_(lr, non_blocking=True)
-            rule.read_lr(cell.data_ptr())
+        rule.read_lr(_address(cell))
 
     # ---- What is remembered between steps, and can be made anew from state and groups ----
 
@@ -278,7 +275,8 @@ class Optimizer(torch.optim.Optimizer):
         if fresh:
             start(row, weight, state)
         self._kept[p] = dict(map(meaning, layout.described))
-        return Entry(layout, row, weight, state)
+        planes = [state[plane.name] for plane in layout.planes]
+        return Entry(layout, row, state, planes, weight.data_ptr(), not weight.is_contiguous())
 
     @contextlib.contextmanager
     def _tried(self, p):
@@ -422,12 +420,11 @@ class Optimizer(torch.optim.Optimizer):
         held = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
         options = _abi.options(_abi.MeasureOptions, max_norm=max_norm, loss_scale=_address(held))
         options.norm, options.found_inf, options.clip = norm.data_ptr(), flag.data_ptr(), clip.data_ptr()
-        if len(tables) == 1 and not tables[0].any_sharded:
-            tables[0].measure(options)
-        else:
-            total = self._sum_squares(tables, device)
+        rows = tables[0].rows
+        if len(tables) > 1 or tables[0].any_sharded:
+            rows, total = (), self._sum_squares(tables, device)
             options.sum_before = total.data_ptr()
-            library.measure(engine_for(device), None, 0, byref(options))
+        library.measure(engine_for(device), rows or None, len(rows), byref(options))
         return norm, flag if found_inf is None else torch.maximum(flag, found_inf.to(device)), clip
 
     def _sum_squares(self, tables, device):
@@ -529,19 +526,12 @@ class Optimizer(torch.optim.Optimizer):
         mine = set(self._all_params())
         wide = {named[name]: value for name, value in state_dict.items() if named.get(name) in mine}
         rest = {name: value for name, value in state_dict.items() if named.get(name) not in mine}
-        missing = [name for name, p in named.items() if p in mine and name not in state_dict]
-        if strict and missing:
-            raise UsageError(
-                f"the weights lack {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}; pass "
-                "strict=False to leave those as they are"
-            )
         own = model.state_dict(keep_vars=True)
+        missing = [name for name, p in named.items() if p in mine and name not in state_dict]
         unexpected = [name for name in rest if name not in own]
-        if strict and unexpected:
-            raise UsageError(
-                f"the weights have {', '.join(unexpected[:5])}{' ...' if len(unexpected) > 5 else ''}, which "
-                "the model has not; pass strict=False to ignore them"
-            )
+        if strict and (missing or unexpected):
+            found = _abi.said(("lack {}", missing), ("have {}, which the model has not", unexpected))
+            raise UsageError(f"the weights {found}; pass strict=False to load those that are in both")
         for name, value in rest.items():
             shapes = [tuple(x.shape) for x in (value, own.get(name)) if isinstance(x, torch.Tensor)]
             if len(set(shapes)) > 1:

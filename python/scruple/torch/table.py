@@ -114,9 +114,6 @@ class Table:
         mark_changed(self.params)
         self.kept = None
 
-    def measure(self, options):
-        library.measure(engine_for(self.device), self.rows, len(self.rows), ctypes.byref(options))
-
     def by_groups(self, groups_of):
         """The rows by the process groups that share their parameters."""
         found = {}
