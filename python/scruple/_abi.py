@@ -17,10 +17,9 @@ from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_double, c_int, c_int64
 ABI_VERSION = 2
 NEAREST, TRUNCATE, STOCHASTIC, DITHER, WIDE = range(5)
 ROLE_WEIGHT, ROLE_NONNEG, ROLE_EXACT = 1, 4, 32
-WEIGHT, GRADIENT, ARRAYS = 0, 4, 5
+WEIGHT, GRADIENT = 0, 4
 RELEASED, COMPRESSED = 1, 2
 ACCUMULATE = {"gradients": 0, "momentum": 1, "adama": 2}
-INVALID, UNSUPPORTED, OUT_OF_MEMORY = 1, 2, 3
 
 
 class Error(RuntimeError):
@@ -31,86 +30,75 @@ class UsageError(Error, ValueError):
     """An argument is wrong, or a combination does not exist."""
 
 
+_KINDS = {1: UsageError, 2: UsageError, 3: MemoryError}  # invalid, unsupported, out of memory
+
 ALLOC = CFUNCTYPE(c_void_p, c_void_p, c_int64)
 FREE = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 REDUCE = CFUNCTYPE(c_int, c_void_p, c_void_p)
 _types = {
-    **{"status": c_int, "void": None, "char*": c_char_p, "void*": c_void_p, "bytes*": POINTER(ctypes.c_char)},
-    **{"char**": POINTER(c_char_p), "void**": POINTER(c_void_p)},
-    **{"int*": POINTER(c_int), "int64*": POINTER(c_int64)},
+    **{"status": c_int, "void": None, "char*": c_char_p, "void*": c_void_p, "bytes": ctypes.c_char},
     **{"float": ctypes.c_float, "double": c_double, "size_t": ctypes.c_size_t, "int": c_int},
     **{"int32": ctypes.c_int32, "int64": c_int64, "uint32": c_uint32, "uint64": c_uint64},
     **{"alloc": ALLOC, "free": FREE, "reduce": REDUCE},
 }
 
 
-def _struct(kind, fields):
-    """A struct of scruple.h; `fields` as there: "double scale, growth; int32 clean"."""
-    made = []
-    for declaration in fields.split(";"):
-        of, _, names = declaration.strip().partition(" ")
-        made += [(name.strip(), _types[of]) for name in names.split(",")]
-    _types[kind] = type(kind, (ctypes.Structure,), {"_fields_": made})
-    _types[kind + "*"] = POINTER(_types[kind])
-    return _types[kind]
+def _type(name):
+    """C's, by its name there: "int64", "Tensor*", "Array[5]"."""
+    if name not in _types:
+        of, many, count = name[:-1].partition("[")
+        _types[name] = _type(of) * int(count) if many else POINTER(_type(of))
+    return _types[name]
 
 
-Array = _struct("Array", "void* format, codes, aux; int32 rounding, owned")
-_types["arrays"] = Array * ARRAYS
-Tensor = _struct(
-    "Tensor", "void* optimizer; int64 size, step, offset, folds; uint32 id, reserved; arrays arrays"
-)
-Bound = _struct("Bound", "double relative, group, absolute")
-FormatInfo = _struct(
-    "FormatInfo",
-    "char* name, doc; uint32 roles, roundings; int32 group_size, code_bits, aux_bits, aux_is_scale;"
-    "double bits_per_value; Bound bound, bound_nonneg",
-)
-RecipeInfo = _struct(
-    "RecipeInfo",
-    "char* name, doc, weight, moment, nonneg, gradient;"
-    "int weight_rounding, moment_rounding, nonneg_rounding, gradient_rounding; int64 small",
-)
-RuleInfo = _struct("RuleInfo", "char* name, doc; int32 slots, hypers")
-SlotInfo = _struct("SlotInfo", "char* name; int32 role, optional")
-HyperInfo = _struct("HyperInfo", "char* name, doc; double value; int32 flag")
-EngineInfo = _struct("EngineInfo", "char* name, doc; int32 available; char* reason")
-StepOptions = _struct(
-    "StepOptions",
-    "size_t struct_size; float multiplier; void* found_inf, clip, loss_scale, steps; int32 part, parts",
-)
-MeasureOptions = _struct(
-    "MeasureOptions",
-    "size_t struct_size; double max_norm; void* loss_scale, steps, norm, found_inf, clip, sum_before, sum;"
-    "double adagc; void* gamma",
-)
-Scaler = _struct("Scaler", "float scale, growth, backoff; int32 interval, clean")
-SinkOptions = _struct(
-    "SinkOptions",
-    "size_t struct_size; int policy, accumulation; int32 micro_batches; double max_norm, tensor_norm, adagc;"
-    "void* scaler, adagc_norms, memory_context; alloc alloc; free free; void* loss_scale, reduce_context;"
-    "reduce reduce",
-)
-Piece = _struct("Piece", "int64 tensor, first, size; Array gradient")
-SinkReport = _struct("SinkReport", "double norm; float found_inf, clip; int64 steps, skipped; Scaler scaler")
-Plane = _struct("Plane", "char* kind, dtype; int64* shape; int64 dimensions, bytes")
-StoredArray = _struct(
-    "StoredArray", "char* name, format, rounding; int64 fits; Plane* planes; int64 plane_count"
-)
-StoredTensor = _struct(
-    "StoredTensor",
-    "char* name; int64* shape; int64 dimensions, group, step, id; double adagc_norm;"
-    "StoredArray* arrays; int64 array_count",
-)
-Hyper = _struct("Hyper", "char* name; double value")
-Group = _struct("Group", "char* optimizer; uint64 seed; Hyper* hypers; int64 hyper_count")
-Scale = _struct("Scale", "double scale, growth, backoff; int64 interval, clean")
-Note = _struct("Note", "char* name; bytes* text; int64 bytes")
-Contents = _struct(
-    "Contents",
-    "char* folder, library, recipe; int64 step; Group* groups; int64 group_count; Scale loss_scale;"
-    "Note* notes; int64 note_count; StoredTensor* tensors; int64 tensor_count",
-)
+def _structs(text):
+    """Structs of scruple.h, with their fields as they stand there."""
+    for line in text.replace("\n  ", " ").strip().splitlines():
+        kind, _, fields = line.partition(": ")
+        made = []
+        for declaration in fields.split(";"):
+            of, _, names = declaration.strip().partition(" ")
+            made += [(name, _type(of)) for name in names.split(", ")]
+        _types[kind] = type(kind, (ctypes.Structure,), {"_fields_": made})
+        yield _types[kind]
+
+
+Array, Tensor, Bound, FormatInfo, RecipeInfo, RuleInfo, SlotInfo, HyperInfo, EngineInfo = _structs("""
+Array: void* format, codes, aux; int32 rounding, owned
+Tensor: void* optimizer; int64 size, step, offset, folds; uint32 id, reserved; Array[5] arrays
+Bound: double relative, group, absolute
+FormatInfo: char* name, doc; uint32 roles, roundings; int32 group_size, code_bits, aux_bits, aux_is_scale;
+  double bits_per_value; Bound bound, bound_nonneg
+RecipeInfo: char* name, doc, weight, moment, nonneg, gradient;
+  int weight_rounding, moment_rounding, nonneg_rounding, gradient_rounding; int64 small
+RuleInfo: char* name, doc; int32 slots, hypers
+SlotInfo: char* name; int32 role, optional
+HyperInfo: char* name, doc; double value; int32 flag
+EngineInfo: char* name, doc; int32 available; char* reason
+""")
+StepOptions, MeasureOptions, Scaler, SinkOptions, Piece, SinkReport = _structs("""
+StepOptions: size_t struct_size; float multiplier; void* found_inf, clip, loss_scale, steps; int32 part, parts
+MeasureOptions: size_t struct_size; double max_norm;
+  void* loss_scale, steps, norm, found_inf, clip, sum_before, sum; double adagc; void* gamma
+Scaler: float scale, growth, backoff; int32 interval, clean
+SinkOptions: size_t struct_size; int policy, accumulation; int32 micro_batches;
+  double max_norm, tensor_norm, adagc; void* scaler, adagc_norms, memory_context; alloc alloc; free free;
+  void* loss_scale, reduce_context; reduce reduce
+Piece: int64 tensor, first, size; Array gradient
+SinkReport: double norm; float found_inf, clip; int64 steps, skipped; Scaler scaler
+""")
+Plane, StoredArray, StoredTensor, Hyper, Group, Scale, Note, Contents = _structs("""
+Plane: char* kind, dtype; int64* shape; int64 dimensions, bytes
+StoredArray: char* name, format, rounding; int64 fits; Plane* planes; int64 plane_count
+StoredTensor: char* name; int64* shape; int64 dimensions, group, step, id; double adagc_norm;
+  StoredArray* arrays; int64 array_count
+Hyper: char* name; double value
+Group: char* optimizer; uint64 seed; Hyper* hypers; int64 hyper_count
+Scale: double scale, growth, backoff; int64 interval, clean
+Note: char* name; bytes* text; int64 bytes
+Contents: char* folder, library, recipe; int64 step; Group* groups; int64 group_count; Scale loss_scale;
+  Note* notes; int64 note_count; StoredTensor* tensors; int64 tensor_count
+""")
 
 # As in scruple.h: what they return, their names, what they take. A status becomes an exception.
 _FUNCTIONS = """
@@ -190,10 +178,7 @@ def _checked(function):
     def call(*arguments):
         status = function(*arguments)
         if status:
-            kind = UsageError if status in (INVALID, UNSUPPORTED) else Error
-            if status == OUT_OF_MEMORY:
-                raise MemoryError(last_error())
-            raise kind(last_error())
+            raise _KINDS.get(status, Error)(last_error())
 
     return call
 
@@ -229,7 +214,7 @@ class _Library:
             names, _, taken = rest.partition(":")
             for name in names.split(", "):
                 function = getattr(c, "scruple_" + name)
-                function.restype, function.argtypes = _types[result], [_types[of] for of in taken.split()]
+                function.restype, function.argtypes = _type(result), list(map(_type, taken.split()))
                 setattr(self, name, _checked(function) if result == "status" else function)
         self.path = path
 
