@@ -159,9 +159,11 @@ def save(opt, model, path, *, scaler=None, notes=None):
     notes = {} if notes is None else notes
     if not isinstance(notes, dict) or not all(isinstance(x, str) for pair in notes.items() for x in pair):
         raise UsageError("notes must be a dict of strings; json.dumps makes a string of most things")
+    saved = [{key: x for key, x in group.items() if key not in _NOT_SAVED} for group in opt.param_groups]
+    param_groups = [{key: _plain(x, key) for key, x in group.items()} for group in saved]
     entries = {
         "writer": _WRITER,
-        "param_groups": json.dumps([_plain_group(group) for group in opt.param_groups]),
+        "param_groups": json.dumps(param_groups),
         "others": _others_text({name: x for name, x in rest.items() if x.dtype not in NAMES}),
         **{_NOTE + name: text for name, text in notes.items()},
     }
@@ -188,11 +190,6 @@ def save(opt, model, path, *, scaler=None, notes=None):
                     _write(writer, (t, *place), tensor, chunk)
         for t, x in enumerate(plain.values(), len(held)):
             _write(writer, (t, 0, 0), x, chunk)
-
-
-def _plain_group(group):
-    """What a group has beside its parameters; the formats are in the tensors."""
-    return {key: _plain(value, key) for key, value in group.items() if key not in _NOT_SAVED}
 
 
 def _plain(value, key):
@@ -267,7 +264,11 @@ def load(opt, model, path, *, scaler=None):
         for number, tensor in enumerate(contents.tensors):
             tensor.number = number
         stored = {tensor.name: tensor for tensor in contents.tensors}
-        _check_scaler(contents.loss_scale, scaler, folder)
+        scale = contents.loss_scale
+        if scaler is not None and scaler.is_enabled() and not scale.scale:
+            raise UsageError(f"{folder} has no loss scale: it was saved without scaler=; load it without")
+        if scaler is None and scale.scale:
+            warnings.warn(f"{folder} has a loss scale; give scaler= to restore it", stacklevel=4)
         _check_present(held, rest, stored, ours, folder)
         others = {name: ours.other(name, x) for name, x in rest.items() if name not in stored}
         opt._settle()
@@ -279,8 +280,15 @@ def load(opt, model, path, *, scaler=None):
                 _check_known(tensor, folder)
             for name, p in held.items():
                 _check_fits(opt, name, p, stored[name], contents)
-                if ours.groups is not None:
-                    _check_order(opt, name, p, stored[name], folder)
+                draws = any(array.rounding in _DRAWN for array in stored[name].arrays)
+                # A run goes on with its own random numbers. One of another program cannot: its parameters
+                # are in another order where groups part them, and its gradients are not torch's.
+                if ours.groups is not None and draws and stored[name].id != opt._number[p][0]:
+                    raise UsageError(
+                        f"{name} is parameter {opt._number[p][0]} of the optimizer, and {stored[name].id} in "
+                        f"{folder}: with stochastic rounding the random numbers follow it; make the optimizer "
+                        "from the parameters in the same order"
+                    )
             for tensor in contents.tensors:
                 library.checkpoint_verify(handle, tensor.number)
             for p in held.values():
@@ -299,8 +307,8 @@ def load(opt, model, path, *, scaler=None):
                 f"{folder} changed or could not be read while it was loaded ({problem}); model and optimizer "
                 "are part old, part new: load again before going on"
             ) from problem
-        if contents.loss_scale.scale and scaler is not None:
-            scaler.load_state_dict({name: getattr(contents.loss_scale, x) for x, name in _SCALER.items()})
+        if scale.scale and scaler is not None:
+            scaler.load_state_dict({name: getattr(scale, field) for field, name in _SCALER.items()})
         return ours.notes
 
 
@@ -461,18 +469,6 @@ def _check_fits(opt, name, p, tensor, contents):
         )
 
 
-def _check_order(opt, name, p, tensor, folder):
-    """A run goes on with its own random numbers. One of another program cannot: its parameters are in another
-    order where groups part them, and its gradients are not torch's."""
-    draws = any(array.rounding in _DRAWN for array in tensor.arrays)
-    if draws and tensor.id != opt._number[p][0]:
-        raise UsageError(
-            f"{name} is parameter {opt._number[p][0]} of the optimizer, and {tensor.id} in {folder}: with "
-            "stochastic rounding the random numbers follow it; make the optimizer from the parameters in the "
-            "same order"
-        )
-
-
 def _check_known(tensor, folder):
     """The library reads planes by their format's rules, so they must be what it knows by that name."""
     for array in tensor.arrays:
@@ -519,10 +515,3 @@ def _read_weight(handle, x, tensor, chunk):
     if x.numel():
         library.decode(engine_for(values.device), byref(row), _abi.WEIGHT, values.data_ptr())
     x.copy_(values)
-
-
-def _check_scaler(found, scaler, folder):
-    if scaler is not None and scaler.is_enabled() and not found.scale:
-        raise UsageError(f"{folder} has no loss scale: it was saved without scaler=; load it without")
-    if scaler is None and found.scale:
-        warnings.warn(f"{folder} has a loss scale; give scaler= to restore it", stacklevel=5)

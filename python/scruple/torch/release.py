@@ -76,7 +76,8 @@ def release_gradients(
     parameters. Schedulers go on working.
     """
     accumulate, reduction, scaler = _as_accelerate_does(opt, accumulate, reduction, scaler)
-    opt = unwrapped(opt)
+    while isinstance(inside := getattr(opt, "optimizer", None), torch.optim.Optimizer):
+        opt = inside  # in those of accelerate and Lightning
     _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator)
     mine = set(opt._all_params())
     params = [p for p in model.parameters() if p.requires_grad and p in mine]
@@ -107,15 +108,6 @@ def release_gradients(
         )
         path = Sinks(opt, params, options, accumulator, scaler, reduction == "sum")
     return Handle(opt, params, path, process_group, scaler is not None)
-
-
-def unwrapped(opt):
-    """The optimizer inside those of accelerate and Lightning."""
-    while not isinstance(opt, Optimizer) and isinstance(
-        getattr(opt, "optimizer", None), torch.optim.Optimizer
-    ):
-        opt = opt.optimizer
-    return opt
 
 
 def _as_accelerate_does(opt, accumulate, reduction, scaler):
@@ -159,18 +151,13 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
         raise UsageError(
             f"accumulate is {accumulate!r}; it must be a whole number of backward passes, from 1"
         )
-    stored = " (for stored gradients, call opt.step() after backward as ever)"
-    for name, value, known, more in (
-        ("policy", policy, POLICIES, stored),
-        ("reduction", reduction, ("mean", "sum"), ""),
-        (
-            "accumulation",
-            accumulation or "momentum",
-            ("momentum", "adama"),
-            " (of SGD and SGDW, Adam and AdamW)",
-        ),
-        ("accumulator", accumulator, ACCUMULATORS, ""),
-    ):
+    choices = {
+        "policy": (policy, POLICIES, " (for stored gradients, call opt.step() after backward as ever)"),
+        "reduction": (reduction, ("mean", "sum"), ""),
+        "accumulation": (accumulation or "adama", ("momentum", "adama"), " (SGD and SGDW; Adam and AdamW)"),
+        "accumulator": (accumulator, ACCUMULATORS, ""),
+    }
+    for name, (value, known, more) in choices.items():
         if value not in known:
             raise UsageError(f"{name} is {value!r}; it can be {' or '.join(map(repr, known))}{more}")
     if accumulation is not None and policy == "compressed":

@@ -206,15 +206,16 @@ def _found(number, state, name, kind=torch.Tensor, hint=""):
 def _check_shape(number, name, found, shape):
     if tuple(found.shape) != tuple(shape):
         raise UsageError(
-            f"parameter {number}, {name}: the state has shape {tuple(found.shape)}, the parameter {tuple(shape)}"
+            f"parameter {number}, {name}: the state has shape {tuple(found.shape)}, the parameter "
+            f"{tuple(shape)}"
         )
 
 
-def _check_size(number, name, found, size, dtype):
-    if found.dtype != dtype or found.numel() != size:
+def _check_size(number, name, found, size, dtype=None):
+    if found.numel() != size or found.dtype != (dtype or found.dtype):
         raise UsageError(
-            f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and {size} of {dtype} "
-            "belong there; was it saved for this model?"
+            f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and {size} of "
+            f"{dtype or found.dtype} belong there; was it saved for this model?"
         )
 
 
@@ -364,7 +365,11 @@ def _read_others(opt, p, number, state, source):
             f"parameter {number}: the state has {', '.join(others)}, of which {type(opt).__name__} with "
             "these options has none; it must come from an optimizer of the same kind"
         )
-    _check_flash(p, number, state, slots)
+    sizes = {slot + "::scales": -(-p.numel() // 32) for slot in slots if slot + "::quantized" in state}
+    if isinstance(state.get("error_bits"), torch.Tensor):
+        sizes["error_bits"] = p.numel()
+    for name, size in sizes.items():
+        _check_size(number, name, _found(number, state, name), size)
     for slot in slots:
         codes, hint = (
             slot + "::quantized",
@@ -389,22 +394,6 @@ def _read_others(opt, p, number, state, source):
             _load_error_bits(entry.row, weight, state["error_bits"], source)
 
     return write
-
-
-def _check_flash(p, number, state, slots):
-    """What goes with FlashOptim's codes."""
-    expected = {
-        slot + "::scales": math.ceil(p.numel() / 32) for slot in slots if slot + "::quantized" in state
-    }
-    if isinstance(state.get("error_bits"), torch.Tensor):
-        expected["error_bits"] = p.numel()
-    for name, size in expected.items():
-        found = state[name].numel() if isinstance(state.get(name), torch.Tensor) else "none"
-        if found != size:
-            raise UsageError(
-                f"parameter {number}, {name}: the state has {found}, and {size} belong there; was it saved "
-                "for this model?"
-            )
 
 
 def make_state(opt, p):
