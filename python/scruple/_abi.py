@@ -358,8 +358,7 @@ def _encoded(text, zeros=False):
 
 
 def _packed(kind, values):
-    """A struct of {field: value}: text for names, dicts for structs, a list or a long text for a pointer and
-    the count behind it."""
+    """A struct of {field: value}; a list or a long text is for a pointer and the count behind it."""
     made, fields = kind(), iter(kind._fields_)
     for name, of in fields:
         value = values.get(name)

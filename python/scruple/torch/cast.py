@@ -96,8 +96,7 @@ class _Overrides:
         if unused:
             some = ", ".join(repr(name) for name, _ in list(model.named_parameters())[:3])
             raise UsageError(
-                f"overrides name {', '.join(unused)}, which no module or parameter is called; names look "
-                f"like {some}"
+                f"overrides name {', '.join(unused)}, which no module or parameter has; names are {some}"
             )
 
 

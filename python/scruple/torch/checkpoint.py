@@ -19,6 +19,7 @@ import zlib
 from ctypes import byref
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .. import _abi
 from .._abi import Error, UsageError, few, library, said
@@ -85,8 +86,7 @@ def _contents(opt, model):
     strangers = len(mine) - len(held)
     if strangers:
         raise UsageError(
-            f"{strangers} of the optimizer's {len(mine)} parameters are not in the model; pass the model "
-            "that the optimizer was made from"
+            f"{strangers} of the optimizer's {len(mine)} parameters are not in the model; pass their model"
         )
     return held, rest
 
@@ -125,7 +125,7 @@ def _read(handle, plane, tensor, chunk):
     to = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
     if _on_host(to):
         library.checkpoint_read(handle, *plane, 0, to.data_ptr(), to.nbytes)
-        torch.autograd.graph.increment_version(to)
+        increment_version(to)
     else:
         for first, part in _parts(to):
             library.checkpoint_read(handle, *plane, first, chunk().data_ptr(), part.numel())
@@ -286,8 +286,8 @@ def load(opt, model, path, *, scaler=None):
                 if ours.groups is not None and draws and stored[name].id != opt._number[p][0]:
                     raise UsageError(
                         f"{name} is parameter {opt._number[p][0]} of the optimizer, and {stored[name].id} in "
-                        f"{folder}: with stochastic rounding the random numbers follow it; make the optimizer "
-                        "from the parameters in the same order"
+                        f"{folder}: with stochastic rounding the random numbers follow it; make the "
+                        "optimizer from the parameters in the same order"
                     )
             for tensor in contents.tensors:
                 library.checkpoint_verify(handle, tensor.number)
@@ -422,8 +422,7 @@ def _load_groups(opt, held, stored, groups, trainer, folder):
             source = groups[number]
             if source.optimizer != opt.rule:
                 raise UsageError(
-                    f"{folder} is of optimizer {source.optimizer!r}, and this is {opt.rule!r}; load it into "
-                    "one of the same kind"
+                    f"{folder} is of {source.optimizer!r}, and this is {opt.rule!r}; load it into one of its kind"
                 )
             saved = _from_hypers(group, source, folder)
             if trainer.groups is not None:

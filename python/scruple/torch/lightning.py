@@ -30,8 +30,7 @@ class ReleaseGradients(Callback):
         self.clip = trainer.gradient_clip_val
         if self.clip and trainer.gradient_clip_algorithm not in (None, "norm"):
             raise UsageError(
-                f"gradient_clip_algorithm is {trainer.gradient_clip_algorithm!r}; released gradients are "
-                "clipped by 'norm'"
+                f"gradient_clip_algorithm is {trainer.gradient_clip_algorithm!r}; release clips by 'norm'"
             )
         self.handle = release_gradients(
             trainer.strategy.model,  # not the module inside: a DDP has to be seen and refused

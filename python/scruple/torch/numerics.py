@@ -26,8 +26,7 @@ def check_updates(opt, model=None, threshold=0.1):
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
     if opt._handle is not None:
         raise _abi.UsageError(
-            "release_gradients has taken the gradients that the step would be tried with; call check_updates "
-            "before it"
+            "release_gradients takes the gradients that a step is tried with; call check_updates before it"
         )
     opt._settle()
     opt._update_rules()

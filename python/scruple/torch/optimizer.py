@@ -95,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
                     for table in self._tables.values():
                         table.count(self._state)
                     if self._handle is not None:
-                        self._handle._settle()
+                        self._handle._path.settle()
                 finally:
                     self._counting = False
         return self._state
@@ -313,11 +313,10 @@ class Optimizer(torch.optim.Optimizer):
             for table in list(self._tables.values()):
                 self._settle_table(table)
             if self._handle is not None:
-                self._handle._settle()
+                self._handle._path.settle()
 
     def _filled(self, key, params, gradients):
-        """A table of these parameters, all of one device and named by `key`, with the addresses of their
-        gradients; None where there is none."""
+        """The table `key` of parameters of one device, with these gradients; None where there are none."""
         if not all(map(operator.is_not, gradients, itertools.repeat(None))):
             here = [g is not None for g in gradients]
             key = (*key, bytes(here))
@@ -411,8 +410,7 @@ class Optimizer(torch.optim.Optimizer):
             table.step(options, counted)
 
     def _measure(self, tables, max_norm, scale, found_inf):
-        """Norm, flag and factor of all gradients, on the first table's device; nothing is read by the
-        host."""
+        """Norm, flag and factor of all gradients, on the first table's device: the host waits for none."""
         device = tables[0].device
         max_norm = 0.0 if math.isinf(max_norm) else max_norm  # the library's word for no limit
         norm = torch.empty((), dtype=torch.float64, device=device)
@@ -431,9 +429,13 @@ class Optimizer(torch.optim.Optimizer):
         """Over all tables, and over the ranks that hold the rest of each parameter."""
         sums = {}
         for table in tables:
-            for groups, rows in table.by_groups(groups_of).items():
+            shared = {}  # rows by the process groups that share their parameters
+            for p, row in zip(table.params, table.rows):
+                shared.setdefault(groups_of(p), []).append(row)
+            for groups, rows in shared.items():
                 part = torch.empty((), dtype=torch.float64, device=table.device)
                 options = _abi.options(_abi.MeasureOptions, sum=part.data_ptr())
+                rows = (_abi.Tensor * len(rows))(*rows)
                 library.measure(engine_for(table.device), rows, len(rows), byref(options))
                 part = part.to(device)
                 sums[groups] = sums[groups] + part if groups in sums else part
@@ -458,20 +460,18 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def _contiguous(self, p, entry):
-        """Its row over a weight that is one run of memory, and that weight: the parameter's own, or a copy."""
+        """Its row over a weight in one run of memory, and that weight: the parameter's own, or a copy."""
         row, weight = _abi.Tensor.from_buffer_copy(entry.row), local(p).detach().contiguous()
         row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
         return row, weight
 
     @torch.no_grad()
     def set_master_weights(self, values):
-        """Writes fp32 values, {parameter: tensor}: the visible part into the parameter, the rest beside
-        it."""
+        """Writes fp32 values, {parameter: tensor}: what fits into the parameter, the rest beside it."""
         self._write_masters(*self._ready_masters(values))
 
     def _ready_masters(self, values):
-        """The values and the entries that they go to; all that can be wrong is found here, before the first
-        is written."""
+        """The values and the entries that they go to. All that can be wrong is found here, before a write."""
         self._settle()
         self._update_rules()
         for p, value in values.items():
@@ -505,8 +505,7 @@ class Optimizer(torch.optim.Optimizer):
                 local(p).detach().copy_(weight)
 
     def master_state_dict(self, model):
-        """A copy of model.state_dict() with floating-point numbers in fp32, and the optimizer's extra bits in
-        them."""
+        """A copy of model.state_dict() in fp32, with the optimizer's extra bits in the weights."""
         wide = self.master_weights()
         named = dict(model.named_parameters(remove_duplicate=False))
         made = {}
@@ -520,8 +519,7 @@ class Optimizer(torch.optim.Optimizer):
         return made
 
     def load_master_state_dict(self, model, state_dict, strict=True):
-        """Loads weights of any precision into model and optimizer; what a parameter cannot show goes into its
-        extra bits."""
+        """Loads weights of any precision; what a parameter cannot show goes into its extra bits."""
         named = dict(model.named_parameters())
         mine = set(self._all_params())
         wide = {named[name]: value for name, value in state_dict.items() if named.get(name) in mine}
@@ -546,8 +544,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Saving and loading ----
 
     def state_dict(self, *, as_="scruple"):
-        """Planes as they are stored (as_="scruple"), or plain fp32 moments that torch.optim loads
-        (as_="torch")."""
+        """Planes as they are stored; with as_="torch" plain fp32 moments, which torch.optim loads."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with self._lock:
@@ -560,8 +557,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Takes what state_dict() made, and the state of torch.optim's and FlashOptim's optimizer of the same
-        kind."""
+        """Takes what state_dict() made, ours or that of torch.optim's or FlashOptim's same optimizer."""
         if self._handle is not None:
             raise UsageError(
                 "loading while release_gradients is at work; handle.remove() first, load, and call it again "

@@ -25,8 +25,7 @@ _FORMER = {"scant": ("log4", "log5")}
 
 
 def weight_format(name, dtype):
-    """A weight format for a parameter of this dtype: the parameter is the visible part, `name` says what is
-    kept beside it."""
+    """For a parameter of this dtype: it is the visible part, and `name` says what is kept beside it."""
     own = NAMES[dtype]
     _abi.format_named(name)  # says what there is, where there is no such format
     base, plus, extra = name.partition("+")
@@ -79,8 +78,7 @@ def _set_moments(row, moments, arrays):
 
 
 def _set_rounding(row, rounding, arrays):
-    """A name is for every array that can round so; what a dict says of an array, that array must be able to
-    do."""
+    """A name is for every array that can round so; what a dict says of an array, that must be able to do."""
     exact, slots = isinstance(rounding, dict), {name: a for a, name, _ in arrays if a != _abi.WEIGHT}
     numbers = {name: i for i, name in enumerate(_abi.rounding_names()) if i != _abi.DITHER}  # of gradients
     if not exact:  # moments have no second part that could be wide
@@ -127,7 +125,7 @@ def codes_name(slot, form):
 
 
 def meaning(described):
-    """An array's name, and what its codes mean: their format, with a rounding of those that are read alike."""
+    """An array's name, and what its codes mean: the format, with the first rounding that is read alike."""
     name, form, rounding = described
     names = _abi.rounding_names()
     return name, f"{form} {names[_abi.format_named(form).reads_as(names.index(rounding))]}"
@@ -254,8 +252,7 @@ class Layout:
         return row
 
     def stored(self, param, state):
-        """((array, plane), tensor) of all that a checkpoint has of a parameter, by its numbers and in its
-        order."""
+        """((array, plane), tensor) of all that a checkpoint has of a parameter, in its order."""
         order = [a for a, *_ in self.arrays]
         yield (0, 0), param
         for plane in self.planes:

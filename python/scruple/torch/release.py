@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 import torch.utils.checkpoint
 from torch.amp.grad_scaler import OptState
+from torch.autograd.graph import increment_version
 
 from .. import _abi
 from .._abi import UsageError, library
@@ -25,7 +26,7 @@ from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import NAMES
 from .shards import groups_of, is_sharded, local
-from .table import check_gradient, mark_changed
+from .table import check_gradient
 
 POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
@@ -83,8 +84,7 @@ def release_gradients(
     params = [p for p in model.parameters() if p.requires_grad and p in mine]
     if not params:
         raise UsageError(
-            "no parameter of the model that needs a gradient is in the optimizer; make the optimizer from "
-            "this model's parameters"
+            "no parameter of the model that needs a gradient is in the optimizer; make it from this model's"
         )
     if process_group is not None:
         if any(is_sharded(p) for p in params):
@@ -144,8 +144,7 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
         )
     if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
         raise UsageError(
-            "the model is a FullyShardedDataParallel (FSDP1), which flattens parameters; use fully_shard "
-            "(FSDP2)"
+            "the model is a FullyShardedDataParallel (FSDP1), which flattens parameters; use fully_shard"
         )
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(
@@ -206,8 +205,7 @@ class Steps:
 
 
 class Sinks:
-    """Everything that needs memory of the gradients, or of their norms: one sink of the library per
-    device."""
+    """Everything that needs memory of gradients or norms: one sink of the library per device."""
 
     def __init__(self, opt, params, options, accumulator, scaler, sums):
         self.opt, self.options, self.accumulator = opt, options, accumulator
@@ -259,8 +257,7 @@ class Sinks:
             )
         if len({groups_of(p) for p in params}) > 1:
             raise UsageError(
-                "some parameters are sharded over other ranks than others; give each kind an optimizer of "
-                "its own"
+                "parameters are sharded over different ranks; give each kind an optimizer of its own"
             )
 
     def begin(self):
@@ -319,10 +316,9 @@ class Sinks:
         self.batches = 0
         self.came.clear()
         for params in self.devices.values():
-            mark_changed(params)
+            increment_version(params)
         if self.scaler is not None:
-            # As after scaler.unscale_: the flag is known, and scaler.step and scaler.update take it from
-            # here.
+            # As after scaler.unscale_: scaler.step and scaler.update find the flag here.
             state = self.scaler._per_optimizer_states[id(self.opt)]
             state["stage"] = OptState.UNSCALED
             state["found_inf_per_device"] = {device: sink.flag() for device, sink in self.sinks.items()}
@@ -517,9 +513,6 @@ class Handle:
                 self._abandon()
             self._path.flush()
 
-    def _settle(self):
-        self._path.settle()
-
     # ---- Inside backward ----
 
     @torch.no_grad()
@@ -569,8 +562,7 @@ class Handle:
         self._path.abandon()
 
     def _near_end(self):
-        # FSDP2 reduces its last gradients in a callback of its own; those queued from within one come after
-        # all others.
+        # FSDP2 reduces its last gradients in a callback of its own. One queued from within one comes last.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     @torch.no_grad()
@@ -633,8 +625,7 @@ def _is_nested():
 
 
 def _average(gradients, group):
-    """Starts the mean over the group, with one message for the gradients of a dtype. Returns views of the
-    results, and what to wait for."""
+    """Starts the means, one message for all gradients of a dtype: views of them, and what to wait for."""
     share = 1.0 / torch.distributed.get_world_size(group)
     kinds, means, works = {}, {}, []
     for p, g in gradients.items():

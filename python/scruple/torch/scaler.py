@@ -33,8 +33,7 @@ class LossScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def _check_inf_per_device(self, optimizer):
-        """One call that only reads, where torch's writes every gradient back; and over ranks, where shards
-        lie."""
+        """One call that only reads, where torch's writes every gradient back; over all ranks of shards."""
         if not isinstance(optimizer, Optimizer):
             return super()._check_inf_per_device(optimizer)
         found = optimizer._found_inf()

@@ -66,8 +66,7 @@ def part_of(param, values):
 
 
 def is_run(param):
-    """Whether what is here is one run of the whole parameter's elements that begins where groups of a format
-    begin."""
+    """Whether what is here is one run of the parameter's elements that begins where groups begin."""
     return not is_sharded(param) or (
         tuple(param._local_tensor.shape[1:]) == tuple(param.shape[1:]) and offset_of(param) % ROW == 0
     )

@@ -65,8 +65,7 @@ def save(opt, as_):
 
 
 def _asked_by_checkpoint():
-    """Whether torch.distributed.checkpoint calls: it fills tensors of one world from those of another by
-    name."""
+    """Whether torch.distributed.checkpoint calls, which fills one world's tensors from another's by name."""
     frame = sys._getframe(1) if "torch.distributed.checkpoint.state_dict" in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
@@ -117,8 +116,7 @@ def _values(opt, p):
 
 @contextlib.contextmanager
 def unchanged_on_error(opt):
-    """Groups and state as they were, where what is inside fails; the state before it. Inside, groups may get
-    other formats."""
+    """Gives the state; where what is inside fails, puts it and the groups back. Formats may change inside."""
     groups = [dict(group) for group in opt.param_groups]
     state = {p: dict(held) for p, held in opt.state.items()}
     kept, opt._kept = opt._kept, {}
@@ -180,8 +178,7 @@ def _checked_groups(opt, saved):
         version = theirs.get("version")
         if version is not None and version > VERSION:
             raise UsageError(
-                f"the state has version {version} and this package reads up to {VERSION}; install a newer "
-                "scruple"
+                f"the state has version {version}, and this scruple reads up to {VERSION}; install a newer"
             )
     return [{_SHOWN.get(key, key): value for key, value in group.items()} for group in groups]
 

@@ -8,6 +8,7 @@ import ctypes
 import operator
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .. import _abi
 from .._abi import UsageError, library
@@ -37,12 +38,6 @@ def check_gradient(param, gradient):
         )
 
 
-def mark_changed(params):
-    """Tells autograd that these have new values, as torch's own operations in place do: a graph that saved
-    the old ones must not be run backward with the new."""
-    torch.autograd.graph.increment_version(params)
-
-
 class Table:
     """`entries` are in the order of `params`, which are all on one device."""
 
@@ -67,8 +62,7 @@ class Table:
         self.kept = None  # the gradients, until the call has been queued
 
     def fill(self, gradients):
-        """Writes the addresses of this step's gradients. False: a weight has moved or state was replaced,
-        make a new table."""
+        """Writes the addresses of this step's gradients. False: a weight or state is in another place now."""
         weights = self.params
         if self.any_sharded:
             gradients, weights = [local(g) for g in gradients], [local(p) for p in weights]
@@ -111,19 +105,11 @@ class Table:
             self.taken += 1
         for weight, copy in copies:
             weight.copy_(copy)
-        mark_changed(self.params)
+        increment_version(self.params)  # a graph that saved the old values is not run backward with the new
         self.kept = None
 
-    def by_groups(self, groups_of):
-        """The rows by the process groups that share their parameters."""
-        found = {}
-        for p, row in zip(self.params, self.rows):
-            found.setdefault(groups_of(p), []).append(row)
-        return {groups: (_abi.Tensor * len(rows))(*rows) for groups, rows in found.items()}
-
     def count(self, state):
-        """Writes into the states how many steps each parameter has taken; waits for the device where it
-        counts."""
+        """Writes the steps taken into the states; waits for the device where it counts."""
         counted = 0 if self.counter is None else int(self.counter)
         if self.taken + counted != self.told:
             for p, steps in zip(self.params, (self.next_steps - 1 + counted).tolist()):
