@@ -42,7 +42,7 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
             doors.append((module, *own))
         statistics = isinstance(module, _WITH_STATISTICS)
         for name, p in module.named_parameters(recurse=False):
-            full = _join(path, name)
+            full = (path + "." + name).lstrip(".")
             target, _ = choose(full) or (None if statistics else dtype, None)
             if target and p.is_floating_point():
                 first, other = params.setdefault(p, (full, target))
@@ -53,7 +53,7 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
                     )
         for name, buffer in module.named_buffers(recurse=False):
             kept = statistics or name in module._non_persistent_buffers_set and _loses(buffer, dtype)
-            target, _ = choose(_join(path, name)) or (None if kept else dtype, None)
+            target, _ = choose((path + "." + name).lstrip(".")) or (None if kept else dtype, None)
             if target and buffer.is_floating_point():
                 buffers.append((module, name, target))
     choose.check(model)
@@ -71,10 +71,6 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
 
 def _loses(buffer, dtype):
     return buffer.is_meta or not torch.equal(buffer.to(dtype).to(buffer.dtype), buffer)
-
-
-def _join(path, name):
-    return f"{path}.{name}" if path else name
 
 
 class _Overrides:
@@ -96,7 +92,7 @@ class _Overrides:
         if unused:
             some = ", ".join(repr(name) for name, _ in list(model.named_parameters())[:3])
             raise UsageError(
-                f"overrides name {', '.join(unused)}, which no module or parameter has; names are {some}"
+                f"overrides name {', '.join(unused)}, which nothing is called; names look like {some}"
             )
 
 

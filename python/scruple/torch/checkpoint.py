@@ -215,12 +215,9 @@ def _others_text(others):
     made = {}
     for name, x in others.items():
         host = x.detach().cpu().contiguous()  # by a name: its memory is read below
-        data = zlib.compress(ctypes.string_at(host.data_ptr(), host.nbytes))
-        made[name] = {
-            "dtype": str(x.dtype).removeprefix("torch."),
-            "shape": list(x.shape),
-            "data": base64.b64encode(data).decode(),
-        }
+        data = base64.b64encode(zlib.compress(ctypes.string_at(host.data_ptr(), host.nbytes)))
+        kind = str(x.dtype).removeprefix("torch.")
+        made[name] = {"dtype": kind, "shape": list(x.shape), "data": data.decode()}
     text = json.dumps(made)
     if len(text) > _MAX_OTHERS:
         largest = max(made, key=lambda name: len(made[name]["data"]))
@@ -422,7 +419,7 @@ def _load_groups(opt, held, stored, groups, trainer, folder):
             source = groups[number]
             if source.optimizer != opt.rule:
                 raise UsageError(
-                    f"{folder} is of {source.optimizer!r}, and this is {opt.rule!r}; load it into one of its kind"
+                    f"{folder} is of {source.optimizer!r}, and this {opt.rule!r}; load it into that kind"
                 )
             saved = _from_hypers(group, source, folder)
             if trainer.groups is not None:

@@ -68,9 +68,8 @@ def _unmoved(opt, p):
             kept.append(held[: codes if plane.part == "codes" else aux].clone())
             setattr(row.arrays[plane.array], plane.part, kept[-1].data_ptr())
     row.size, row.arrays[_abi.WEIGHT].codes = weight.numel(), weight.data_ptr()
-    row.arrays[_abi.GRADIENT] = _abi.Array(
-        _abi.format_named(NAMES[gradient.dtype]).handle, gradient.data_ptr()
-    )
+    form = _abi.format_named(NAMES[gradient.dtype])
+    row.arrays[_abi.GRADIENT] = _abi.Array(form.handle, gradient.data_ptr())
     before = decode(row, _abi.WEIGHT, row.size, device)
     options = _abi.options(_abi.StepOptions, multiplier=1.0, parts=1)
     library.step(engine_for(device), byref(row), 1, byref(options))

@@ -261,14 +261,13 @@ class Optimizer(torch.optim.Optimizer):
     def _entry(self, p):
         """Makes the parameter's state where it has none."""
         weight, layout, state = local(p).detach(), self._layout(p), self._state[p]
-        fresh, held = not state, {"step": 0, **state}
+        fresh, held, known = not state, {"step": 0, **state}, set()
         if not fresh:
             self._check_meaning(p, layout)
-        slots = {"weight", *(name.partition("/")[0] for name in state)}
-        if fresh or any(name not in slots for _, name, _ in layout.arrays):  # one may be asked for only now
-            made = layout.allocate(weight)
-            known = set() if fresh else {"extra", *slots}
-            held.update({name: made[name] for name in made if name.partition("/")[0] not in known})
+            known = {"extra", *(name.partition("/")[0] for name in state)}
+        for plane in layout.planes:  # of a slot that may be asked for only now
+            if plane.name.partition("/")[0] not in known:
+                held[plane.name] = torch.zeros(plane.shape(weight), dtype=plane.dtype, device=weight.device)
         row = layout.place(weight, held, self._number[p][0], offset_of(p))
         row.step = held["step"] + 1
         state.update(held)
@@ -372,11 +371,9 @@ class Optimizer(torch.optim.Optimizer):
     def _present(self):
         """Tables of all parameters that have a gradient."""
         self._update_rules()
-        filled = [
-            self._filled((device,), params, [p.grad for p in params])
-            for device, params in self._buckets.items()
-        ]
-        return [table for table in filled if table is not None]
+        buckets = self._buckets.items()
+        found = [self._filled((device,), params, [p.grad for p in params]) for device, params in buckets]
+        return [table for table in found if table is not None]
 
     @torch._disable_dynamo
     @torch.no_grad()

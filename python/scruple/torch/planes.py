@@ -177,9 +177,7 @@ class Layout:
 
     def __init__(self, rule, group, dtype, size):
         if dtype not in NAMES:
-            hint = (
-                "split it into a real and an imaginary part" if dtype.is_complex else "use fp32, bf16 or fp16"
-            )
+            hint = "split off its imaginary part" if dtype.is_complex else "use fp32, bf16 or fp16"
             raise UsageError(f"a parameter has dtype {dtype}, for which there is no format; {hint}")
         row = _abi.Tensor(optimizer=rule.handle, size=size, step=1)
         library.tensor_use(byref(row), str(group["recipe"]).encode())
@@ -228,13 +226,6 @@ class Layout:
         _check_formats(made.row)
         made.planes = list(_planes(made.arrays))
         return made
-
-    def allocate(self, param):
-        """Planes of zeros on the parameter's device, by state name."""
-        return {
-            plane.name: torch.zeros(plane.shape(param), dtype=plane.dtype, device=param.device)
-            for plane in self.planes
-        }
 
     def place(self, param, planes, number, offset):
         """The table row of a parameter whose weight stands in `param` and whose other planes in `planes`."""

@@ -11,6 +11,7 @@ import gc
 import math
 import sys
 import threading
+import traceback
 import weakref
 from ctypes import byref
 
@@ -112,19 +113,17 @@ def release_gradients(
 
 def _as_accelerate_does(opt, accumulate, reduction, scaler):
     """accumulate, reduction and scaler where they were left out. accelerate's wrapper knows them."""
-    state = getattr(opt, "gradient_state", None)
-    if state is None:
-        return 1 if accumulate is None else accumulate, reduction or "mean", scaler
-    if accumulate not in (None, state.num_steps) and state.num_steps > 1:
-        raise UsageError(
-            f"accumulate is {accumulate}, but the Accelerator has gradient_accumulation_steps="
-            f"{state.num_steps}; leave accumulate out"
-        )
-    if accumulate in (None, state.num_steps):  # accelerator.backward divides, and steps where it sees fit
-        reduction = reduction or "sum"
-    if scaler is None:
-        scaler = opt.scaler or False
-    return state.num_steps if accumulate is None else accumulate, reduction or "mean", scaler
+    if hasattr(opt, "gradient_state"):
+        steps = opt.gradient_state.num_steps
+        if accumulate not in (None, steps) and steps > 1:
+            raise UsageError(
+                f"accumulate is {accumulate}, but the Accelerator has gradient_accumulation_steps={steps}; "
+                "leave accumulate out"
+            )
+        if accumulate in (None, steps):  # accelerator.backward divides, and steps where it sees fit
+            accumulate, reduction = steps, reduction or "sum"
+        scaler = opt.scaler or False if scaler is None else scaler
+    return 1 if accumulate is None else accumulate, reduction or "mean", scaler
 
 
 def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator):
@@ -246,11 +245,8 @@ class Sinks:
                     "steps contiguous parameters: use .contiguous() (or "
                     ".to(memory_format=torch.contiguous_format))"
                 )
-        if (
-            self.released
-            and any(is_sharded(p) for p in params)
-            and (self.options["tensor_norm"] or self.options["adagc"] or self.scaler)
-        ):
+        decides = self.options["tensor_norm"] or self.options["adagc"] or self.scaler
+        if self.released and decides and any(map(is_sharded, params)):
             raise UsageError(
                 "policy 'released' with clipping or loss scaling on sharded parameters: each rank would "
                 "decide by its own shard; use policy='compressed'"
@@ -461,9 +457,8 @@ class Sink:
 def tensor_at(address, dtype, device):
     """One value in the engine's memory as a tensor over the same memory."""
     if device.type == "cpu":
-        kind = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}[dtype]
-        return torch.frombuffer(kind.from_address(address), dtype=dtype)
-    kind = {torch.float32: "<f4", torch.float64: "<f8"}[dtype]
+        return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
+    kind = f"<f{dtype.itemsize}"
     described = {"data": (address, False), "shape": (1,), "typestr": kind, "version": 3}
     return torch.as_tensor(type("Cell", (), {"__cuda_array_interface__": described})(), device=device)
 
@@ -594,34 +589,22 @@ class Handle:
 def _refuse_scaled_losses():
     """Nothing in a gradient tells that its loss was scaled. But a GradScaler that has scaled something, and
     that nobody has told of, can be found before the first weight moves."""
-
-    def is_used():
-        return any(
-            issubclass(type(x), torch.amp.GradScaler)
-            and getattr(x, "_scale", None) is not None
-            and x not in KNOWN
-            for x in gc.get_objects()
-        )
-
-    if not is_used():
-        return
-    gc.collect()  # one that was dropped may wait for this
-    if is_used():
-        raise UsageError(
-            "a GradScaler has scaled a loss, and release_gradients was not given it: weights would be "
-            "stepped with gradients as much too large; give it as scaler=, or scaler=False where the loss "
-            "of this model is not scaled"
-        )
+    for generation in (0, 2):  # one that was dropped may wait for a whole collection, which takes its time
+        gc.collect(generation)
+        scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]
+        if all(x in KNOWN or getattr(x, "_scale", None) is None for x in scalers):
+            return
+    raise UsageError(
+        "a GradScaler has scaled a loss, and release_gradients was not given it: weights would be stepped "
+        "with gradients as much too large; give it as scaler=, or scaler=False where this loss is not scaled"
+    )
 
 
 def _is_nested():
     """Whether this runs in a backward that a reentrant checkpoint started inside another."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    place = torch.utils.checkpoint.__file__, "backward"
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    return any((code.co_filename, code.co_name) == place for code in codes)
 
 
 def _average(gradients, group):

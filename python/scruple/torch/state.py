@@ -17,6 +17,7 @@ import contextlib
 import copy
 import math
 import sys
+import traceback
 
 import torch
 
@@ -66,12 +67,9 @@ def save(opt, as_):
 
 def _asked_by_checkpoint():
     """Whether torch.distributed.checkpoint calls, which fills one world's tensors from another's by name."""
-    frame = sys._getframe(1) if "torch.distributed.checkpoint.state_dict" in sys.modules else None
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
-        frame = frame.f_back
-    return False
+    name = "torch.distributed.checkpoint.state_dict"
+    frames = traceback.walk_stack(sys._getframe()) if name in sys.modules else ()
+    return any(frame.f_globals.get("__name__") == name for frame, _ in frames)
 
 
 def _planes(opt, p, by_rows):
@@ -352,11 +350,8 @@ def _read_others(opt, p, number, state, source):
     layout, weight = opt._layout(p), local(p)
     slots = [name for a, name, _ in layout.arrays if a != _abi.WEIGHT]
     kinds = {slot for _, known, _ in _abi.rules().values() for slot in known}
-    others = [
-        name
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and str(name).partition("::")[0] in kinds.difference(slots)
-    ]
+    others = [name for name in state if str(name).partition("::")[0] in kinds.difference(slots)]
+    others = [name for name in others if isinstance(state[name], torch.Tensor)]
     if others:
         raise UsageError(
             f"parameter {number}: the state has {', '.join(others)}, of which {type(opt).__name__} with "

@@ -18,9 +18,8 @@ from .shards import is_sharded, local
 
 _WORDS = ctypes.sizeof(_abi.Tensor) // 8
 _STEP = _abi.Tensor.step.offset // 8
-_CODES = (
-    _abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array) + _abi.Array.codes.offset
-) // 8
+_GRADIENT = _abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array)
+_CODES = (_GRADIENT + _abi.Array.codes.offset) // 8
 
 
 def check_gradient(param, gradient):
