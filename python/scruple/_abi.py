@@ -318,26 +318,24 @@ class Engine:
 
 
 class Rule:
-    """A scruple_optimizer: an update rule with hyperparameters. Setting what is set already costs nothing."""
+    """A scruple_optimizer: an update rule with hyperparameters."""
 
     def __init__(self, name):
-        self.handle, self._told = c_void_p(), {}
+        self.handle, self._told = c_void_p(), ({}, None, None)
         library.optimizer_create(name.encode(), byref(self.handle))
 
-    def set(self, name, value):
-        value = float(value)  # of a tensor, which may be written in place
-        self._tell(name, value, library.optimizer_set, name.encode())
-
-    def seed(self, value):
-        self._tell("seed", value, library.optimizer_set_seed)
-
-    def read_lr(self, address):
-        self._tell("address of lr", address, library.optimizer_read_lr)
-
-    def _tell(self, what, value, call, *before):
-        if self._told.get(what) != value:
-            call(self.handle, *before, value)
-            self._told[what] = value
+    def tell(self, values, seed, lr_address):
+        """Hyperparameters by name, and where lr stands if the device has it. What is known costs nothing."""
+        values = {name: float(value) for name, value in values.items()}  # tensors may be written in place
+        if (values, seed, lr_address) == self._told:
+            return
+        told, self._told = self._told[0], ({}, None, None)  # where one is refused, nothing is certain
+        for name, value in values.items():
+            if told.get(name) != value:
+                library.optimizer_set(self.handle, name.encode(), value)
+        library.optimizer_set_seed(self.handle, seed)
+        library.optimizer_read_lr(self.handle, lr_address)
+        self._told = values, seed, lr_address
 
     def __del__(self):
         if getattr(self, "handle", None):

@@ -17,6 +17,7 @@ import tempfile
 import unittest
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import scruple
 from scruple import _abi
@@ -601,6 +602,24 @@ class AsAnOptimizer(Case):
         self.assertEqual(saved["note"], 1)
         opt.load_state_dict(saved)
         self.assertEqual(seen, ["pre", "post", "save", "load", "loaded"])
+
+    def test_a_step_that_is_watched(self):
+        """By hooks for all optimizers, by one hook of its own, by a profiler; and the same step if by none."""
+        ps, seen = parameters(), []
+        opt = st.SGD(ps, lr=0.1)
+        take_steps(opt, ps, 1)
+        of_all = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        for register in (*of_all, opt.register_step_pre_hook, opt.register_step_post_hook):
+            handle = register(lambda o, args, kwargs: seen.append(o))
+            take_steps(opt, ps, 1, first=1)
+            handle.remove()
+            take_steps(opt, ps, 1, first=2)
+            self.assertEqual(seen, [opt], register)
+            seen.clear()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+            take_steps(opt, ps, 1, first=3)
+        self.assertIn("Optimizer.step#SGD.step", [event.key for event in found.key_averages()])
+        self.assertEqual(opt.state[ps[0]]["step"], 10)
 
     def test_zero_grad(self):
         ps = parameters()

@@ -17,6 +17,7 @@ from ctypes import byref
 from typing import NamedTuple
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .. import _abi
 from .._abi import UsageError, library
@@ -84,6 +85,20 @@ class Optimizer(torch.optim.Optimizer):
         asked = [x for x in own.values() if x.kind is not x.VAR_KEYWORD]
         more = [x for x in shared if x.kind is x.KEYWORD_ONLY and x.name not in own]
         cls.__signature__ = inspect.Signature(asked[1:] + more)
+
+    @staticmethod
+    def profile_hook_step(step):
+        """torch's, with its hooks and a name for profilers, where there is one of them: it takes its time."""
+        observed = torch.optim.Optimizer.profile_hook_step(step)
+
+        @functools.wraps(step)
+        def observed_or_not(self, *args, **kwargs):
+            hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+            watched = hooks or torch.autograd._profiler_enabled()
+            return (observed if watched else step)(self, *args, **kwargs)
+
+        return observed_or_not
 
     @property
     def state(self):
@@ -167,18 +182,15 @@ class Optimizer(torch.optim.Optimizer):
         return rule
 
     def _update_rule(self, rule, group, device):
-        for name, value in self._hypers(group).items():
-            rule.set(name, value)
-        rule.seed(int(group["seed"]))
-        lr, cell = group["lr"], None
+        values, lr, cell = self._hypers(group), group["lr"], None
         if isinstance(lr, torch.Tensor) and device is not None and "cpu" not in (device.type, lr.device.type):
             # It stays on the device: a scheduler's tensor may be written by a captured graph.
             if rule not in self._cells:
                 self._cells[rule] = torch.empty((), dtype=torch.float64, device=device)
             cell = self._cells[rule].copy_(lr, non_blocking=True)
         else:
-            rule.set("lr", lr)
-        rule.read_lr(_address(cell))
+            values["lr"] = lr
+        rule.tell(values, int(group["seed"]), _address(cell))
 
     # ---- What is remembered between steps, and can be made anew from state and groups ----
 
