@@ -273,8 +273,13 @@ def load(opt, model, path, *, scaler=None):
             _load_groups(opt, held, stored, contents.groups, ours, folder)
             opt._forget_tables()
             opt._update_rules()
-            for tensor in contents.tensors:
-                _check_known(tensor, folder)
+            for tensor, array in ((tensor, array) for tensor in contents.tensors for array in tensor.arrays):
+                if not array.fits:  # the library reads planes by what it knows by that name
+                    raise UsageError(
+                        f"{tensor.name}: {folder} has its {array.name} in {array.format!r} "
+                        f"({array.rounding!r}), which this library has not, or has with other planes; use the "
+                        "Scruple that wrote it"
+                    )
             for name, p in held.items():
                 _check_fits(opt, name, p, stored[name], contents)
                 draws = any(array.rounding in _DRAWN for array in stored[name].arrays)
@@ -463,16 +468,6 @@ def _check_fits(opt, name, p, tensor, contents):
             "the model) as it was saved, or change the file with "
             f"'scruple checkpoint convert {folder} --recipe {group['recipe']} --out NEW'"
         )
-
-
-def _check_known(tensor, folder):
-    """The library reads planes by their format's rules, so they must be what it knows by that name."""
-    for array in tensor.arrays:
-        if not array.fits:
-            raise UsageError(
-                f"{tensor.name}: {folder} has its {array.name} in {array.format!r} ({array.rounding!r}), "
-                "which this library has not, or has with other planes; use the Scruple that wrote it"
-            )
 
 
 def _read_held(handle, opt, p, tensor, chunk):

@@ -44,10 +44,9 @@ class ReleaseGradients(Callback):
         )
         trainer.gradient_clip_val = None  # it would find no gradients
 
-    def on_train_end(self, trainer, module):
+    def on_train_end(self, trainer, module, exception=None):
         if self.handle is not None:
             self.handle.remove()
             self.handle, trainer.gradient_clip_val = None, self.clip
 
-    def on_exception(self, trainer, module, exception):
-        self.on_train_end(trainer, module)
+    on_exception = on_train_end

@@ -31,12 +31,6 @@ from .table import Table, check_gradient
 _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
 
 
-@functools.lru_cache(maxsize=None)
-def _hyper_names(rule):
-    """Of the hyperparameters that groups have under the library's names; lr is set apart."""
-    return tuple(name for name in _abi.rules()[rule][2] if name not in ("lr", "max_lr"))
-
-
 class Entry(NamedTuple):
     """One parameter as the library sees it; made anew when its memory has moved."""
 
@@ -135,9 +129,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_group(self, group):
         for key in set(group) - set(self.defaults):  # the user's own, as torch allows; or a slip
             for meant in difflib.get_close_matches(key, self.defaults, 1, 0.85):
-                warnings.warn(
-                    f"a parameter group has {key!r}, which means nothing here; was {meant!r} meant?"
-                )
+                warnings.warn(f"a parameter group has {key!r}, which means nothing; was {meant!r} meant?")
         self._check_decay(group)
         rule = self._new_rule(group)
         if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
@@ -165,8 +157,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _hypers(self, group):
         """Hyperparameters by the library's names; lr apart."""
-        named = {name: group[name] for name in _hyper_names(self.rule) if name in group}
-        # Not under the library's name: OneCycleLR keeps a max_lr of its own in the groups.
+        apart = "lr", "max_lr"  # OneCycleLR keeps a max_lr of its own in the groups: ours is decay_lr
+        named = {
+            name: group[name] for name in _abi.rules()[self.rule][2] if name in group and name not in apart
+        }
         if "decay_lr" in self.defaults:
             named["max_lr"] = group["decay_lr"]
         if "betas" in self.defaults:

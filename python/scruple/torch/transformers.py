@@ -27,7 +27,7 @@ class Release(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **_):
         """After the Trainer has loaded its checkpoint, which has to come first."""
-        self._end()  # the last train() ended in an exception
+        self.on_train_end()  # the last train() ended in an exception
         trainer, options = self.trainer, self.options
         per_tensor = options.get("tensor_norm") or options.get("adagc")
         max_norm = args.max_grad_norm if args.max_grad_norm and not per_tensor else None
@@ -55,9 +55,6 @@ class Release(TrainerCallback):
         # What clips stored gradients would find none, and log a norm of 0.
         self.accelerator, trainer.accelerator.clip_grad_norm_ = trainer.accelerator, self._norm
 
-    def on_train_end(self, args, state, control, **_):
-        self._end()
-
     def _see(self, p):
         if p.grad is not None:
             self.norms.append(torch.linalg.vector_norm(p.grad.detach(), dtype=torch.float32))
@@ -74,7 +71,7 @@ class Release(TrainerCallback):
         scaler = self.accelerator.scaler
         return norm if scaler is None else norm / scaler.get_scale()
 
-    def _end(self):
+    def on_train_end(self, *_, **__):
         for hook in self.hooks:
             hook.remove()
         if self.handle is not None:
