@@ -604,7 +604,7 @@ class AsAnOptimizer(Case):
         self.assertEqual(seen, ["pre", "post", "save", "load", "loaded"])
 
     def test_a_step_that_is_watched(self):
-        """By hooks for all optimizers, by one hook of its own, by a profiler; and the same step if by none."""
+        """By hooks for all optimizers, by one of its own, by a profiler; and the same step if by none."""
         ps, seen = parameters(), []
         opt = st.SGD(ps, lr=0.1)
         take_steps(opt, ps, 1)

@@ -86,7 +86,8 @@ def _contents(opt, model):
     strangers = len(mine) - len(held)
     if strangers:
         raise UsageError(
-            f"{strangers} of the optimizer's {len(mine)} parameters are not in the model; pass their model"
+            f"{strangers} of the optimizer's {len(mine)} parameters are not in the model; pass the model "
+            "that the optimizer was made from"
         )
     return held, rest
 
@@ -277,8 +278,8 @@ def load(opt, model, path, *, scaler=None):
                 if not array.fits:  # the library reads planes by what it knows by that name
                     raise UsageError(
                         f"{tensor.name}: {folder} has its {array.name} in {array.format!r} "
-                        f"({array.rounding!r}), which this library has not, or has with other planes; use the "
-                        "Scruple that wrote it"
+                        f"({array.rounding!r}), which this library has not, or has with other planes; use "
+                        "the Scruple that wrote it"
                     )
             for name, p in held.items():
                 _check_fits(opt, name, p, stored[name], contents)
@@ -424,7 +425,8 @@ def _load_groups(opt, held, stored, groups, trainer, folder):
             source = groups[number]
             if source.optimizer != opt.rule:
                 raise UsageError(
-                    f"{folder} is of {source.optimizer!r}, and this {opt.rule!r}; load it into that kind"
+                    f"{folder} is of optimizer {source.optimizer!r}, and this is {opt.rule!r}; load it into "
+                    "one of the same kind"
                 )
             saved = _from_hypers(group, source, folder)
             if trainer.groups is not None:

@@ -72,13 +72,13 @@ class Optimizer(torch.optim.Optimizer):
         self._forget()
         super().__init__(params, {**hypers, **stored, "maximize": maximize, "capturable": capturable})
 
-    def __init_subclass__(cls):
+    def __init_subclass__(cls, **how):
         """help() and those who read signatures find what `options` stands for."""
-        shared = inspect.signature(Optimizer.__init__).parameters.values()
-        own = inspect.signature(cls.__init__).parameters
-        asked = [x for x in own.values() if x.kind is not x.VAR_KEYWORD]
-        more = [x for x in shared if x.kind is x.KEYWORD_ONLY and x.name not in own]
-        cls.__signature__ = inspect.Signature(asked[1:] + more)
+        super().__init_subclass__(**how)
+        own, shared = (inspect.signature(kind.__init__).parameters for kind in (cls, Optimizer))
+        named = [x for x in own.values() if x.kind is not x.VAR_KEYWORD]
+        more = [x for x in shared.values() if x.kind is x.KEYWORD_ONLY and x.name not in own]
+        cls.__signature__ = inspect.Signature(named[1:] + (more if len(named) < len(own) else []))
 
     @staticmethod
     def profile_hook_step(step):
@@ -508,7 +508,7 @@ class Optimizer(torch.optim.Optimizer):
                 local(p).detach().copy_(weight)
 
     def master_state_dict(self, model):
-        """A copy of model.state_dict() in fp32, with the optimizer's extra bits in the weights."""
+        """A copy of model.state_dict() with floats in fp32, and the optimizer's extra bits in the weights."""
         wide = self.master_weights()
         named = dict(model.named_parameters(remove_duplicate=False))
         made = {}
@@ -560,7 +560,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Takes what state_dict() made, ours or that of torch.optim's or FlashOptim's same optimizer."""
+        """Takes a state_dict() of ours, or of torch.optim's or FlashOptim's optimizer of the same kind."""
         if self._handle is not None:
             raise UsageError(
                 "loading while release_gradients is at work; handle.remove() first, load, and call it again "

@@ -85,7 +85,7 @@ def release_gradients(
     params = [p for p in model.parameters() if p.requires_grad and p in mine]
     if not params:
         raise UsageError(
-            "no parameter of the model that needs a gradient is in the optimizer; make it from this model's"
+            "no parameter of the model that needs a gradient is in the optimizer; make it from this model"
         )
     if process_group is not None:
         if any(is_sharded(p) for p in params):
@@ -143,7 +143,7 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
         )
     if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
         raise UsageError(
-            "the model is a FullyShardedDataParallel (FSDP1), which flattens parameters; use fully_shard"
+            "the model is FSDP1's FullyShardedDataParallel and flattens parameters; use FSDP2's fully_shard"
         )
     if not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(
