@@ -89,9 +89,7 @@ def release_gradients(
         )
     if process_group is not None:
         if any(is_sharded(p) for p in params):
-            raise UsageError(
-                "process_group with sharded parameters: fully_shard reduces their gradients itself"
-            )
+            raise UsageError("process_group with sharded parameters: fully_shard reduces those gradients")
         _broadcast(model, process_group)  # before the optimizer takes master copies
     if scaler:
         KNOWN.add(scaler)

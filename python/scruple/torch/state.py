@@ -16,6 +16,7 @@ always those of opt.state, which it relies on. Version 1 had codes under the slo
 import contextlib
 import copy
 import math
+import numbers
 import sys
 import traceback
 
@@ -232,7 +233,7 @@ def _read_ours(opt, p, number, state, source):
             f"parameter {number}: the state has formats {formats} and recipe {source['recipe']!r} means "
             f"{layout.formats} here; load what state_dict(as_='torch') gives"
         )
-    steps = int(_found(number, state, "step", (int, float, torch.Tensor)))
+    steps = int(_found(number, state, "step", (numbers.Real, torch.Tensor)))
     coded = {slot for a, slot, form in stored.arrays if a != _abi.WEIGHT and codes_name(slot, form) != slot}
     state = {name + "/codes" if name in coded else name: x for name, x in state.items()}  # of version 1
     planes, values = {}, {}
