@@ -42,11 +42,11 @@ class Table:
 
     def __init__(self, key, params, entries):
         self.key, self.device, self.params, self.entries = key, local(params[0]).device, params, entries
-        memory = bytearray(b"".join(bytes(entry.row) for entry in entries))
-        self.rows = (_abi.Tensor * len(params)).from_buffer(memory)
-        # The same memory by 8-byte fields: one operation writes a field of all rows.
-        fields = torch.frombuffer(memory, dtype=torch.int64).view(len(params), _WORDS)
-        self.next_steps, self.codes = fields[:, _STEP], fields[:, _CODES]
+        # Rows by their 8-byte fields: one slice is a field of all of them.
+        self.words = array.array("q", b"".join(bytes(entry.row) for entry in entries))
+        self.rows = (_abi.Tensor * len(params)).from_buffer(self.words)
+        self.first = self.words[_STEP::_WORDS]  # the steps that these begin with
+        self.together = len(set(self.first)) == 1
         self.taken = self.told = 0  # steps since then, and when the states were last written
         self.counter = None  # of those that only the device knows to have been taken
         self.any_sharded = any(is_sharded(p) for p in params)
@@ -75,7 +75,7 @@ class Table:
         self.kept = gradients
         addresses = list(map(torch.Tensor.data_ptr, gradients))
         if addresses != self.came_from:
-            self.codes.copy_(torch.frombuffer(array.array("q", addresses), dtype=torch.int64))
+            self.words[_CODES::_WORDS] = array.array("q", addresses)
             self.came_from = addresses
         return True
 
@@ -100,8 +100,9 @@ class Table:
         if counted:
             library.advance(engine, options.found_inf, None, self.counter.data_ptr())
         else:
-            self.next_steps += 1
             self.taken += 1
+            steps = [self.first[0] + self.taken] if self.together else [x + self.taken for x in self.first]
+            self.words[_STEP::_WORDS] = array.array("q", steps) * (len(self.first) // len(steps))
         for weight, copy in copies:
             weight.copy_(copy)
         increment_version(self.params)  # a graph that saved the old values is not run backward with the new
@@ -111,7 +112,7 @@ class Table:
         """Writes the steps taken into the states; waits for the device where it counts."""
         counted = 0 if self.counter is None else int(self.counter)
         if self.taken + counted != self.told:
-            for p, steps in zip(self.params, (self.next_steps - 1 + counted).tolist()):
+            for p, step in zip(self.params, self.words[_STEP::_WORDS]):
                 if state.get(p):
-                    state[p]["step"] = steps
+                    state[p]["step"] = step - 1 + counted
             self.told = self.taken + counted
