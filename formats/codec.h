@@ -50,6 +50,8 @@ struct Bound {
 
 inline namespace SCRUPLE_UNIT {
 
+// What formulas are written with. Those that take F and U, a number and its bits, run on float and u32 or on
+// the vectors of engine/lanes.h, which has the same functions.
 SCRUPLE_HD u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 SCRUPLE_HD float float_of(u32 b) { return __builtin_bit_cast(float, b); }
 SCRUPLE_HD u32 magnitude_bits(float x) { return bits_of(x) & 0x7fffffffu; }
@@ -57,6 +59,10 @@ SCRUPLE_HD float magnitude(float x) { return __builtin_fabsf(x); }
 SCRUPLE_HD float with_sign_of(float sign, float x) { return __builtin_copysignf(x, sign); }
 
 SCRUPLE_HD float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+SCRUPLE_HD float root(float x) { return __builtin_sqrtf(x); }
+SCRUPLE_HD u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+SCRUPLE_HD u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+SCRUPLE_HD float select(bool condition, float yes, float no) { return condition ? yes : no; }
 
 // Processors disagree about the bits of a NaN; every stored NaN is this one.
 inline constexpr u32 kNaNBits = 0x7fc00000u;
@@ -106,8 +112,9 @@ SCRUPLE_HD i32 round_scaled(float x, float gain, u32 coin) {
 
 // a / b, given 1 / b: correctly rounded where nothing underflows or overflows (Markstein, "Computation of
 // elementary functions on the IBM RISC System/6000 processor", 1990). For many a and one b.
-SCRUPLE_HD float quotient(float a, float b, float reciprocal) {
-  const float q = a * reciprocal;
+template <class F>
+SCRUPLE_HD F quotient(F a, F b, F reciprocal) {
+  const F q = a * reciprocal;
   return fma(fma(-b, q, a), reciprocal, q);
 }
 
@@ -150,11 +157,12 @@ SCRUPLE_HD float tame_root(float x) {
 // would make the maximum drift a little with every step. Zero for a group of zeros, NaN if anything in the
 // group is not finite (the engine then writes codes of zero), and never subnormal, so that its reciprocal is
 // finite.
-SCRUPLE_HD float group_unit(float absmax, float top) {
-  const float unit = quotient(absmax, top, 1.0f / top);
-  const float floored = unit > 0x1p-126f ? unit : 0x1p-126f;
-  const float finite = absmax > 0 ? floored : 0.0f;
-  return magnitude_bits(absmax) < 0x7f800000u ? finite : float_of(kNaNBits);
+template <class F>
+SCRUPLE_HD F group_unit(F absmax, float top) {
+  const F unit = quotient(absmax, F(top), F(1.0f / top));
+  const F floored = select(unit > 0x1p-126f, unit, F(0x1p-126f));
+  const F finite = select(absmax > 0.0f, floored, F(0.0f));
+  return select(magnitude_bits(absmax) < 0x7f800000u, finite, F(float_of(kNaNBits)));
 }
 // The reciprocal of a unit; zero for a group of zeros. Units are below 2^125 where `top` is 8 or more.
 SCRUPLE_HD float group_gain(float unit) { return unit > 0 ? tame_reciprocal(unit) : 0.0f; }

@@ -28,11 +28,13 @@ struct MuLaw {
   // The reciprocal two ulps up: a value that stands on a level lands there or up to 7 ulps above, never
   // below. 16 bits of the coin leave 8 to the next code, so such a value stays, whatever the coin, and the
   // group's maximum with it.
-  static SCRUPLE_HD float gain(float unit) {
-    return unit > 0 ? float_of(bits_of(tame_reciprocal(unit)) + 2u) : 0.0f;
+  template <class F>
+  static SCRUPLE_HD F gain(F unit) {
+    return select(unit > 0.0f, F(float_of(bits_of(tame_reciprocal(unit)) + 2u)), F(0.0f));
   }
   // Where 1 + t stands, rounded by the coin: over the pattern of 1, the code from bit 19 on.
-  static SCRUPLE_HD u32 place(float x, float gain, u32 coin) {
+  template <class F, class U>
+  static SCRUPLE_HD U place(F x, F gain, U coin) {
     return bits_of(fma(magnitude(x), gain, 1.0f)) + ((coin & 0xffff0000u) >> 13);
   }
   // The code in the upper 8 bits of 16.
@@ -53,17 +55,35 @@ struct Companded8 {
   static constexpr Layout layout(int) { return {8, 32, group}; }
   static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 32 / top + 0x1p-21, 0x1p-126}; }
 
-  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
-  static SCRUPLE_HD float gain(float, Scale unit) { return MuLaw::gain(unit); }
+  template <class F>
+  static SCRUPLE_HD F scale(F absmax) {
+    return group_unit(absmax, top);
+  }
+  template <class F>
+  static SCRUPLE_HD F gain(F, F unit) {
+    return MuLaw::gain(unit);
+  }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   // The code in the uppermost byte. As encode below, which stays in 16 bits for the sake of the CPU's
   // vectors.
-  static SCRUPLE_HD u32 encode_upper(float x, float gain, u32 coin) {
+  template <class F, class U>
+  static SCRUPLE_HD U encode_upper(F x, F gain, U coin) {
     return bits_of(with_sign_of(x, float_of((MuLaw::place(x, gain, coin) - MuLaw::one) << 5)));
   }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
     const u16 sign = MuLaw::upper(bits_of(x));
     return static_cast<u16>(MuLaw::code(MuLaw::place(x, gain, coin)) | (sign & 0x8000u)) >> 8;
+  }
+  // As encode and decode, for the vectors of engine/lanes.h: the code in the uppermost byte.
+  template <class F, class U>
+  static SCRUPLE_HD U encode_lanes(F x, F gain, U coin) {
+    return encode_upper(x, gain, coin);
+  }
+  template <class F, class U>
+  static SCRUPLE_HD F decode_lanes(U code, F unit) {
+    const F f = float_of(((code & 0x7f000000u) >> 5) + MuLaw::one);
+    const F su = float_of((bits_of(unit) ^ 0x80000000u) ^ (code & 0x80000000u));
+    return fma(-f, su, su);
   }
   // F su - su, su the unit with the code's sign: in 16 bits for the CPU's vectors, by products on a GPU.
   static SCRUPLE_HD float decode(u32 code, float unit) {
@@ -88,12 +108,26 @@ struct Companded8Nonneg {
   static constexpr Layout layout(int) { return Companded8::layout(8); }
   static constexpr Bound bound(int) { return {0x1p-5, 1.0 / 16 / top + 0x1p-21, 0x1p-126}; }
 
-  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
-  static SCRUPLE_HD float gain(float, Scale unit) { return MuLaw::gain(unit); }
+  template <class F>
+  static SCRUPLE_HD F scale(F absmax) {
+    return group_unit(absmax, top);
+  }
+  template <class F>
+  static SCRUPLE_HD F gain(F, F unit) {
+    return MuLaw::gain(unit);
+  }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
-  static SCRUPLE_HD u32 encode_upper(float v, float gain, u32 coin) {
-    const u32 code = (MuLaw::place(v, gain, coin) - MuLaw::one) << 5;
-    return code > 1u << 24 ? code : 1u << 24;
+  template <class F, class U>
+  static SCRUPLE_HD U encode_upper(F v, F gain, U coin) {
+    return larger((MuLaw::place(v, gain, coin) - MuLaw::one) << 5, U(1u << 24));
+  }
+  template <class F, class U>
+  static SCRUPLE_HD U encode_lanes(F v, F gain, U coin) {
+    return encode_upper(v, gain, coin);
+  }
+  template <class F, class U>
+  static SCRUPLE_HD F decode_lanes(U code, F unit) {
+    return fma(float_of((code >> 5) + MuLaw::one), unit, -unit);
   }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
     const u16 code = MuLaw::code(MuLaw::place(v, gain, coin)) >> 8;

@@ -34,6 +34,18 @@ struct Flash8 {
     const i32 code = round_by(y * 127.0f, coin);
     return static_cast<u32>(code < 127 ? code : 127) & 0xffu;  // the sum of 127 and a coin may be rounded up
   }
+  // As encode and decode, for the vectors of engine/lanes.h: the code in the uppermost byte.
+  template <class F, class U>
+  static SCRUPLE_HD U encode_lanes(F m, F s, U coin) {
+    const F x = quotient(m, s, 1.0f / s);
+    const F y = tame_quotient(2.0f * x, 1.0f + magnitude(x));
+    return smaller_signed(round_by(y * 127.0f, coin), 127u) << 24;
+  }
+  template <class F, class U>
+  static SCRUPLE_HD F decode_lanes(U code, F s) {
+    const F y = quotient(number_of(code) * 0x1p-24f, F(127.0f), F(1.0f / 127.0f));
+    return tame_quotient(y, 2.0f - magnitude(y)) * s;
+  }
   static constexpr bool scales_levels = true;  // decode(code, s) is decode(code, 1) * s
   static SCRUPLE_HD float decode(u32 code, float s) {
     const float y = quotient(static_cast<float>(static_cast<i32>(code << 24) >> 24), 127.0f, 1.0f / 127.0f);
@@ -58,6 +70,16 @@ struct Flash8Nonneg {
     const float root = tame_root(v > 0 ? v : 0.0f);
     const i32 code = round_by(quotient(root, s, 1.0f / s) * 255.0f, coin);
     return static_cast<u32>(code < 255 ? code : 255);  // the sum of 255 and a coin may be rounded up
+  }
+  template <class F, class U>
+  static SCRUPLE_HD U encode_lanes(F v, F s, U coin) {
+    const F root = tame_root(select(v > 0.0f, v, F(0.0f)));
+    return smaller_signed(round_by(quotient(root, s, 1.0f / s) * 255.0f, coin), 255u) << 24;
+  }
+  template <class F, class U>
+  static SCRUPLE_HD F decode_lanes(U code, F s) {
+    const F root = quotient(number_of(code >> 24), F(255.0f), F(1.0f / 255.0f)) * s;
+    return root * root;
   }
   static SCRUPLE_HD float decode(u32 code, float s) {
     const float root = quotient(static_cast<float>(code), 255.0f, 1.0f / 255.0f) * s;

@@ -36,18 +36,31 @@ struct Log {
     return {(Bits == 4 ? 1.0 / 3 : 0.2) + 0x1p-20, Bits == 4 ? 0x1p-15 : 0x1.8001p-16, least};
   }
 
-  static SCRUPLE_HD Scale scale(float absmax) {
-    const float unit = group_unit(absmax, 1.0f);
-    const float floored = unit > least ? unit : least;
-    return unit > 0 ? floored : unit;
+  template <class F>
+  static SCRUPLE_HD F scale(F absmax) {
+    const F unit = group_unit(absmax, 1.0f);
+    return select(unit > 0.0f, select(unit > least, unit, F(least)), unit);
   }
-  static SCRUPLE_HD float gain(float, Scale scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
+  template <class F>
+  static SCRUPLE_HD F gain(F, F scale) {
+    return select(scale > 0.0f, 1.0f / scale, F(0.0f));
+  }
   static SCRUPLE_HD float unit(Scale scale) { return scale; }
   static SCRUPLE_HD u32 encode(float v, float gain, u32 coin) {
     const u32 level = (magnitude_bits(v * gain) + (coin >> (32 - shift))) >> shift;
     const i32 code = static_cast<i32>(one) - static_cast<i32>(level), most = static_cast<i32>(lowest);
     const i32 held = code < most ? code : most;
     return static_cast<u32>(held > 0 ? held : 0);  // D itself may land an ulp above
+  }
+  // As encode and decode, for the vectors of engine/lanes.h: the code in the uppermost byte.
+  template <class F, class U>
+  static SCRUPLE_HD U encode_lanes(F v, F gain, U coin) {
+    const U level = (magnitude_bits(v * gain) + (coin >> (32 - shift))) >> shift;
+    return (one - smaller(larger(level, one - lowest), one)) << 24;
+  }
+  template <class F, class U>
+  static SCRUPLE_HD F decode_lanes(U code, F scale) {
+    return float_of((one - (code >> 24 & lowest)) << shift) * scale;
   }
   static SCRUPLE_HD float decode(u32 code, float scale) {
     return float_of((one - (code & lowest)) << shift) * scale;

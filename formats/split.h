@@ -26,31 +26,33 @@
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-struct Halves {
-  u32 visible;
-  u32 extra;
+template <class U>
+struct HalvesOf {
+  U visible;
+  U extra;
 };
+using Halves = HalvesOf<u32>;
 
 // Both halves where they stand in p: the visible one in bits 16 to 31, the extra bits from bit 16 - k to bit
 // 15; what is in the other bits does not count.
-template <Rounding R>
-SCRUPLE_HD Halves split_in_place(u32 p, int k, u32 coin) {
+template <Rounding R, class U>
+SCRUPLE_HD HalvesOf<U> split_in_place(U p, int k, U coin) {
   if constexpr (R == kStochastic) {
     // The coin's upper bits round the wide value; those below decide the direction: up where the rest is
     // above them.
     const u32 dropped = (1u << (17 - k)) - 1u;
-    const u32 wide = (p + (coin >> 15 >> k)) & ~dropped;
-    const u32 visible = wide + ((~(coin >> (k - 1)) | dropped) & 0xffffu);
+    const U wide = (p + (coin >> 15 >> k)) & ~dropped;
+    const U visible = wide + ((~(coin >> (k - 1)) | dropped) & 0xffffu);
     return {visible, (wide & 0xffffu) | ((visible ^ wide) >> k & 1u << (16 - k))};
   }
   if constexpr (R == kTruncate) return {p, p};
   if constexpr (R == kWide) {
-    const u32 wide = p + (coin >> 16 >> k);
+    const U wide = p + (coin >> 16 >> k);
     return {wide + 0x8000u, wide};
   }
   // Ties to even: with few bits dropped ties are common, and upwards they would make weights grow.
   const u32 dropped = (1u << (16 - k)) - 1u;
-  const u32 wide = p + (dropped >> 1) + (p >> (16 - k) & dropped & 1u);
+  const U wide = p + (dropped >> 1) + (p >> (16 - k) & dropped & 1u);
   return {wide + 0x8000u, wide};
 }
 

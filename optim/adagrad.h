@@ -30,8 +30,8 @@ struct Adagrad {
     return {static_cast<float>(h.lr / (1 + static_cast<double>(t - 1) * h.lr_decay)),
             static_cast<float>(h.weight_decay), static_cast<float>(h.eps)};
   }
-  template <unsigned Active>
-  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto& math) {
+  template <unsigned Active, class F>
+  static SCRUPLE_HD Elem<1, F> update(Elem<1, F> e, F g, const Step& k, auto& math) {
     g = fma(k.decay, e.w, g);
     e.s[0] = fma(g, g, e.s[0]);
     e.w = fma(-k.lr, math.over_root(g, e.s[0], 1.0f, k.eps), e.w);

@@ -43,11 +43,11 @@ struct AdamMoments {
     return k;
   }
   // `kept` is the weight after decay.
-  template <unsigned Active>
-  SCRUPLE_HD Elem<3> advance(Elem<3> e, float g, float kept, auto& math) const {
+  template <unsigned Active, class F>
+  SCRUPLE_HD Elem<3, F> advance(Elem<3, F> e, F g, F kept, auto& math) const {
     e.s[0] = fma(b1, e.s[0], c1 * g);
     e.s[1] = fma(b2, e.s[1], c2 * (g * g));
-    float v = e.s[1];
+    F v = e.s[1];
     if constexpr (Active & 4) {
       e.s[2] = e.s[2] <= v || v != v ? v : e.s[2];  // the larger; a NaN of either stays
       v = e.s[2];
@@ -82,8 +82,8 @@ struct Adam {
     return h.weight_decay != 0 ? "coupled weight decay would be added with every part (adamw decays once)"
                                : nullptr;
   }
-  template <unsigned Active>
-  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k, auto& math) {
+  template <unsigned Active, class F>
+  static SCRUPLE_HD Elem<3, F> update(Elem<3, F> e, F g, const Step& k, auto& math) {
     return k.moments.advance<Active>(e, fma(k.decay, e.w, g), e.w, math);
   }
 };

@@ -32,8 +32,8 @@ struct AdamW {
   static const char* problem_with_parts(const Hyper& h) {
     return h.amsgrad != 0 ? "amsgrad would compare second moments that are not complete" : nullptr;
   }
-  template <unsigned Active>
-  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k, auto& math) {
+  template <unsigned Active, class F>
+  static SCRUPLE_HD Elem<3, F> update(Elem<3, F> e, F g, const Step& k, auto& math) {
     return k.moments.advance<Active>(e, g, e.w * k.keep, math);
   }
 };

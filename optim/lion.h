@@ -31,11 +31,11 @@ struct Lion {
             static_cast<float>(h.lr),    static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
   }
   // sign(0) is 0, and the sign of a NaN is NaN: a bad gradient stays visible.
-  template <unsigned Active>
-  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
-    const float c = fma(k.b1, e.s[0], k.c1 * g);
-    const bool zero_or_nan = magnitude_bits(c) - 1u >= 0x7f800000u;
-    const float sign = zero_or_nan ? c : with_sign_of(c, 1.0f);
+  template <unsigned Active, class F>
+  static SCRUPLE_HD Elem<1, F> update(Elem<1, F> e, F g, const Step& k, auto&) {
+    const F c = fma(k.b1, e.s[0], k.c1 * g);
+    const auto zero_or_nan = magnitude_bits(c) - 1u >= 0x7f800000u;
+    const F sign = select(zero_or_nan, c, with_sign_of(c, 1.0f));
     e.w = fma(-k.lr, sign, e.w * k.keep);
     e.s[0] = fma(k.b2, e.s[0], k.c2 * g);
     return e;

@@ -6,9 +6,9 @@
 //                        difference or the maximum of many noisy values. They stay fp32 in every recipe.
 //   problem(h)           why these hyperparameters contradict each other, or nullptr
 //   Step, prepare(h, t)  the constants of step t, in double with + - * / sqrt only: the same on every engine
-//   update<Active>       the formula: floats in, floats out, no storage. A NaN in the gradient or in any slot
-//                        must reach the weight: the engines look for one there alone. `math`
-//                        divides by roots.
+//   update<Active>       the formula: floats in, floats out, no storage. F is float, or a vector of floats
+//                        (engine/lanes.h). A NaN in the weight, the gradient or any slot must reach the
+//                        weight: the engines look for one there alone. `math` divides by roots.
 // and, where a step can be taken in parts (gradients of micro-batches going straight into the moments),
 //   accumulation         by which method
 //   continued(k)         the constants of the parts after the first: nothing decays
@@ -38,11 +38,11 @@ enum class Range { nonneg, fraction, flag };
 
 inline namespace SCRUPLE_UNIT {
 
-// One element: the weight and its moments.
-template <int N>
+// One element, or a vector of them: the weight and its moments.
+template <int N, class F = float>
 struct Elem {
-  float w;
-  float s[N];
+  F w;
+  F s[N];
 };
 
 // Whether `active`, as a bit mask, can be the slots in use: all that are not optional, and no others than
@@ -60,8 +60,9 @@ constexpr bool can_be_active(unsigned active) {
 // average (formats/log.h); 1 for most formats.
 struct IeeeMath {
   float spread = 1;
-  SCRUPLE_HD float over_root(float a, float x, float scale, float eps) const {
-    return a / fma(__builtin_sqrtf(x), scale * spread, eps);
+  template <class F>
+  SCRUPLE_HD F over_root(F a, F x, float scale, float eps) const {
+    return a / fma(root(x), scale * spread, eps);
   }
 };
 

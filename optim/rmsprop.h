@@ -35,17 +35,17 @@ struct RmsProp {
     return {static_cast<float>(h.alpha),        static_cast<float>(1 - h.alpha), static_cast<float>(h.eps),
             static_cast<float>(h.weight_decay), static_cast<float>(h.momentum),  static_cast<float>(h.lr)};
   }
-  template <unsigned Active>
-  static SCRUPLE_HD Elem<3> update(Elem<3> e, float g, const Step& k, auto& math) {
+  template <unsigned Active, class F>
+  static SCRUPLE_HD Elem<3, F> update(Elem<3, F> e, F g, const Step& k, auto& math) {
     g = fma(k.decay, e.w, g);
     e.s[0] = fma(k.a, e.s[0], k.c * (g * g));
-    float mean_square = e.s[0];
+    F mean_square = e.s[0];
     if constexpr (Active & 4) {
       e.s[2] = fma(k.a, e.s[2], k.c * g);
-      const float variance = fma(-e.s[2], e.s[2], mean_square);
+      const F variance = fma(-e.s[2], e.s[2], mean_square);
       mean_square = variance < 0 ? 0.0f : variance;  // fp32 is rounded too: the difference may dip below zero
     }
-    float direction = math.over_root(g, mean_square, 1.0f, k.eps);
+    F direction = math.over_root(g, mean_square, 1.0f, k.eps);
     if constexpr (Active & 2) direction = e.s[1] = fma(k.momentum, e.s[1], direction);
     e.w = fma(-k.lr, direction, e.w);
     return e;

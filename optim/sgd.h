@@ -22,8 +22,12 @@ struct Momentum {
     if (h.dampening != 0) return "dampening would differ between the parts of the first step";
     return h.nesterov != 0 ? "nesterov needs the whole gradient when the weight moves" : nullptr;
   }
-  SCRUPLE_HD float next(float buffer, float g) const { return fma(momentum, buffer, take * g); }
-  SCRUPLE_HD float direction(float buffer, float g) const {
+  template <class F>
+  SCRUPLE_HD F next(F buffer, F g) const {
+    return fma(momentum, buffer, take * g);
+  }
+  template <class F>
+  SCRUPLE_HD F direction(F buffer, F g) const {
     return nesterov >= 0 ? fma(nesterov, buffer, g) : buffer;
   }
 };
@@ -60,8 +64,8 @@ struct Sgd {
   // The decay came with the first part; the weight has not moved since.
   static SCRUPLE_HD Step continued(const Step& k) { return {k.momentum.continued(), k.lr, 0}; }
   static const char* problem_with_parts(const Hyper& h) { return Momentum::problem_with_parts(h); }
-  template <unsigned Active>
-  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
+  template <unsigned Active, class F>
+  static SCRUPLE_HD Elem<1, F> update(Elem<1, F> e, F g, const Step& k, auto&) {
     g = fma(k.decay, e.w, g);
     if constexpr (Active & 1) {
       e.s[0] = k.momentum.next(e.s[0], g);

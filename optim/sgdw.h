@@ -32,8 +32,8 @@ struct Sgdw {
   static constexpr Accumulation accumulation = Accumulation::momentum;
   static SCRUPLE_HD Step continued(const Step& k) { return {k.momentum.continued(), k.lr, k.keep}; }
   static const char* problem_with_parts(const Hyper& h) { return Momentum::problem_with_parts(h); }
-  template <unsigned Active>
-  static SCRUPLE_HD Elem<1> update(Elem<1> e, float g, const Step& k, auto&) {
+  template <unsigned Active, class F>
+  static SCRUPLE_HD Elem<1, F> update(Elem<1, F> e, F g, const Step& k, auto&) {
     if constexpr (Active & 1) {
       e.s[0] = k.momentum.next(e.s[0], g);
       g = k.momentum.direction(e.s[0], g);
