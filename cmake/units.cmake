@@ -20,8 +20,9 @@ function(scruple_add_units target)
     scruple_add_unit(${target} x86_64_v4 ${v3} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl
                      -mprefer-vector-width=512)
   elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
-    # NEON belongs to every aarch64, so the plain unit is the same code with vectorisation off: a second opinion.
-    scruple_add_unit(${target} baseline -fno-tree-vectorize -fno-tree-slp-vectorize)
+    # NEON belongs to every aarch64, so the plain unit is the same code with vectorisation off
+    # and no fused loops: a second opinion.
+    scruple_add_unit(${target} baseline -fno-tree-vectorize -fno-tree-slp-vectorize -DSCRUPLE_PLAIN)
     scruple_add_unit(${target} neon)
   else()
     scruple_add_unit(${target} baseline)

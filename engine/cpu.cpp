@@ -1,5 +1,6 @@
 // The CPU engine: joins formats and optimizers at run time, tile by tile. Any format meets any optimizer
-// here, and no product of the two is ever compiled.
+// here without a product of the two being compiled; the products that recipes name and that are faster for it
+// have fused loops (engine/fused.h).
 #include "engine/cpu.h"
 
 #include <algorithm>
@@ -29,6 +30,7 @@ struct ArrayWork {
 struct TensorWork {
   ArrayWork weight, gradient, slots[kMaxSlots];
   UpdateFn update;
+  FusedFn fused;  // or null
   StepConstants step;
   float multiplier, spread;
   bool keep_weight;  // another part of this step follows
@@ -59,6 +61,38 @@ ArrayWork gradient_work(const Unit& unit, const scruple_tensor& t) {
   return array_work(unit, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT, t.folds);
 }
 
+struct RecipeFormats {
+  const scruple_format *weight, *moment, *nonneg, *gradient;
+  Rounding weight_rounding;
+};
+const std::vector<RecipeFormats>& recipe_formats() {
+  static const std::vector<RecipeFormats> kFormats = [] {
+    const auto find = [](const char* name) { return *name == 0 ? nullptr : &find_format(name); };
+    std::vector<RecipeFormats> list;
+    for (const Recipe& r : recipes())
+      list.push_back({find(r.weight), find(r.moment), find(r.nonneg), find(r.gradient), r.weight_rounding});
+    return list;
+  }();
+  return kFormats;
+}
+
+// The fused loop for these formats, where a recipe names them and the unit has one; or null. How moments are
+// rounded is no matter: nearest is coins that stand still.
+FusedFn fused_of(const Unit& unit, const scruple_tensor& t) {
+  const scruple_array &weight = t.arrays[SCRUPLE_WEIGHT], &gradient = t.arrays[SCRUPLE_GRADIENT];
+  const auto& list = recipe_formats();
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const RecipeFormats& r = list[i];
+    bool same = weight.format == r.weight && weight.rounding == r.weight_rounding &&
+                gradient.format == r.gradient && gradient.rounding != kDither;
+    for (int s = SCRUPLE_SLOT; same && s < SCRUPLE_SLOT + kMaxSlots; ++s)
+      if (is_used(t, s))
+        same = t.arrays[s].format == (role_of(t, s) == SCRUPLE_ROLE_NONNEG ? r.nonneg : r.moment);
+    if (same) return unit.fused[i][t.optimizer->rule().index][t.optimizer->active()];
+  }
+  return nullptr;
+}
+
 scruple_tensor at_step(scruple_tensor t, i64 steps) {
   t.step += steps;
   return t;
@@ -80,10 +114,7 @@ class CpuEngine final : public scruple_engine {
     for (i64 i = 0; i < count; ++i)
       work[static_cast<std::size_t>(i)] = tensor_work(at_step(tensors[i], steps), multiplier, options);
     for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
-      TileBuffers buffers;
-      for (i64 at = first; at < first + n; at += kTile)
-        step_tile(work[static_cast<std::size_t>(tensor)], at,
-                  static_cast<int>(std::min<i64>(kTile, first + n - at)), buffers);
+      step_chunk(work[static_cast<std::size_t>(tensor)], first, first + n);
     });
   }
 
@@ -236,6 +267,7 @@ class CpuEngine final : public scruple_engine {
     work.update = unit_.update[t.optimizer->rule().index][t.optimizer->active()];
     work.step = t.optimizer->prepare(t.step, options.part == 0);
     work.keep_weight = options.part + 1 < options.parts;
+    work.fused = work.keep_weight ? nullptr : fused_of(unit_, t);
     work.weight.in_place = work.weight.in_place && !work.keep_weight;
     work.multiplier = t.optimizer->maximize ? -multiplier : multiplier;
     work.spread = spread_of(t);
@@ -259,6 +291,24 @@ class CpuEngine final : public scruple_engine {
       return reinterpret_cast<float*>(work.planes.codes + at * static_cast<i64>(sizeof(float)));
     decode_tile(work, at, n, buffer);
     return buffer;
+  }
+
+  // Whole spans by the fused loop, where there is one; what it leaves, and all else, by tiles.
+  static void step_chunk(const TensorWork& work, i64 at, i64 last) {
+    TileBuffers buffers;
+    const FusedStep step = fused_step(work);
+    for (int n = 0; at < last; at += n) {
+      if (work.fused != nullptr) at = work.fused(step, at, last);
+      n = static_cast<int>(std::min<i64>(work.fused != nullptr ? kSpan : kTile, last - at));
+      if (n > 0) step_tile(work, at, n, buffers);
+    }
+  }
+  static FusedStep fused_step(const TensorWork& work) {
+    const auto array = [](const ArrayWork& a) { return FusedArray{a.planes, a.coins}; };
+    FusedStep step{array(work.weight), array(work.gradient), {},
+                   work.step.bytes,    work.multiplier,      work.spread};
+    for (int s = 0; s < kMaxSlots; ++s) step.slots[s] = array(work.slots[s]);
+    return step;
   }
 
   static void step_tile(const TensorWork& work, i64 at, int n, TileBuffers& buffers) {

@@ -5,20 +5,14 @@
 
 #include <type_traits>
 
+#include "engine/fused.h"
+#include "engine/strings.h"
 #include "formats/all.h"
 #include "optim/all.h"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 namespace {
-
-// T at any address.
-template <class T>
-struct LooseOf {
-  typedef T type __attribute__((aligned(1), may_alias));
-};
-template <class T>
-using Loose = typename LooseOf<T>::type;
 
 // Keeps a vectorised loop of known length a loop: unrolled whole, a group of 64 spills its registers.
 #if defined(__clang__)
@@ -34,104 +28,6 @@ constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
 #endif
-
-template <class T>
-SCRUPLE_HD Loose<T>* at(u8* plane, i64 index) {
-  return reinterpret_cast<Loose<T>*>(plane + index * static_cast<i64>(sizeof(T)));
-}
-SCRUPLE_HD u8* at_bit(u8* plane, i64 bit) { return plane + bit / 8; }
-
-// ---- Strings of K bits ----
-// Value i stands at bit i K of a little-endian string; 32 values are moved at a time.
-
-// 8 values of K bits next to each other, and each in a byte of its own.
-template <int K>
-SCRUPLE_HD u64 spread8(u64 x) {
-  constexpr u64 kOne = (1u << K) - 1u, kTwo = (u64{1} << 2 * K) - 1u, kFour = (u64{1} << 4 * K) - 1u;
-  x = (x & kFour) | (x & kFour << 4 * K) << (32 - 4 * K);
-  x = (x & kTwo * 0x100000001u) | (x & (kTwo << 2 * K) * 0x100000001u) << (16 - 2 * K);
-  return (x & kOne * 0x1000100010001u) | (x & (kOne << K) * 0x1000100010001u) << (8 - K);
-}
-template <int K>
-SCRUPLE_HD u64 gather8(u64 x) {
-  constexpr u64 kOne = (1u << K) - 1u, kTwo = (u64{1} << 2 * K) - 1u, kFour = (u64{1} << 4 * K) - 1u;
-  x = (x & kOne * 0x1000100010001u) | (x >> (8 - K) & (kOne << K) * 0x1000100010001u);
-  x = (x & kTwo * 0x100000001u) | (x >> (16 - 2 * K) & (kTwo << 2 * K) * 0x100000001u);
-  return (x & kFour) | (x >> (32 - 4 * K) & kFour << 4 * K);
-}
-
-template <int K, class T>
-void unpack32(const u8* from, T* to) {
-  if constexpr (K < 8) {
-    u64 spread[4];
-    for (int j = 0; j < 4; ++j) {
-      constexpr int kLast = K > 2 ? 4 * K - 8 : 0;  // where 8 bytes can still be read
-      const int from_byte = j * K < kLast ? j * K : kLast;
-      u64 string = 0;
-      __builtin_memcpy(&string, from + from_byte, K > 2 ? 8 : 4 * K);
-      spread[j] = spread8<K>(string >> 8 * (j * K - from_byte));
-    }
-    const auto* bytes = reinterpret_cast<const Loose<u8>*>(spread);
-    for (int i = 0; i < 32; ++i) to[i] = bytes[i];
-    return;
-  }
-  u64 window = 0;
-  int have = 0;
-  for (int i = 0; i < 32; ++i) {
-    for (; have < K; have += 8) window |= static_cast<u64>(*from++) << have;
-    to[i] = static_cast<T>(window & ((1u << K) - 1u));
-    window >>= K;
-    have -= K;
-  }
-}
-
-template <int K, class T>
-void pack32(const T* from, u8* to) {
-  if constexpr (K < 8) {
-    u64 spread[4];
-    auto* bytes = reinterpret_cast<Loose<u8>*>(spread);
-    for (int i = 0; i < 32; ++i) bytes[i] = static_cast<u8>(from[i]);
-    u64 string[4];
-    for (int j = 0; j < 4; ++j) string[j] = gather8<K>(spread[j]);
-    if constexpr (K < 4) {
-      for (int j = 0; j < 4; ++j) __builtin_memcpy(to + j * K, &string[j], K);
-    } else {  // 8 bytes at a time, of which the next covers the last; the last ends where the string does
-      string[3] = string[3] << 8 * (8 - K) | string[2] >> 8 * (2 * K - 8);
-      for (int j = 0; j < 4; ++j) __builtin_memcpy(to + (j < 3 ? j * K : 4 * K - 8), &string[j], 8);
-    }
-    return;
-  }
-  u64 window = 0;
-  int have = 0;
-  for (int i = 0; i < 32; ++i) {
-    window |= static_cast<u64>(from[i]) << have;
-    for (have += K; have >= 8; have -= 8, window >>= 8) *to++ = static_cast<u8>(window);
-  }
-}
-
-template <int K, class T>
-void unpack(const u8* from, int n, T* to) {  // `to` has room for a multiple of 32 values
-  int i = 0;
-  for (; i + 32 <= n; i += 32) unpack32<K>(from + i / 8 * K, to + i);
-  if (i == n) return;
-  u8 last[64] = {};
-  const int bytes = ((n - i) * K + 7) / 8;
-  for (int j = 0; j < bytes; ++j) last[j] = from[i / 8 * K + j];
-  unpack32<K>(last, to + i);
-}
-
-template <int K, class T>
-void pack(const T* from, int n, u8* to) {
-  int i = 0;
-  for (; i + 32 <= n; i += 32) pack32<K>(from + i, to + i / 8 * K);
-  if (i == n) return;
-  T padded[32] = {};
-  for (int j = 0; j < n - i; ++j) padded[j] = from[i + j];  // NOLINT(*uninitialized.Assign): all n are set
-  u8 last[64] = {};
-  pack32<K>(padded, last);
-  const int bytes = ((n - i) * K + 7) / 8;
-  for (int j = 0; j < bytes; ++j) to[i / 8 * K + j] = last[j];
-}
 
 // Extra bits of weights come in any width from 1 to 16.
 using UnpackFn = void (*)(const u8*, int, u16*);
@@ -434,6 +330,91 @@ constexpr void add_update(UpdateFn* fns) {
   if constexpr (Active + 1 < 1u << kMaxSlots) add_update<Rule, Active + 1>(fns);
 }
 
+// ---- Fused steps ----
+
+#if SCRUPLE_LANES
+template <int Number>
+struct FormatAt;
+#define SCRUPLE_FORMAT(number, name, roles, k_, Signed_, Nonneg_) \
+  template <>                                                     \
+  struct FormatAt<number> {                                       \
+    static constexpr int k = k_;                                  \
+    using Signed = Signed_;                                       \
+    using Nonneg = Nonneg_;                                       \
+  };
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+
+constexpr bool same_name(const char* a, const char* b) {
+  for (; *a != 0 && *a == *b; ++a, ++b) {
+  }
+  return *a == *b;
+}
+// 0 for "", which no recipe's table needs.
+constexpr int number_of(const char* format) {
+#define SCRUPLE_FORMAT(number, name, ...) \
+  if (same_name(format, name)) return number;
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+  return 0;
+}
+struct RecipeFormats {
+  int weight, moment, nonneg, gradient;
+  Rounding weight_rounding;
+};
+constexpr RecipeFormats kRecipes[] = {
+#define SCRUPLE_RECIPE(name, weight, moment, nonneg, gradient, weight_rounding, ...) \
+  {number_of(weight), number_of(moment), number_of(nonneg), number_of(gradient), weight_rounding},
+#include "formats/recipes.def"
+#undef SCRUPLE_RECIPE
+};
+
+template <class Span>
+concept IsWritten = requires {
+  typename Span::Raw;
+};
+
+// The format of a slot in a recipe, if the slot is in use.
+template <class Rule, unsigned Active, int Recipe, int S>
+struct SlotSpan {
+  using type = std::conditional_t<Rule::slots[S].sign == Sign::nonneg,
+                                  SpanOf<typename FormatAt<kRecipes[Recipe].nonneg>::Nonneg, 0, kNearest>,
+                                  SpanOf<typename FormatAt<kRecipes[Recipe].moment>::Signed, 0, kNearest>>;
+};
+template <class Rule, unsigned Active, int Recipe, int S>
+requires((Active >> S & 1u) == 0) struct SlotSpan<Rule, Active, Recipe, S> {
+  using type = NoSpan;
+};
+
+// Slots in use are the first ones: what else there is needs fp32 in every recipe.
+template <int Recipe, class Rule, unsigned Active>
+constexpr void add_fused(FusedFn* fns) {
+  if constexpr (can_be_active<Rule>(Active) && Active < 4) {
+    constexpr RecipeFormats r = kRecipes[Recipe];
+    using W = FormatAt<r.weight>;
+    using G = FormatAt<r.gradient>;
+    using Weight = SpanOf<typename W::Signed, W::k, r.weight_rounding>;
+    using Gradient = SpanOf<typename G::Signed, G::k, kNearest>;
+    using Slot0 = typename SlotSpan<Rule, Active, Recipe, 0>::type;
+    using Slot1 = typename SlotSpan<Rule, Active, Recipe, 1>::type;
+    // flash8 beside a rule that divides by nothing: the tiles are as fast (bench/results).
+    constexpr bool kSlow = std::is_same_v<typename FormatAt<r.moment>::Signed, Flash8> &&
+                           (std::is_same_v<Rule, Sgd> || std::is_same_v<Rule, Sgdw>)&&Active == 1;
+    if constexpr (IsWritten<Weight> && IsWritten<Gradient> && IsWritten<Slot0> && IsWritten<Slot1> && !kSlow)
+      fns[Active] = fused_loop<Rule, Active, Weight, Gradient, Slot0, Slot1>;
+  }
+  if constexpr (Active + 1 < 1u << kMaxSlots) add_fused<Recipe, Rule, Active + 1>(fns);
+}
+template <int Recipe = 0>
+constexpr void add_fused(Unit& unit) {
+  int i = 0;
+#define SCRUPLE_OPTIMIZER(Rule) add_fused<Recipe, Rule, 0>(unit.fused[Recipe][i++]);
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+  if constexpr (Recipe + 1 < kRecipeCount) add_fused<Recipe + 1>(unit);
+}
+#endif
+
 // ---- Norms, folds ----
 
 // Squares of floats are exact in double and their sum cannot overflow, so the sum is finite if and only if
@@ -475,6 +456,9 @@ constexpr Unit make_unit() {
 #define SCRUPLE_OPTIMIZER(Rule) add_update<Rule, 0>(unit.update[i++]);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
+#if SCRUPLE_LANES
+  add_fused(unit);
+#endif
   unit.sum_squares = sum_squares;
   unit.add_scaled = add_scaled;
   return unit;

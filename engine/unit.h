@@ -26,6 +26,11 @@ inline constexpr int kRuleCount = 0
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
     ;
+inline constexpr int kRecipeCount = 0
+#define SCRUPLE_RECIPE(...) +1
+#include "formats/recipes.def"
+#undef SCRUPLE_RECIPE
+    ;
 
 // A plane pointer at an array's first element. Pointers may have any alignment.
 struct Planes {
@@ -33,7 +38,7 @@ struct Planes {
   u8* aux;
 };
 
-// `first` is a multiple of kTile, 0 < n <= kTile; coins[0] is the coin of element `first`. Reading needs them
+// `first` is a multiple of kSpan, 0 < n <= kTile; coins[0] is the coin of element `first`. Reading needs them
 // for dither alone.
 using DecodeFn = void (*)(Planes planes, i64 first, int n, int k, float* out, Coins coins);
 using EncodeFn = void (*)(const float* in, Planes planes, i64 first, int n, int k, Coins coins);
@@ -48,10 +53,25 @@ struct CodecFns {
 using UpdateFn = void (*)(float* w, float* const* slots, const float* g, int n, const void* step,
                           float multiplier, float spread);
 
+// A whole step over the spans of [first, last), `first` a multiple of kSpan. Returns how far it came: to the
+// last whole span, or to one that it left as it was, for the tiles to take.
+inline constexpr int kSpan = 128;
+struct FusedArray {
+  Planes planes;
+  Coins coins;  // of element 0
+};
+struct FusedStep {
+  FusedArray weight, gradient, slots[kMaxSlots];
+  const void* step;  // the rule's Step
+  float multiplier, spread;
+};
+using FusedFn = i64 (*)(const FusedStep& work, i64 first, i64 last);
+
 struct Unit {
-  CodecFns codecs[kFormatCount][2];              // [format][0 signed, 1 non-negative]
-  UpdateFn update[kRuleCount][1 << kMaxSlots];   // [rule][active slots]
-  double (*sum_squares)(const float* x, int n);  // n <= kSegment
+  CodecFns codecs[kFormatCount][2];                         // [format][0 signed, 1 non-negative]
+  UpdateFn update[kRuleCount][1 << kMaxSlots];              // [rule][active slots]
+  FusedFn fused[kRecipeCount][kRuleCount][1 << kMaxSlots];  // null: by tiles
+  double (*sum_squares)(const float* x, int n);             // n <= kSegment
   void (*add_scaled)(float* total, const float* x, float multiplier, int n);  // total += multiplier x
 };
 

@@ -304,6 +304,89 @@ TEST(Parity, EveryFormatInEveryRoleAndRounding) {
   }
 }
 
+// ---- Fused steps
+// ------------------------------------------------------------------------------------------------------
+
+// Every rule in every recipe with the moments that recipes can hold in few bits: the defaults, and every
+// hyperparameter that is not a flag away from zero.
+std::vector<Config> plain_configs() {
+  std::vector<Config> list = recipe_configs(false);
+  for (Config config : recipe_configs(false)) {
+    for (int rule = 0; rule < scruple_rule_count(); ++rule) {
+      scruple_rule_info info{};
+      CHECK_OK(scruple_rule_at(rule, &info));
+      if (info.name != config.rule) continue;
+      for (const auto& [name, value] : busy_hypers(rule))
+        for (int h = 0; h < info.hypers; ++h) {
+          scruple_hyper_info hyper{};
+          CHECK_OK(scruple_rule_hyper(rule, h, &hyper));
+          if (name == hyper.name && hyper.flag == 0) config.hypers.emplace_back(name, value);
+        }
+    }
+    // The recipe's formats again, for the slots that are in use now.
+    Optimizer optimizer(config.rule.c_str());
+    for (const auto& [name, value] : config.hypers) optimizer.set(name.c_str(), value);
+    scruple_tensor row{};
+    row.optimizer = optimizer;
+    row.size = std::int64_t{1} << 30;
+    const std::string recipe = config.name.substr(config.name.rfind("), ") + 3);
+    if (scruple_tensor_use(&row, recipe.c_str()) != SCRUPLE_OK) continue;  // "..., fp32 weights" is none
+    config.formats = row;
+    config.name += ", no flags";
+    list.push_back(config);
+  }
+  return list;
+}
+
+// Steps by a multiplier, along or against the gradient, over weights of which others have set some to zero.
+Bytes rough_walk(scruple_engine* engine, Config config, const Shape& shape, Data data, float multiplier) {
+  if (multiplier > 1) config.hypers.emplace_back("maximize", 1);
+  Pack pack(engine, config, shape, data);
+  pack.begin();
+  for (int t = 1; t <= 3; ++t) {
+    pack.take_gradients(t, pack.gradients_of(t));
+    const scruple_format_info weight = info_of(config.formats.arrays[SCRUPLE_WEIGHT].format);
+    if (weight.code_bits == 16)
+      for (const Tensor& tensor : pack.tensors) {
+        auto* codes = static_cast<unsigned char*>(tensor.row.arrays[SCRUPLE_WEIGHT].codes);
+        for (std::int64_t i = 5 * t; i < tensor.row.size; i += 517) {
+          codes[2 * i] = 0;
+          codes[2 * i + 1] = i % 2 == 0 ? 0 : 0x80;
+        }
+      }
+    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
+    options.multiplier = multiplier;
+    const std::vector<scruple_tensor> table = pack.rows();
+    CHECK_OK(scruple_step(engine, table.data(), static_cast<std::int64_t>(table.size()), &options));
+  }
+  return pack.bytes();
+}
+
+// The first engine, cpu-baseline, has no fused loops: it is the tiles that every other one is compared with.
+TEST(Parity, FusedStepsGiveTheBitsOfTiles) {
+  const auto all = workers();
+  ASSERT_STREQ(scruple_engine_name(all[0]->engine), "cpu-baseline");
+  for (const Config& config : plain_configs())
+    for (const Data data : {Data::kNormal, Data::kSubnormal, Data::kNonFinite})
+      for (const auto& [shift, multiplier] :
+           {std::pair{std::size_t{0}, 1.0f}, {std::size_t{3}, 0.75f}, {std::size_t{0}, 3.0f}}) {
+        const Shape shape{{127, 128, 129, 300, 1025, 2500}, shift};
+        const Bytes want = rough_walk(all[0]->engine, config, shape, data, multiplier);
+        for (const auto& worker : all)
+          ASSERT_TRUE(same_bytes(want, rough_walk(worker->engine, config, shape, data, multiplier)))
+              << config.name << ", data " << static_cast<int>(data) << ", multiplier " << multiplier
+              << ", shift " << shift << ": " << worker->label;
+      }
+}
+
+TEST(Parity, FusedStepsOfLongTensorsInPieces) {
+  const auto all = workers();
+  for (const Config& config : plain_configs()) {
+    expect_parity(all, config, {{65536 + 300, 5000}, 0}, Data::kNormal, 2);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST(Parity, TwelveHundredSmallTensorsInOneCallEqualOneByOne) {
   const Engine one(1), many(7);
   Shape shape;

@@ -1,0 +1,340 @@
+// Fused steps: decode, update and encode with nothing but vectors in between, for the mixtures that recipes
+// name. A span of 128 elements is read and updated in one loop, while the largest magnitude of each group is
+// kept; then everything is written. Where a span holds a NaN or an infinity, or a weight of zero that others
+// have written, nothing is written and the tiles take it: so the loops here need no care for them. Included
+// by engine/unit.cpp alone.
+#pragma once
+
+#include <type_traits>
+
+#include "engine/lanes.h"
+#include "engine/strings.h"
+#include "engine/unit.h"
+#include "formats/all.h"
+#include "optim/all.h"
+
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
+#if SCRUPLE_LANES
+namespace {
+
+static_assert(kSpan % kBlock == 0);
+
+// How many elements before they are needed the lines of planes are asked for.
+inline constexpr i64 kAhead = 2048;
+SCRUPLE_HD void prefetch_of(const u8* from, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+// The coins of a run of elements, a vector of them at a time.
+struct CoinLanes {
+  Words at, stride;
+
+  explicit SCRUPLE_HD CoinLanes(Coins coins)
+      : at(lane_numbers() * coins.step + coins.first), stride(coins.step * kLanes) {}
+  SCRUPLE_HD Words next() {
+    const Words coin = at;
+    at = at + stride;
+    return coin;
+  }
+};
+
+// 16 codes of one byte to floats and back.
+template <class C>
+struct ByteCodec {
+  struct Raw {
+    Bytes16 codes;
+    Floats unit;
+  };
+  static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) { return {codes, unit}; }
+  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
+    return C::decode_lanes(upper_bytes(raw.codes, part), raw.unit);
+  }
+  static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
+    Words code[kParts];
+    SCRUPLE_UNROLL
+    for (int j = 0; j < kParts; ++j)
+      code[j] = C::encode_lanes(load_floats(in + j * kLanes), Floats(gain), coin.next());
+    store_upper_bytes(code, to);
+  }
+};
+
+#if SCRUPLE_LANES == 4
+// companded8 in narrower steps, to the same bits: what a byte can do is done to 16 at once. (1 + t) in fp32 is
+// 0x3f80 + 8 code in its upper half, so its two bytes come from the code's.
+struct MuLawBytes {
+  // Both bytes next to each other, 8 floats each; `sign` goes on top.
+  struct Halves {
+    uint16x8_t part[2];
+  };
+  static SCRUPLE_HD Halves halves(uint8x16_t code, uint8x16_t sign) {
+    const uint8x16_t lower = veorq_u8(vshlq_n_u8(code, 3), vdupq_n_u8(0x80));
+    const uint8x16_t upper = vorrq_u8(vaddq_u8(vrshrq_n_u8(code, 5), vdupq_n_u8(0x3f)), sign);
+    return {{vreinterpretq_u16_u8(vzip1q_u8(lower, upper)), vreinterpretq_u16_u8(vzip2q_u8(lower, upper))}};
+  }
+  static SCRUPLE_HD Floats float_at(const Halves& halves, int part) {
+    const uint16x8_t zero = vdupq_n_u16(0), from = halves.part[part / 2];
+    return Floats::Native(
+        vreinterpretq_f32_u16(part % 2 == 0 ? vzip1q_u16(zero, from) : vzip2q_u16(zero, from)));
+  }
+  // The codes of 1 + t, magnitudes given: bits 19 to 26.
+  static SCRUPLE_HD uint8x16_t codes(const Floats (&magnitude)[4], Floats gain, CoinLanes& coin) {
+    uint16x8_t upper[2];
+    SCRUPLE_UNROLL
+    for (int j = 0; j < 2; ++j) {
+      const Words first = coin.next(), second = coin.next();
+      const uint16x8_t coins = upper_halves_of(first, second);
+      const uint32x4_t a = uint32x4_t(bits_of(fma_onto(kOnes, magnitude[2 * j], gain)).v);
+      const uint32x4_t b = uint32x4_t(bits_of(fma_onto(kOnes, magnitude[2 * j + 1], gain)).v);
+      upper[j] =
+          vaddhn_high_u32(vaddhn_u32(a, vshll_n_u16(vget_low_u16(coins), 3)), b, vshll_high_n_u16(coins, 3));
+    }
+    return vaddq_u8(vshrn_high_n_u16(vshrn_n_u16(upper[0], 3), upper[1], 3), vdupq_n_u8(0x10));
+  }
+};
+
+template <>
+struct ByteCodec<Companded8> {
+  struct Raw {
+    MuLawBytes::Halves minus_f;  // with the sign
+    Floats unit;
+  };
+  static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
+    const uint8x16_t top = vdupq_n_u8(0x80);
+    return {MuLawBytes::halves(vbicq_u8(codes, top), vbicq_u8(top, codes)), unit};
+  }
+  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
+    const Floats minus_f = MuLawBytes::float_at(raw.minus_f, part);
+    return fma(-minus_f, raw.unit, with_sign_of(minus_f, raw.unit));
+  }
+  static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
+    Floats x[4], magnitudes[4];
+    SCRUPLE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      x[j] = load_floats(in + 4 * j);
+      magnitudes[j] = magnitude(x[j]);
+    }
+    const uint8x16_t codes = MuLawBytes::codes(magnitudes, gain, coin);
+    const uint8x16_t signs = upper_bytes_of(upper_halves_of(bits_of(x[0]), bits_of(x[1])),
+                                            upper_halves_of(bits_of(x[2]), bits_of(x[3])));
+    vst1q_u8(to, vbslq_u8(vdupq_n_u8(0x80), signs, codes));
+  }
+};
+
+template <>
+struct ByteCodec<Companded8Nonneg> {
+  struct Raw {
+    MuLawBytes::Halves halves;
+    Floats unit;
+  };
+  static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
+    return {MuLawBytes::halves(codes, vdupq_n_u8(0)), unit};
+  }
+  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
+    return fma(MuLawBytes::float_at(raw.halves, part), raw.unit, -raw.unit);
+  }
+  // None of them has a sign: fused_loop would have seen it.
+  static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
+    Floats x[4];
+    SCRUPLE_UNROLL
+    for (int j = 0; j < 4; ++j) x[j] = load_floats(in + 4 * j);
+    vst1q_u8(to, vmaxq_u8(MuLawBytes::codes(x, gain, coin), vdupq_n_u8(1)));
+  }
+};
+#endif
+
+// One array of a span: how 16 elements are read, and how all 128 are written. `Raw` is what 16 elements are
+// read from.
+template <class C, int K, Rounding R>
+struct SpanOf;
+
+template <int K, Rounding R>
+struct SpanOf<Rounded<Bf16>, K, R> {
+  using Raw = Halves16;
+  static SCRUPLE_HD void prefetch(Planes p, i64 at) { prefetch_of(p.codes + 2 * at, 2 * kSpan); }
+  static SCRUPLE_HD Raw load(Planes p, i64 at) { return load_halves(p.codes + 2 * at); }
+  static SCRUPLE_HD Floats decode(const Raw& raw, int part) { return float_of(upper_halves(raw, part)); }
+};
+
+template <Rounding R>
+struct SpanOf<Split<Bf16>, 8, R> {
+  struct Raw {
+    Halves16 visible;
+    Bytes16 extra;
+  };
+  static SCRUPLE_HD void prefetch(Planes p, i64 at) {
+    prefetch_of(p.codes + 2 * at, 2 * kSpan);
+    prefetch_of(p.aux + at, kSpan);
+  }
+  static SCRUPLE_HD Raw load(Planes p, i64 at) {
+    return {load_halves(p.codes + 2 * at), load_bytes(p.aux + at)};
+  }
+  // As join. A weight of zero whose extra bits point below it becomes a NaN here.
+  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
+    return float_of(upper_halves_and_signed_bytes(raw.visible, raw.extra, part));
+  }
+  static SCRUPLE_HD void encode(const float* in, Planes p, i64 at, Coins coins) {
+    CoinLanes coin(coins);
+    for (int i = 0; i < kSpan; i += kBlock) {
+      Words visible[kParts], extra[kParts];
+      SCRUPLE_UNROLL
+      for (int j = 0; j < kParts; ++j) {
+        const auto h = split_in_place<R>(bits_of(load_floats(in + i + j * kLanes)), 8, coin.next());
+        visible[j] = h.visible;
+        extra[j] = h.extra;
+      }
+      store_upper_halves(visible, p.codes + 2 * (at + i));
+      store_second_bytes(extra, p.aux + at + i);
+    }
+  }
+};
+
+// Formats of groups. Codes of fewer bits than a byte pass through bytes, a span at a time.
+template <class C>
+struct GroupSpan {
+  static constexpr int kGroups = kSpan / C::group, kBytes = kSpan / 8 * C::bits;
+  struct Codes {
+    u8 of[C::bits == 8 ? 1 : kSpan];
+  };
+  static SCRUPLE_HD void prefetch(Planes p, i64 at) { prefetch_of(p.codes + at / 8 * C::bits, kBytes); }
+  static SCRUPLE_HD void open(Planes p, i64 at, Codes& codes) {
+    if constexpr (C::bits != 8) unpack<C::bits>(p.codes + at / 8 * C::bits, kSpan, codes.of);
+  }
+  using Raw = typename ByteCodec<C>::Raw;
+  static SCRUPLE_HD Raw load(Planes p, i64 at, const Codes& codes) {
+    typename C::Scale scale;
+    __builtin_memcpy(&scale, p.aux + at / C::group * static_cast<i64>(sizeof scale), sizeof scale);
+    return ByteCodec<C>::prepare(load_bytes(C::bits == 8 ? p.codes + at : codes.of + at % kSpan),
+                                 C::unit(scale));
+  }
+  static SCRUPLE_HD Floats decode(const Raw& raw, int part) { return ByteCodec<C>::decode(raw, part); }
+
+  // The scales, which go where they belong, and the gains: a group in each lane.
+  static SCRUPLE_HD Floats scale(Floats absmax, Planes p, i64 at) {
+    u8* const to = p.aux + at / C::group * static_cast<i64>(sizeof(typename C::Scale));
+    if constexpr (std::is_same_v<typename C::Scale, float>) {
+      const Floats scale = C::scale(absmax);
+      __builtin_memcpy(to, &scale, kGroups * sizeof(float));
+      return C::gain(absmax, scale);
+    } else {
+      Floats gain = 0.0f;
+      for (int g = 0; g < kGroups; ++g) {
+        const typename C::Scale scale = C::scale(absmax.v[g]);
+        __builtin_memcpy(to + g * static_cast<i64>(sizeof scale), &scale, sizeof scale);
+        gain.v[g] = C::gain(absmax.v[g], scale);
+      }
+      return gain;
+    }
+  }
+  static SCRUPLE_HD void encode(const float* in, Floats gain, Planes p, i64 at, Coins coins) {
+    CoinLanes coin(coins);
+    Codes codes;
+    u8* const to = C::bits == 8 ? p.codes + at : codes.of;
+    for (int g = 0; g < kGroups; ++g)
+      for (int i = g * C::group; i < (g + 1) * C::group; i += kBlock)
+        ByteCodec<C>::encode(in + i, gain.v[g], coin, to + i);
+    if constexpr (C::bits != 8) pack<C::bits>(codes.of, kSpan, p.codes + at / 8 * C::bits);
+  }
+};
+template <class C>
+struct SignedSpan : GroupSpan<C> {
+  static constexpr u32 kMagnitude = 0x7fffffffu;
+};
+// A value with a sign stands out among the others; it is a NaN's.
+template <class C>
+struct NonnegSpan : GroupSpan<C> {
+  static constexpr u32 kMagnitude = 0xffffffffu;
+};
+template <int K, Rounding R>
+struct SpanOf<Companded8, K, R> : SignedSpan<Companded8> {};
+template <int K, Rounding R>
+struct SpanOf<Companded8Nonneg, K, R> : NonnegSpan<Companded8Nonneg> {};
+template <int K, Rounding R>
+struct SpanOf<Flash8, K, R> : SignedSpan<Flash8> {};
+template <int K, Rounding R>
+struct SpanOf<Flash8Nonneg, K, R> : NonnegSpan<Flash8Nonneg> {};
+template <int Bits, int K, Rounding R>
+struct SpanOf<Log<Bits>, K, R> : NonnegSpan<Log<Bits>> {};
+
+// A slot that is not in use.
+struct NoSpan {
+  static constexpr int kGroups = 1;
+  struct Raw {};
+  struct Codes {};
+  static SCRUPLE_HD void prefetch(Planes, i64) {}
+  static SCRUPLE_HD void open(Planes, i64, Codes&) {}
+  static SCRUPLE_HD Raw load(Planes, i64, const Codes&) { return {}; }
+  static SCRUPLE_HD Floats decode(Raw, int) { return 0.0f; }
+  static SCRUPLE_HD Floats scale(Floats, Planes, i64) { return 0.0f; }
+  static SCRUPLE_HD void encode(const float*, Floats, Planes, i64, Coins) {}
+};
+
+template <class Rule, unsigned Active, class Weight, class Gradient, class Slot0, class Slot1>
+i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
+  constexpr int kSlots = sizeof(Rule::slots) / sizeof(Slot);
+  constexpr int kRun = kSpan / (Slot0::kGroups > Slot1::kGroups ? Slot0::kGroups : Slot1::kGroups);
+  const typename Rule::Step k = *static_cast<const typename Rule::Step*>(work.step);
+  const IeeeMath math{work.spread};
+  const Floats multiplier = work.multiplier;
+  alignas(64) float w[kSpan], s0[kSpan], s1[kSpan];
+  for (; first + kSpan <= last; first += kSpan) {
+    Words most0[Slot0::kGroups], most1[Slot1::kGroups];
+    for (Words& most : most0) most = 0u;
+    for (Words& most : most1) most = 0u;
+    const i64 ahead = first + kAhead;
+    Gradient::prefetch(work.gradient.planes, ahead);
+    Weight::prefetch(work.weight.planes, ahead);
+    Slot0::prefetch(work.slots[0].planes, ahead);
+    Slot1::prefetch(work.slots[1].planes, ahead);
+    typename Slot0::Codes codes0;
+    typename Slot1::Codes codes1;
+    Slot0::open(work.slots[0].planes, first, codes0);
+    Slot1::open(work.slots[1].planes, first, codes1);
+    Floats sum = 0.0f;                             // a NaN among the weights makes it one
+    for (int run = 0; run < kSpan; run += kRun) {  // of elements that share their groups
+      Words max0 = 0u, max1 = 0u;
+      for (int i = run; i < run + kRun; i += kBlock) {
+        const i64 at = first + i;
+        const auto raw_g = Gradient::load(work.gradient.planes, at);
+        const auto raw_w = Weight::load(work.weight.planes, at);
+        const auto raw0 = Slot0::load(work.slots[0].planes, at, codes0);
+        const auto raw1 = Slot1::load(work.slots[1].planes, at, codes1);
+        SCRUPLE_UNROLL
+        for (int j = 0; j < kParts; ++j) {
+          Elem<kSlots, Floats> e{};
+          e.w = Weight::decode(raw_w, j);
+          if constexpr (Active & 1) e.s[0] = Slot0::decode(raw0, j);
+          if constexpr (Active & 2) e.s[1] = Slot1::decode(raw1, j);
+          e = Rule::template update<Active>(e, Gradient::decode(raw_g, j) * multiplier, k, math);
+          sum = sum + e.w;
+          store(e.w, w + i + j * kLanes);
+          if constexpr (Active & 1) {
+            max0 = larger(max0, bits_of(e.s[0]) & Slot0::kMagnitude);
+            store(e.s[0], s0 + i + j * kLanes);
+          }
+          if constexpr (Active & 2) {
+            max1 = larger(max1, bits_of(e.s[1]) & Slot1::kMagnitude);
+            store(e.s[1], s1 + i + j * kLanes);
+          }
+        }
+      }
+      Words& most_of0 = most0[run * Slot0::kGroups / kSpan];
+      Words& most_of1 = most1[run * Slot1::kGroups / kSpan];
+      most_of0 = larger(most_of0, max0);
+      most_of1 = larger(most_of1, max1);
+    }
+    const Words absmax0 = largest_of_each(most0), absmax1 = largest_of_each(most1);
+    if (largest(larger(larger(absmax0, absmax1), magnitude_bits(sum - sum))) >= 0x7f800000u) return first;
+    const auto gain0 = Slot0::scale(float_of(absmax0), work.slots[0].planes, first);
+    const auto gain1 = Slot1::scale(float_of(absmax1), work.slots[1].planes, first);
+    Weight::encode(w, work.weight.planes, first, work.weight.coins.from(first));
+    Slot0::encode(s0, gain0, work.slots[0].planes, first, work.slots[0].coins.from(first));
+    Slot1::encode(s1, gain1, work.slots[1].planes, first, work.slots[1].coins.from(first));
+  }
+  return first;
+}
+
+}  // namespace
+#endif
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
