@@ -28,9 +28,12 @@ struct MuLaw {
   // The reciprocal two ulps up: a value that stands on a level lands there or up to 7 ulps above, never
   // below. 16 bits of the coin leave 8 to the next code, so such a value stays, whatever the coin, and the
   // group's maximum with it.
-  template <class F>
+  static SCRUPLE_HD float gain(float unit) {
+    return unit > 0 ? float_of(bits_of(tame_reciprocal(unit)) + 2u) : 0.0f;
+  }
+  template <class F>  // a vector computes both
   static SCRUPLE_HD F gain(F unit) {
-    return select(unit > 0.0f, F(float_of(bits_of(tame_reciprocal(unit)) + 2u)), F(0.0f));
+    return select(unit > 0.0f, float_of(bits_of(tame_reciprocal(unit)) + 2u), F(0.0f));
   }
   // Where 1 + t stands, rounded by the coin: over the pattern of 1, the code from bit 19 on.
   template <class F, class U>

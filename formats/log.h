@@ -36,7 +36,13 @@ struct Log {
     return {(Bits == 4 ? 1.0 / 3 : 0.2) + 0x1p-20, Bits == 4 ? 0x1p-15 : 0x1.8001p-16, least};
   }
 
-  template <class F>
+  static SCRUPLE_HD Scale scale(float absmax) {
+    const float unit = group_unit(absmax, 1.0f);
+    const float floored = unit > least ? unit : least;
+    return unit > 0 ? floored : unit;
+  }
+  static SCRUPLE_HD float gain(float, Scale scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
+  template <class F>  // a vector computes both
   static SCRUPLE_HD F scale(F absmax) {
     const F unit = group_unit(absmax, 1.0f);
     return select(unit > 0.0f, select(unit > least, unit, F(least)), unit);
