@@ -13,6 +13,7 @@
 #include "engine/failure.h"
 #include "engine/scaler.h"
 #include "engine/threads.h"
+#include "formats/rows.h"
 
 namespace scruple {
 namespace {
@@ -61,33 +62,17 @@ ArrayWork gradient_work(const Unit& unit, const scruple_tensor& t) {
   return array_work(unit, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT, t.folds);
 }
 
-struct RecipeFormats {
-  const scruple_format *weight, *moment, *nonneg, *gradient;
-  Rounding weight_rounding;
-};
-const std::vector<RecipeFormats>& recipe_formats() {
-  static const std::vector<RecipeFormats> kFormats = [] {
-    const auto find = [](const char* name) { return *name == 0 ? nullptr : &find_format(name); };
-    std::vector<RecipeFormats> list;
-    for (const Recipe& r : recipes())
-      list.push_back({find(r.weight), find(r.moment), find(r.nonneg), find(r.gradient), r.weight_rounding});
-    return list;
-  }();
-  return kFormats;
-}
-
 // The fused loop for these formats, where a recipe names them and the unit has one; or null. How moments are
 // rounded is no matter: nearest is coins that stand still.
 FusedFn fused_of(const Unit& unit, const scruple_tensor& t) {
   const scruple_array &weight = t.arrays[SCRUPLE_WEIGHT], &gradient = t.arrays[SCRUPLE_GRADIENT];
-  const auto& list = recipe_formats();
-  for (std::size_t i = 0; i < list.size(); ++i) {
-    const RecipeFormats& r = list[i];
-    bool same = weight.format == r.weight && weight.rounding == r.weight_rounding &&
-                gradient.format == r.gradient && gradient.rounding != kDither;
+  for (int i = 0; i < kRecipeCount; ++i) {
+    const RecipeRow& r = kRecipeRows[i];
+    bool same = weight.format->index == r.weight && weight.rounding == r.weight_rounding &&
+                gradient.format->index == r.gradient && gradient.rounding != kDither;
     for (int s = SCRUPLE_SLOT; same && s < SCRUPLE_SLOT + kMaxSlots; ++s)
       if (is_used(t, s))
-        same = t.arrays[s].format == (role_of(t, s) == SCRUPLE_ROLE_NONNEG ? r.nonneg : r.moment);
+        same = t.arrays[s].format->index == (role_of(t, s) == SCRUPLE_ROLE_NONNEG ? r.nonneg : r.moment);
     if (same) return unit.fused[i][t.optimizer->rule().index][t.optimizer->active()];
   }
   return nullptr;

@@ -124,21 +124,6 @@ __global__ void __launch_bounds__(kBlock, blocks_at_once(Active))
 
 // ---- Which kernels there are ----
 
-constexpr bool same(const char* a, const char* b) {
-  for (; *a != 0 && *a == *b; ++a, ++b) {
-  }
-  return *a == *b;
-}
-
-// Number in formats.def, or -1.
-constexpr int format_index(const char* wanted) {
-#define SCRUPLE_FORMAT(number, name, ...) \
-  if (same(name, wanted)) return number;
-#include "formats/formats.def"
-#undef SCRUPLE_FORMAT
-  return -1;
-}
-
 template <class C, int K>
 constexpr bool has_words() {
   constexpr Layout layout = C::layout(K);
@@ -157,7 +142,7 @@ template <class Rule, unsigned Active, int WeightFormat, int MomentFormat, int N
           Rounding WeightRounding>
 void add_kernel(std::vector<StepKernel>& list) {
   constexpr bool kSigned = has_slot<Rule, Active>(Sign::any), kNonneg = has_slot<Rule, Active>(Sign::nonneg);
-  if constexpr ((!kSigned || MomentFormat >= 0) && (!kNonneg || NonnegFormat >= 0)) {
+  if constexpr ((!kSigned || MomentFormat != kNoFormat) && (!kNonneg || NonnegFormat != kNoFormat)) {
     using W = FormatRow<WeightFormat>;
     using M = FormatRow<kSigned ? MomentFormat : WeightFormat>;
     using N = FormatRow<kNonneg ? NonnegFormat : WeightFormat>;
@@ -172,8 +157,8 @@ void add_kernel(std::vector<StepKernel>& list) {
         std::conditional_t<kSigned, FixedFormat<typename M::Signed, M::k, kNearest, kWidth>, Absent>;
     using Nonneg =
         std::conditional_t<kNonneg, FixedFormat<typename N::Nonneg, N::k, kNearest, kWidth>, Absent>;
-    list.push_back({Active, WeightFormat, kSigned ? MomentFormat : -1, kNonneg ? NonnegFormat : -1,
-                    WeightRounding, kWidth,
+    list.push_back({Active, WeightFormat, kSigned ? MomentFormat : kNoFormat,
+                    kNonneg ? NonnegFormat : kNoFormat, WeightRounding, kWidth,
                     reinterpret_cast<const void*>(&step<Rule, Active, kWidth, Weight, Moment, Nonneg>)});
   }
 }
@@ -183,12 +168,12 @@ constexpr bool can_round(Rounding rounding) {
   return (C::roundings >> rounding & 1u) != 0;
 }
 
-// The same weights with fp16 in place of bf16, or -1.
+// The same weights with fp16 in place of bf16, or kNoFormat.
 constexpr int fp16_twin(int format) {
   const char* const twins[][2] = {{"bf16+fp32", "fp16+fp32"}, {"bf16+16", "fp16+16"}, {"bf16+8", "fp16+8"}};
   for (const auto& twin : twins)
     if (format == format_index(twin[0])) return format_index(twin[1]);
-  return -1;
+  return kNoFormat;
 }
 
 // Which kernels there are: each recipe as it stands; its weights all stochastic, where they are read in two
@@ -201,7 +186,7 @@ void add_recipe(std::vector<StepKernel>& list) {
   add_kernel<Rule, Active, Weight, Moment, Nonneg, Usual>(list);
   if constexpr (can_round<typename FormatRow<Weight>::Signed>(kWide))
     add_kernel<Rule, Active, Weight, Moment, Nonneg, kStochastic>(list);
-  if constexpr (fp16_twin(Weight) >= 0)
+  if constexpr (fp16_twin(Weight) != kNoFormat)
     add_kernel<Rule, Active, fp16_twin(Weight), Moment, Nonneg, Usual>(list);
   if constexpr (Weight == format_index("bf16+8"))
     add_kernel<Rule, Active, format_index("fp32"), Moment, Nonneg, kNearest>(list);

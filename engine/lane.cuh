@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "engine/cuda_table.h"
-#include "formats/all.h"
+#include "formats/rows.h"
 #include "optim/all.h"
 
 namespace scruple {
@@ -458,19 +458,6 @@ struct FixedFormat {
     Lane<C, N>::template encode<R, Whole>(in, a, K, at, coins);
   }
 };
-
-// Row `Index` of formats.def.
-template <int Index>
-struct FormatRow;
-#define SCRUPLE_FORMAT(number, name, roles, K, S, N) \
-  template <>                                        \
-  struct FormatRow<number> {                         \
-    using Signed = S;                                \
-    using Nonneg = N;                                \
-    static constexpr int k = K;                      \
-  };
-#include "formats/formats.def"
-#undef SCRUPLE_FORMAT
 
 // visit.template operator()<C, R>() for the codec and rounding that an array has.
 template <class C>

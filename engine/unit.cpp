@@ -7,7 +7,7 @@
 
 #include "engine/fused.h"
 #include "engine/strings.h"
-#include "formats/all.h"
+#include "formats/rows.h"
 #include "optim/all.h"
 
 namespace scruple {
@@ -333,42 +333,6 @@ constexpr void add_update(UpdateFn* fns) {
 // ---- Fused steps ----
 
 #if SCRUPLE_LANES
-template <int Number>
-struct FormatAt;
-#define SCRUPLE_FORMAT(number, name, roles, k_, Signed_, Nonneg_) \
-  template <>                                                     \
-  struct FormatAt<number> {                                       \
-    static constexpr int k = k_;                                  \
-    using Signed = Signed_;                                       \
-    using Nonneg = Nonneg_;                                       \
-  };
-#include "formats/formats.def"
-#undef SCRUPLE_FORMAT
-
-constexpr bool same_name(const char* a, const char* b) {
-  for (; *a != 0 && *a == *b; ++a, ++b) {
-  }
-  return *a == *b;
-}
-// 0 for "", which no recipe's table needs.
-constexpr int number_of(const char* format) {
-#define SCRUPLE_FORMAT(number, name, ...) \
-  if (same_name(format, name)) return number;
-#include "formats/formats.def"
-#undef SCRUPLE_FORMAT
-  return 0;
-}
-struct RecipeFormats {
-  int weight, moment, nonneg, gradient;
-  Rounding weight_rounding;
-};
-constexpr RecipeFormats kRecipes[] = {
-#define SCRUPLE_RECIPE(name, weight, moment, nonneg, gradient, weight_rounding, ...) \
-  {number_of(weight), number_of(moment), number_of(nonneg), number_of(gradient), weight_rounding},
-#include "formats/recipes.def"
-#undef SCRUPLE_RECIPE
-};
-
 template <class Span>
 concept IsWritten = requires {
   typename Span::Raw;
@@ -377,9 +341,10 @@ concept IsWritten = requires {
 // The format of a slot in a recipe, if the slot is in use.
 template <class Rule, unsigned Active, int Recipe, int S>
 struct SlotSpan {
-  using type = std::conditional_t<Rule::slots[S].sign == Sign::nonneg,
-                                  SpanOf<typename FormatAt<kRecipes[Recipe].nonneg>::Nonneg, 0, kNearest>,
-                                  SpanOf<typename FormatAt<kRecipes[Recipe].moment>::Signed, 0, kNearest>>;
+  using type =
+      std::conditional_t<Rule::slots[S].sign == Sign::nonneg,
+                         SpanOf<typename FormatRow<kRecipeRows[Recipe].nonneg>::Nonneg, 0, kNearest>,
+                         SpanOf<typename FormatRow<kRecipeRows[Recipe].moment>::Signed, 0, kNearest>>;
 };
 template <class Rule, unsigned Active, int Recipe, int S>
 requires((Active >> S & 1u) == 0) struct SlotSpan<Rule, Active, Recipe, S> {
@@ -390,15 +355,15 @@ requires((Active >> S & 1u) == 0) struct SlotSpan<Rule, Active, Recipe, S> {
 template <int Recipe, class Rule, unsigned Active>
 constexpr void add_fused(FusedFn* fns) {
   if constexpr (can_be_active<Rule>(Active) && Active < 4) {
-    constexpr RecipeFormats r = kRecipes[Recipe];
-    using W = FormatAt<r.weight>;
-    using G = FormatAt<r.gradient>;
+    constexpr RecipeRow r = kRecipeRows[Recipe];
+    using W = FormatRow<r.weight>;
+    using G = FormatRow<r.gradient>;
     using Weight = SpanOf<typename W::Signed, W::k, r.weight_rounding>;
     using Gradient = SpanOf<typename G::Signed, G::k, kNearest>;
     using Slot0 = typename SlotSpan<Rule, Active, Recipe, 0>::type;
     using Slot1 = typename SlotSpan<Rule, Active, Recipe, 1>::type;
     // flash8 beside a rule that divides by nothing: the tiles are as fast (bench/results).
-    constexpr bool kSlow = std::is_same_v<typename FormatAt<r.moment>::Signed, Flash8> &&
+    constexpr bool kSlow = std::is_same_v<typename FormatRow<r.moment>::Signed, Flash8> &&
                            (std::is_same_v<Rule, Sgd> || std::is_same_v<Rule, Sgdw>)&&Active == 1;
     if constexpr (IsWritten<Weight> && IsWritten<Gradient> && IsWritten<Slot0> && IsWritten<Slot1> && !kSlow)
       fns[Active] = fused_loop<Rule, Active, Weight, Gradient, Slot0, Slot1>;
