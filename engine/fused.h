@@ -141,6 +141,38 @@ struct ByteCodec<Companded8Nonneg> {
     vst1q_u8(to, vmaxq_u8(MuLawBytes::codes(x, gain, coin), vdupq_n_u8(1)));
   }
 };
+
+// log5 likewise. A level, which is at most 1 = 254, is a byte: bits 22 to 29 of the float's pattern.
+template <>
+struct ByteCodec<Log<5>> {
+  using L = Log<5>;
+  struct Raw {
+    uint16x8_t part[2];
+    Floats unit;
+  };
+  static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
+    const uint8x16_t level = vsubq_u8(vdupq_n_u8(L::one), codes);
+    const uint8x16_t lower = vshlq_n_u8(level, 6), upper = vshrq_n_u8(level, 2);
+    return {{vreinterpretq_u16_u8(vzip1q_u8(lower, upper)), vreinterpretq_u16_u8(vzip2q_u8(lower, upper))},
+            unit};
+  }
+  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
+    return float_of(upper_halves({raw.part[0], raw.part[1]}, part)) * raw.unit;
+  }
+  static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
+    uint32x4_t sum[4];
+    SCRUPLE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const Words bits = bits_of(load_floats(in + 4 * j) * gain);
+      sum[j] = vsraq_n_u32(uint32x4_t(bits.v), uint32x4_t(coin.next().v), 32 - L::shift);
+    }
+    const auto level = [&](int j) {
+      return upper_halves_of(Words(Words::Native(sum[j])), Words(Words::Native(sum[j + 1])));
+    };
+    const uint8x16_t levels = vshrn_high_n_u16(vshrn_n_u16(level(0), L::shift - 16), level(2), L::shift - 16);
+    vst1q_u8(to, vminq_u8(vqsubq_u8(vdupq_n_u8(L::one), levels), vdupq_n_u8(L::lowest)));
+  }
+};
 #endif
 
 // One array of a span: how 16 elements are read, and how all 128 are written. `Raw` is what 16 elements are
