@@ -30,21 +30,23 @@ template <int K>
 SCRUPLE_HD u64 spread8(u64 x) {
 #if SCRUPLE_LANES == 16  // one instruction, and slow only where AVX-512 is not
   return _pdep_u64(x, ((u64{1} << K) - 1u) * 0x101010101010101u);
-#endif
+#else
   constexpr u64 kOne = (1u << K) - 1u, kTwo = (u64{1} << 2 * K) - 1u, kFour = (u64{1} << 4 * K) - 1u;
   x = (x & kFour) | (x & kFour << 4 * K) << (32 - 4 * K);
   x = (x & kTwo * 0x100000001u) | (x & (kTwo << 2 * K) * 0x100000001u) << (16 - 2 * K);
   return (x & kOne * 0x1000100010001u) | (x & (kOne << K) * 0x1000100010001u) << (8 - K);
+#endif
 }
 template <int K>
 SCRUPLE_HD u64 gather8(u64 x) {
 #if SCRUPLE_LANES == 16
   return _pext_u64(x, ((u64{1} << K) - 1u) * 0x101010101010101u);
-#endif
+#else
   constexpr u64 kOne = (1u << K) - 1u, kTwo = (u64{1} << 2 * K) - 1u, kFour = (u64{1} << 4 * K) - 1u;
   x = (x & kOne * 0x1000100010001u) | (x >> (8 - K) & (kOne << K) * 0x1000100010001u);
   x = (x & kTwo * 0x100000001u) | (x >> (16 - 2 * K) & (kTwo << 2 * K) * 0x100000001u);
   return (x & kFour) | (x >> (32 - 4 * K) & kFour << 4 * K);
+#endif
 }
 
 #if SCRUPLE_LANES == 4
