@@ -47,8 +47,8 @@ test-all: ## before a release: the tests with every loop whole, the sanitizers, 
 	@$(MAKE) sanitize-threads
 	@fuzz/run.sh $(BUILD)/fuzz 600
 
-# The tests of scruple.torch that start processes of their own, on the CPU whatever SCRUPLE_TEST_DEVICE says.
-CPU_ONLY = ^torch_(distributed|examples)$$
+# The examples need packages beside torch, and run on the CPU.
+CPU_ONLY = ^torch_examples$$
 test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's and the CPU's; installs nothing
 	@nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 	@$(CONFIGURE) -B $(BUILD)/gpu -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \

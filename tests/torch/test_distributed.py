@@ -7,6 +7,7 @@ while others wait for it is ended and started anew. Run as: python tests/torch/t
 
 import copy
 import datetime
+import faulthandler
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -16,6 +17,7 @@ import tempfile
 import time
 import traceback
 import unittest
+import unittest.mock
 import warnings
 
 import torch
@@ -28,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,6 +48,7 @@ LIMIT = 60  # seconds that anything may wait for another rank
 def rank_main(rank, world, port, pipe):
     """Runs the cases that come through the pipe; answers each with None or a traceback."""
     warnings.filterwarnings("ignore")
+    faulthandler.enable()  # a rank that crashes says where
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=datetime.timedelta(seconds=LIMIT))
     dist.init_process_group(
@@ -885,6 +888,21 @@ def fsdp_refusals():
     st.release_gradients(model, opt).remove()
 
 
+def fsdp_many_groups():
+    """torch 2.11 gives another object at every look at a mesh: a norm must not be summed object by object."""
+    rank, groups = dist.get_rank(), itertools.cycle([dist.new_group(), dist.new_group()])
+    (a, stored), (b, opt) = pair()
+    with unittest.mock.patch.object(DeviceMesh, "get_group", lambda *_: next(groups)):
+        handle = st.release_gradients(b, opt, "compressed", max_norm=0.1, accumulator="fp32")
+        for step in range(3):
+            stored.zero_grad()
+            loss_of(a, step, rank).backward()
+            norm = float(stored.clip_and_step(0.1))
+            loss_of(b, step, rank).backward()
+            expect(handle.report()["norm"] == norm, handle.report(), norm)
+    expect_same_model(a, b, "many groups")
+
+
 # ---- 5. Data parallel, released ----
 
 
@@ -1129,6 +1147,9 @@ class Distributed(unittest.TestCase):
 
     def test_fsdp_refusals(self):
         self.run_in(2, fsdp_refusals)
+
+    def test_fsdp_many_groups(self):
+        self.run_in(3, fsdp_many_groups)
 
     def test_data_parallel_released(self):
         for size in (2, 3):

@@ -430,22 +430,23 @@ class Optimizer(torch.optim.Optimizer):
 
     def _sum_squares(self, tables, device):
         """Over all tables, and over the ranks that hold the rest of each parameter."""
-        sums = {}
+        sums = {}  # by the ranks that share parameters: their groups, and what each table adds
         for table in tables:
-            shared = {}  # rows by the process groups that share their parameters
+            shared = {}
             for p, row in zip(table.params, table.rows):
-                shared.setdefault(groups_of(p), []).append(row)
-            for groups, rows in shared.items():
+                groups = groups_of(p)
+                shared.setdefault(tuple(groups), (groups, []))[1].append(row)
+            for ranks, (groups, rows) in shared.items():
                 part = torch.empty((), dtype=torch.float64, device=table.device)
                 options = _abi.options(_abi.MeasureOptions, sum=part.data_ptr())
                 rows = (_abi.Tensor * len(rows))(*rows)
                 library.measure(engine_for(table.device), rows, len(rows), byref(options))
-                part = part.to(device)
-                sums[groups] = sums[groups] + part if groups in sums else part
-        for groups in sums:
-            for group in groups:
-                torch.distributed.all_reduce(sums[groups], group=group)
-        return sum(sums.values())
+                sums.setdefault(ranks, (groups, []))[1].append(part.to(device))
+        totals = [(groups, sum(parts)) for groups, parts in sums.values()]
+        for groups, total in totals:
+            for group in groups.values():
+                torch.distributed.all_reduce(total, group=group)
+        return sum(total for _, total in totals)
 
     # ---- Weights at full width ----
 

@@ -249,7 +249,7 @@ class Sinks:
                 "policy 'released' with clipping or loss scaling on sharded parameters: each rank would "
                 "decide by its own shard; use policy='compressed'"
             )
-        if len({groups_of(p) for p in params}) > 1:
+        if len({tuple(groups_of(p)) for p in params}) > 1:
             raise UsageError(
                 "parameters are sharded over different ranks; give each kind an optimizer of its own"
             )
@@ -384,7 +384,7 @@ class Sink:
     def _reduce(self, _, address):
         try:
             total = tensor_at(address, torch.float64, self.device)
-            for group in self.groups:
+            for group in self.groups.values():
                 torch.distributed.all_reduce(total, group=group)
             return 0
         except Exception as problem:  # noqa: BLE001 - end() tells it
