@@ -268,7 +268,7 @@ class CudaEngine final : public scruple_engine {
     const Call call(*this);
     begin(workspaces_[kForFold]);
     check_readable(steps, "steps");
-    KernelTable& table = table_for(gradient_kernels().fold);
+    const GradientKernels& kernels = gradient_kernels();
     for (i64 i = 0; i < count; ++i) {
       const scruple_tensor& t = tensors[i];
       if (t.size == 0) continue;
@@ -277,12 +277,15 @@ class CudaEngine final : public scruple_engine {
       row.arrays[0] = device_array(incoming[i], false);
       row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
       row.aligned = is_aligned(incoming[i]) && is_aligned(t.arrays[SCRUPLE_GRADIENT]);
-      table.add(row, i, kBlockTile);
+      const bool wide = row.arrays[0].code_bits == 32 || row.arrays[SCRUPLE_GRADIENT].code_bits == 32;
+      table_for(wide ? kernels.fold_wide : kernels.fold).add(row, i, (wide ? kLane : kFoldLane) * kBlock);
     }
     commit(tensors);
     prepare(nullptr, nullptr, nullptr, steps);
-    draw(table);
-    launch_over(table, multiplier);
+    for (const KernelTable& table : tables()) {
+      draw(table);
+      launch_over(table, multiplier);
+    }
   }
 
   void clear(const scruple_tensor* tensors, i64 count) override {
@@ -511,8 +514,9 @@ class CudaEngine final : public scruple_engine {
   }
   static const char* name_in(const KernelTable& table, const scruple_tensor* tensors, std::size_t row,
                              int array) {
-    const bool arriving = table.kernel == gradient_kernels().fold && array == 0;
-    return arriving ? "incoming gradient" : array_name(tensors[table.tensors[row]], array);
+    const GradientKernels& kernels = gradient_kernels();
+    const bool folds = table.kernel == kernels.fold || table.kernel == kernels.fold_wide;
+    return folds && array == 0 ? "incoming gradient" : array_name(tensors[table.tensors[row]], array);
   }
   void check_readable(const void* pointer, const char* what) const {
     if (pointer != nullptr) check_pointer(pointer, [&](std::ostream& out) { out << what; });

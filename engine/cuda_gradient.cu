@@ -162,25 +162,24 @@ __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ No
 
 // ---- Folds ----
 
-template <bool Whole>
+template <bool Whole, int N>
 __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
   const Coins before = coins_of(row, SCRUPLE_GRADIENT, at.first), after = coins_of(row, kNextFold, at.first);
-  float sum[kLane], x[kLane] = {};
+  float sum[N], x[N] = {};
 #pragma unroll
-  for (int i = 0; i < kLane; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
-  if (row.folds > 0) read_gradient<Whole, kLane>(total, at, before, sum);
-  read_gradient<Whole, kLane>(arriving, at, before, x);
+  for (int i = 0; i < N; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
+  if (row.folds > 0) read_gradient<Whole, N>(total, at, before, sum);
+  read_gradient<Whole, N>(arriving, at, before, x);
 #pragma unroll
-  for (int i = 0; i < kLane; ++i)
-    sum[i] = Whole || i < at.n ? canonical(fma(x[i], multiplier, sum[i])) : 0.0f;
+  for (int i = 0; i < N; ++i) sum[i] = Whole || i < at.n ? canonical(fma(x[i], multiplier, sum[i])) : 0.0f;
   switch (total.format) {
-#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                      \
-  case number:                                                                      \
-    if constexpr (serves(roles, 'a'))                                               \
-      with_rounding<Signed>(total, [&]<class C, Rounding R>() {                     \
-        FixedFormat<C, k, R, kLane>::template encode<Whole>(sum, total, at, after); \
-      });                                                                           \
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                  \
+  case number:                                                                  \
+    if constexpr (serves(roles, 'a'))                                           \
+      with_rounding<Signed>(total, [&]<class C, Rounding R>() {                 \
+        FixedFormat<C, k, R, N>::template encode<Whole>(sum, total, at, after); \
+      });                                                                       \
     return;
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
@@ -188,17 +187,18 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   }
 }
 
+template <int N>
 __global__ void __launch_bounds__(kBlock) fold(DeviceTable table, float multiplier) {
   Cursor cursor;
   for (i64 tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
     cursor.seek(table, tile);
     const DeviceRow& row = table.rows[cursor.row];
-    const i64 first = cursor.tile * kBlockTile;
-    const Place at = place_of<kLane>(first + static_cast<i64>(threadIdx.x) * kLane, row.size);
-    if (row.aligned != 0 && first + kBlockTile <= row.size)
-      fold_tile<true>(row, multiplier, at);
+    const i64 first = cursor.tile * N * kBlock;
+    const Place at = place_of<N>(first + static_cast<i64>(threadIdx.x) * N, row.size);
+    if (row.aligned != 0 && first + N * kBlock <= row.size)
+      fold_tile<true, N>(row, multiplier, at);
     else
-      fold_tile<false>(row, multiplier, at);
+      fold_tile<false, N>(row, multiplier, at);
   }
 }
 
@@ -217,8 +217,8 @@ const GradientKernels& gradient_kernels() {
   static const GradientKernels kKernels = {
       reinterpret_cast<const void*>(&upload),      reinterpret_cast<const void*>(&prepare),
       reinterpret_cast<const void*>(&draw),        reinterpret_cast<const void*>(&sum_squares),
-      reinterpret_cast<const void*>(&finish_norm), reinterpret_cast<const void*>(&fold),
-      reinterpret_cast<const void*>(&advance)};
+      reinterpret_cast<const void*>(&finish_norm), reinterpret_cast<const void*>(&fold<kFoldLane>),
+      reinterpret_cast<const void*>(&fold<kLane>), reinterpret_cast<const void*>(&advance)};
   return kKernels;
 }
 

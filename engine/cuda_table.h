@@ -13,6 +13,7 @@ namespace scruple {
 
 inline constexpr int kBlock = 256;  // threads
 inline constexpr int kLane = 8;  // consecutive elements of one thread, except where StepKernel says otherwise
+inline constexpr int kFoldLane = 16;
 inline constexpr int kBlockTile = kLane * kBlock;
 
 struct DeviceArray {
@@ -125,8 +126,10 @@ struct GradientKernels {
   const void* draw;         // (DeviceRow*, int rows, const Constants*), a thread per row and array
   const void* sum_squares;  // (DeviceTable in chunks, double* sums)
   const void* finish_norm;  // (NormOutput), one block
-  const void* fold;         // (DeviceTable, float multiplier); arrays[0] is what arrives
-  const void* advance;      // (Advance), one thread
+  // (DeviceTable, float multiplier); arrays[0] is what arrives. kFoldLane elements to a thread; kLane, where either
+  // array is of 32 bits, which a warp would not read side by side.
+  const void *fold, *fold_wide;
+  const void* advance;  // (Advance), one thread
 };
 const GradientKernels& gradient_kernels();
 

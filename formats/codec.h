@@ -153,6 +153,19 @@ SCRUPLE_HD float tame_root(float x) {
 #endif
 }
 
+// The integer part of sqrt(x), for x from 0 to 2^22.
+SCRUPLE_HD float whole_root(float x) {
+#if defined(__CUDA_ARCH__)  // as above, without what small x need: those have none
+  const float y = fmaxf(x, 0x1p-60f);
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(y));
+  const float s = y * r;
+  return __fadd_rd(fma(fma(-s, s, y), 0.5f * r, s), 0x1.8p23f) - 0x1.8p23f;
+#else
+  return __builtin_floorf(__builtin_sqrtf(x));
+#endif
+}
+
 // The unit of a group: its largest magnitude over the top level, divided: a product with a rounded 1 / top
 // would make the maximum drift a little with every step. Zero for a group of zeros, NaN if anything in the
 // group is not finite (the engine then writes codes of zero), and never subnormal, so that its reciprocal is

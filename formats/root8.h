@@ -25,11 +25,10 @@ struct Root8 {
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   // k = floor(sqrt(y)); up where y stands above k^2 by more than the coin leaves of the gap 2 k + 1.
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const float y = magnitude(x) * gain, root = tame_root(y < top ? y : top);
-    const float k = __builtin_floorf(root), above = fma(-k, k, y < top ? y : top), gap = k + k + 1.0f;
+    const float scaled = magnitude(x) * gain, y = scaled < top ? scaled : top;
+    const float k = whole_root(y), above = fma(-k, k, y), gap = k + k + 1.0f;
     const float rounded = above + coin_fraction(coin) * gap >= gap ? k + 1.0f : k;
-    const i32 code = static_cast<i32>(x < 0 ? -rounded : rounded);
-    return static_cast<u32>(code) & 0xffu;
+    return bits_of(with_sign_of(x, rounded) + 0x1.8p23f) & 0xffu;  // an integer's last bits, as they are
   }
   static SCRUPLE_HD float decode(u32 code, float unit) {
     const float k = static_cast<float>(static_cast<i32>(code << 24) >> 24);

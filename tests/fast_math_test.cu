@@ -25,6 +25,12 @@ struct Root {
     return same(tame_root(x), __fsqrt_rn(x));
   }
 };
+struct WholeRoot {
+  static __device__ bool right(u64 i) {
+    const float x = float_of(static_cast<u32>(i));
+    return same(whole_root(x), floorf(__fsqrt_rn(x)));
+  }
+};
 struct Reciprocal {
   static __device__ bool right(u64 i) {
     const float x = float_of(static_cast<u32>(i));
@@ -115,6 +121,7 @@ void expect_right(u64 count) {
 constexpr u64 kInfinity = 0x7f800000u, kPairs = u64{1} << 33;
 
 TEST(FastMath, RootOfEveryFloat) { expect_right<Root>(kInfinity); }
+TEST(FastMath, WholeRootOfEveryFloat) { expect_right<WholeRoot>(0x4a800000u + 1); }  // up to 2^22
 TEST(FastMath, ReciprocalOfEveryFloat) { expect_right<Reciprocal>(kInfinity); }
 TEST(FastMath, Quotients) { expect_right<Quotients>(kPairs); }
 TEST(FastMath, OverRootInTheUsualRange) { expect_right<OverRoot<false>>(kPairs); }
