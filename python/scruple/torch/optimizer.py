@@ -98,15 +98,10 @@ class Optimizer(torch.optim.Optimizer):
     def state(self):
         """torch.optim's. A step counts in its tables alone; who looks here finds the count of now."""
         with self._lock:
-            if not self._counting:
-                self._counting = True
-                try:
-                    for table in self._tables.values():
-                        table.count(self._state)
-                    if self._handle is not None:
-                        self._handle._path.settle()
-                finally:
-                    self._counting = False
+            for table in self._tables.values():
+                table.count(self._state)
+            if self._handle is not None:
+                self._handle._path.settle()
         return self._state
 
     @state.setter
@@ -191,7 +186,6 @@ class Optimizer(torch.optim.Optimizer):
     def _forget(self):
         self._rules, self._cells, self._handle = {}, {}, None
         self._kept = {}  # what the arrays in each parameter's state mean
-        self._counting = False
         self._lock = threading.RLock()  # a state dict may be taken by another thread
         self._forget_tables()
 

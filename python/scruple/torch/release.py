@@ -440,9 +440,9 @@ class Sink:
         engine_for(self.device)
         library.sink_read_tensors(self.handle, steps, norms)
         for p, step, norm in zip(self.params, steps, norms):
-            self.opt.state[p]["step"] = step - 1
+            self.opt._state[p]["step"] = step - 1
             if self.adagc:
-                self.opt.state[p]["adagc_norm"] = norm
+                self.opt._state[p]["adagc_norm"] = norm
 
     def report(self):
         found = _abi.SinkReport()
