@@ -141,6 +141,7 @@ char* rounding_name: int
 char* engine_name: void*
 void* sink_found_inf: void*
 Contents* checkpoint_manifest: void*
+int64 borrow_gradients: void* int64 void* void*
 void engine_destroy, optimizer_destroy, sink_destroy, checkpoint_close, checkpoint_abandon: void*
 """
 
@@ -200,7 +201,7 @@ class _Library:
     def _load(self):
         path = _find()
         try:
-            c = ctypes.CDLL(path)
+            c, with_gil = ctypes.CDLL(path), ctypes.PyDLL(path)
             found = c.scruple_abi_version()
         except (OSError, AttributeError) as problem:
             raise Error(f"{path} cannot be used as libscruple: {problem}") from None
@@ -213,7 +214,7 @@ class _Library:
             result, _, rest = line.partition(" ")
             names, _, taken = rest.partition(":")
             for name in names.split(", "):
-                function = getattr(c, "scruple_" + name)
+                function = getattr(with_gil if name == "borrow_gradients" else c, "scruple_" + name)
                 function.restype, function.argtypes = _type(result), list(map(_type, taken.split()))
                 setattr(self, name, _checked(function) if result == "status" else function)
         self.path = path

@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import scruple
 from scruple import _abi
+from scruple.torch import table
 from support import (
     DEVICE,
     STORAGE,
@@ -39,6 +41,8 @@ from support import (
 )
 
 FP32 = dict(recipe="fp32")
+# Torch's table of functions that show a tensor to C, and none, as older versions are.
+EXCHANGES = {table._exchange, None}
 
 # Every option of every class that torch has too: (class, options).
 AGAINST_TORCH = [
@@ -758,6 +762,81 @@ class Parameters(Case):
             a.step(), b.step()
             self.assertSame(p, q)
 
+    def test_gradients_that_change_between_steps(self):
+        changes = [
+            ("a wider dtype", lambda g: g.float()),
+            ("a dtype of the same width", lambda g: g.half()),
+            ("transposed", lambda g: g.t().contiguous().t()),
+            ("expanded", lambda g: g[:1].expand_as(g)),
+            ("every second column", lambda g: torch.stack([g, g], -1).flatten(-2)[:, ::2]),
+        ]
+        for exchange, (label, change) in itertools.product(EXCHANGES, changes):
+            with self.subTest(label, exchange=exchange), mock.patch.object(table, "_exchange", exchange):
+                shapes = ((6, 8), (5, 7), (3, 4))
+                a, b = parameters(torch.bfloat16, shapes), parameters(torch.bfloat16, shapes)
+                one, two = st.AdamW(a, lr=1e-2), st.AdamW(b, lr=1e-2)
+                for step in range(6):
+                    give_gradients(a, step)
+                    give_gradients(b, step)
+                    if step in (2, 4):
+                        a[1].grad.data = change(a[1].grad)
+                        b[1].grad.data = a[1].grad.data.clone(memory_format=torch.contiguous_format)
+                    two.load_state_dict(two.state_dict())  # which looks at all of them anew
+                    one.step(), two.step()
+                self.assertSame(picture(one), picture(two))
+
+    def test_gradients_that_stay_where_they_are(self):
+        """The same objects over the same memory, or over another."""
+        for exchange in EXCHANGES:
+            with self.subTest(exchange=exchange), mock.patch.object(table, "_exchange", exchange):
+                a, b = parameters(torch.bfloat16), parameters(torch.bfloat16)
+                one, two = st.AdamW(a, lr=1e-2), st.AdamW(b, lr=1e-2)
+                take_steps(one, a, 1), take_steps(two, b, 1)
+                # Known by now, so that none is looked at in Python.
+                with mock.patch.object(table.Table, "_adopt", side_effect=AssertionError):
+                    for step in range(1, 7):
+                        give_gradients(b, step)
+                        for p, q in zip(a, b):
+                            if step % 3:
+                                p.grad.copy_(q.grad)
+                            else:
+                                p.grad.data = q.grad.clone()
+                        one.step(), two.step()
+                self.assertSame(picture(one), picture(two))
+
+    def test_state_that_is_replaced(self):
+        """Between steps, through a reference from before them."""
+        a, b = parameters(torch.bfloat16), parameters(torch.bfloat16)
+        one, two = st.AdamW(a, lr=1e-2), st.AdamW(b, lr=1e-2)
+        take_steps(one, a, 2), take_steps(two, b, 2)
+        held = two.state
+        take_steps(one, a, 2, first=2), take_steps(two, b, 2, first=2)
+        for plane, value in held[b[0]].items():
+            if torch.is_tensor(value):
+                one.state[a[0]][plane].zero_()
+                held[b[0]][plane] = torch.zeros_like(value)
+        take_steps(one, a, 2, first=4), take_steps(two, b, 2, first=4)
+        self.assertSame(picture(one), picture(two))
+
+    def test_parameters_that_are_replaced(self):
+        """In a group's list, by others of the same value."""
+        ps = [parameter(), parameter()]
+        opt = st.SGD(ps[:1], lr=0.1)
+        take_steps(opt, ps[:1], 2)
+        with torch.no_grad():
+            ps[1].copy_(ps[0])
+        before = ps[0].detach().clone()
+        opt.param_groups[0]["params"][0] = ps[1]
+        take_steps(opt, ps[1:], 1)
+        self.assertSame(ps[0].detach(), before)
+        self.assertFalse(same(ps[1].detach(), before))
+
+    def test_identities(self):
+        objects = [None, torch.zeros(2), "text", object(), *range(300)]
+        for some in (objects, objects[:1], []):
+            found = table.identities(iter(some))
+            self.assertEqual(list(memoryview(found).cast("N")), list(map(id, some)))
+
     def test_scalar_and_empty(self):
         for dtype in (torch.float32, torch.bfloat16):
             for label, options in STORAGE:
@@ -992,6 +1071,29 @@ class Refused(Case):
                 e.weight.grad = e.weight.grad.to_dense()
                 opt.step()
                 self.assertEqual(int(opt.state_dict()["state"][1]["step"]), steps + 1)
+
+    def test_gradients_of_another_kind(self):
+        """Behind dense ones, in the table that these have left."""
+        for label, change, words in (
+            ("integers", lambda g: g.to(torch.int16), ["int16", "fp32"]),
+            ("sparse", lambda g: g.to_sparse(), ["sparse", "to_dense"]),
+            ("another shape", lambda g: g[:1].clone(), ["(1, 7)", "(33, 7)"]),
+        ):
+            if label == "another shape" and not table._exchange:
+                continue  # what torch lets nobody assign is not looked for in every step
+            with self.subTest(label):
+                ps = parameters(torch.bfloat16)
+                opt = st.AdamW(ps)
+                take_steps(opt, ps, 2)
+                give_gradients(ps, 2)
+                dense, before = ps[0].grad, copy.deepcopy(ps)
+                if label == "sparse":
+                    ps[0].grad = change(dense)
+                else:
+                    dense.data = change(dense)
+                with self.refused(*words):
+                    opt.step()
+                self.assertSame(ps, before)
 
     def test_max_norm(self):
         ps = parameters()

@@ -7,10 +7,8 @@ import ctypes
 import difflib
 import functools
 import inspect
-import itertools
 import math
 import numbers
-import operator
 import threading
 import warnings
 from ctypes import byref
@@ -25,9 +23,10 @@ from . import state as state_files
 from .engines import engine_for
 from .planes import Layout, decode, encode, meaning, start
 from .shards import groups_of, like, local, offset_of, part_of
-from .table import Table, check_gradient
+from .table import Table, check_gradient, identities
 
 # What decides how state is stored, beside hyperparameters that ask for exact moments.
+_NONE = identities([None])
 _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
 
 
@@ -212,16 +211,13 @@ class Optimizer(torch.optim.Optimizer):
         given a hyperparameter a value for which the rule keeps another slot."""
         if self._buckets is None or len(self._state) < len(self._owner):
             return True
-        for group, (params, asks) in zip(self.param_groups, self._seen):
-            if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
-                return True
-            if self._asks(group) != asks:
-                return True
-        return any(local(params[0]).device != device for device, params in self._buckets.items())
+        moved = any(local(params[0]).device != device for device, params in self._buckets.items())
+        return moved or list(map(self._asks, self.param_groups)) != self._seen
 
     def _asks(self, group):
-        """What of a group decides slots and formats."""
-        return list(map(bool, self._hypers(group).values())), [group.get(name) for name in _SETTINGS]
+        """What of a group decides rows, slots and formats."""
+        slots = list(map(bool, self._hypers(group).values()))
+        return identities(group["params"]), slots, [group.get(name) for name in _SETTINGS]
 
     def _check_kept(self):
         """Refuses groups by which what stands in the state would be read as something else."""
@@ -249,8 +245,7 @@ class Optimizer(torch.optim.Optimizer):
     def _make_buckets(self):
         """The parameters that can go into one call: those of one device."""
         self._buckets, self._number = {}, {}
-        groups = self.param_groups
-        self._seen = [(list(group["params"]), copy.deepcopy(self._asks(group))) for group in groups]
+        self._seen = copy.deepcopy(list(map(self._asks, self.param_groups)))
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 self._number[p] = len(self._number), index
@@ -316,7 +311,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _filled(self, key, params, gradients):
         """The table `key` of parameters of one device, with these gradients; None where there are none."""
-        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
+        if _NONE in identities(gradients):
             here = [g is not None for g in gradients]
             key = (*key, bytes(here))
             params, gradients = ([x for x, has in zip(xs, here) if has] for xs in (params, gradients))

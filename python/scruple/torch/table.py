@@ -5,7 +5,6 @@ A table lives as long as the same parameters come; then a step only writes addre
 
 import array
 import ctypes
-import operator
 
 import torch
 from torch.autograd.graph import increment_version
@@ -16,10 +15,20 @@ from .engines import engine_for
 from .planes import NAMES
 from .shards import is_sharded, local
 
-_WORDS = ctypes.sizeof(_abi.Tensor) // 8
-_STEP = _abi.Tensor.step.offset // 8
+_WORDS, _STEP = ctypes.sizeof(_abi.Tensor) // 8, _abi.Tensor.step.offset // 8
 _GRADIENT = _abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array)
 _CODES = (_GRADIENT + _abi.Array.codes.offset) // 8
+# Torch's table of functions that show a tensor to C; older versions have none.
+_exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+if _exchange is not None:
+    _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    _exchange = _pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(_exchange, b"dlpack_exchange_api")
+
+
+def identities(objects):
+    """The addresses of these objects, as C has them: equal where all are the same ones."""
+    objects = tuple(objects)  # which has its items behind its head
+    return ctypes.string_at(id(objects) + tuple.__basicsize__, 8 * len(objects))
 
 
 def check_gradient(param, gradient):
@@ -55,8 +64,8 @@ class Table:
         with_planes = [entry for entry in entries if entry.planes]
         self.states = [entry.state for entry in with_planes]
         self.names = [entry.layout.planes[0].name for entry in with_planes]
-        self.planes = [entry.planes[0] for entry in with_planes]
-        self.dtypes, self.came_from = [None] * len(params), None  # of the last gradients
+        self.planes = identities(entry.planes[0] for entry in with_planes)
+        self.dtypes = [None] * len(params)  # of the last gradients
         self.strided = [i for i, entry in enumerate(entries) if entry.strided]
         self.kept = None  # the gradients, until the call has been queued
 
@@ -66,17 +75,19 @@ class Table:
         if self.any_sharded:
             gradients, weights = [local(g) for g in gradients], [local(p) for p in weights]
         # Passes that run in C: with hundreds of small parameters the host is what a step waits for.
-        if list(map(torch.Tensor.data_ptr, weights)) != self.addresses:
+        moved = list(map(torch.Tensor.data_ptr, weights)) != self.addresses
+        if moved or identities(map(dict.get, self.states, self.names)) != self.planes:
             return False
-        if not all(map(operator.is_, map(dict.get, self.states, self.names), self.planes)):
-            return False
-        if [g.dtype for g in gradients] != self.dtypes or not all(map(torch.Tensor.is_contiguous, gradients)):
-            gradients = [self._adopt(i, g, p) for i, (g, p) in enumerate(zip(gradients, weights))]
+        try:
+            known = library.borrow_gradients(self.rows, len(self.rows), identities(gradients), _exchange)
+        except Exception:  # one that cannot be shown, such as a sparse one
+            known = 0
+        if known < len(self.rows):
+            same = not _exchange and [g.dtype for g in gradients] == self.dtypes
+            if not same or not all(map(torch.Tensor.is_contiguous, gradients)):
+                gradients = [self._adopt(i, g, p) for i, (g, p) in enumerate(zip(gradients, weights))]
+            self.words[_CODES::_WORDS] = array.array("q", map(torch.Tensor.data_ptr, gradients))
         self.kept = gradients
-        addresses = list(map(torch.Tensor.data_ptr, gradients))
-        if addresses != self.came_from:
-            self.words[_CODES::_WORDS] = array.array("q", addresses)
-            self.came_from = addresses
         return True
 
     def _adopt(self, i, gradient, param):
