@@ -86,7 +86,7 @@ class Table:
             same = not _exchange and [g.dtype for g in gradients] == self.dtypes
             if not same or not all(map(torch.Tensor.is_contiguous, gradients)):
                 gradients = [self._adopt(i, g, p) for i, (g, p) in enumerate(zip(gradients, weights))]
-            self.words[_CODES::_WORDS] = array.array("q", map(torch.Tensor.data_ptr, gradients))
+            self.words[_CODES::_WORDS] = array.array("q", list(map(torch.Tensor.data_ptr, gradients)))
         self.kept = gradients
         return True
 
