@@ -43,15 +43,12 @@ def offset_of(param):
 
 
 def groups_of(param):
-    """The process groups over which a sum of this parameter's elements must be added up, by their ranks: torch
-    may give an object of its own for the same group to every parameter."""
+    """The groups over which a sum of its elements is added up, by ranks: objects of one group may differ."""
     if not is_sharded(param):
         return {}
-    groups = (
-        param.device_mesh.get_group(i)
-        for i, placement in enumerate(param.placements)
-        if not placement.is_replicate()
-    )  # FSDP2 over tensor parallelism has a placement of its own
+    # FSDP2 over tensor parallelism has a placement of its own.
+    cuts = [i for i, placement in enumerate(param.placements) if not placement.is_replicate()]
+    groups = map(param.device_mesh.get_group, cuts)
     return {tuple(torch.distributed.get_process_group_ranks(group)): group for group in groups}
 
 
