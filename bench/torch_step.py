@@ -17,7 +17,8 @@ fp32; where it ends in bf16, nothing completes these weights, and they are round
              torch.optim.SGD (which loads what torch itself needs); median of 3.
   device ms  the same events behind work that keeps the GPU busy: the host is ahead, no launch is waited for
   host ms    until the call returns
-  B/param    bytes that must move: state read and written, gradient read once
+  B/param    bytes that must move: state read and written, gradient read once; fold: the accumulator in place
+             of the state
   of copy    those bytes over ms, against what copy_ reaches in this run (read + written)
   of torch   torch fused fp32's ms in this run over these
   result     goal, bar or MISSED, by the bar and the goal beside it
@@ -290,6 +291,26 @@ class Run:
             "note": f"{both['ms'] / alone:.3f} x the step alone ({alone:.3f} ms)",
         }
 
+    def folded(self, accumulator, per_param):
+        """A micro-batch's gradients, all at once, into accumulators of so many bytes."""
+        import scruple.torch
+
+        parameters = parameters_of(self.large, torch.bfloat16, self.device)
+        gradients = {p: p.grad for p in parameters}
+        opt = scruple.torch.AdamW(parameters, lr=1e-3)
+        path = scruple.torch.release_gradients(
+            torch.nn.ParameterList(parameters), opt, "compressed", accumulate=4096, accumulator=accumulator
+        )._path
+
+        def fold():
+            path.begin()
+            path.add(gradients)
+            path.end()
+
+        found = time_large(fold, self.device, self.repeat, WARM)
+        moved = 2 + 2 * per_param
+        return {**found, "moved": moved * sum(p.numel() for p in parameters), "per_param": moved}
+
     def peer(self, make, per_param, dtype=torch.float32, shapes=None, clock=time_large):
         """`per_param`: the bytes that the peer's own formats must move."""
         parameters = parameters_of(shapes or self.large, dtype, self.device)
@@ -362,6 +383,8 @@ class Run:
         for who, name, moved in low_bits:
             yield "AdamW", who, {}, {}, lambda: self.other(name, moved)
         yield "norm, clip, step", "scruple", {"ratio": 1.35} if cuda else {}, {}, self.clipped
+        for accumulator, per_param in (("root8", 1.0625), ("int8", 1.0625), ("bf16", 2), ("fp32", 4)):
+            yield "fold", accumulator, {}, {}, lambda: self.folded(accumulator, per_param)
         yield "SGD momentum", "torch fused, fp32", {}, {}, lambda: peer(sgd, 20)
         yield (
             "SGD momentum",
