@@ -18,7 +18,7 @@ has_toolkit = $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bi
 has_header = $(wildcard /usr/include/$(1) /usr/local/include/$(1))
 HAS_CLI = $(if $(and $(call has_header,CLI/CLI.hpp),$(call has_header,nlohmann/json.hpp)),ON,OFF)
 
-.PHONY: help build test test-all test-gpu demo bench install wheel format tidy sanitize sanitize-threads sanitize-gpu clean
+.PHONY: help build test test-all test-gpu evidence demo bench install wheel format tidy sanitize sanitize-threads sanitize-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -56,6 +56,16 @@ test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's
 	@cmake --build $(BUILD)/gpu -j$(JOBS)
 	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_TEST_DEVICE=cuda SCRUPLE_COMPILERS=g++ \
 	  ctest --test-dir $(BUILD)/gpu --output-on-failure -j$(JOBS) -E '$(CPU_ONLY)'
+
+# The page is made of the whole runs; without DATA a task draws its own. SMALL=1: a minute on 2 cores, kept in build/.
+evidence: ## re-make a table of evidence/: make evidence TASK=recommendation [DATA=DIR] [SMALL=1]
+	@scripts/packages.sh build
+	@scripts/python.sh
+	@$(CONFIGURE) -B $(BUILD) $(CUDA_FLAGS)
+	@cmake --build $(BUILD) -j$(JOBS) --target scruple
+	@PYTHONPATH=python SCRUPLE_LIBRARY=$(BUILD)/libscruple.so .venv/bin/python evidence/run.py $(TASK) \
+	  $(if $(DATA),--data $(DATA)) $(if $(SMALL),--small --lines $(BUILD)/evidence.jsonl)
+	@$(if $(SMALL),,.venv/bin/python evidence/report.py)
 
 demo: CUDA = OFF
 demo: build ## train every recipe on the same text, compare them, and draw demo/report.html
