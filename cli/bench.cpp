@@ -261,6 +261,7 @@ void run(const Options& options) {
   if (tensors > params || tensors > 1'000'000)
     throw UsageError("--tensors must be 1 to --params and at most 1000000");
   const Optimizer optimizer = options.choice.make_optimizer();
+  check_engine(options.engine);
   Engine engine(options.engine.c_str(), options.threads);
   std::unique_ptr<Copy> copy;  // once the first recipe is known to be sound
   std::vector<Row> rows;

@@ -54,7 +54,8 @@ int rounding_named(const std::string& name) {
   if (found >= 0 && found != SCRUPLE_DITHER) return found;
   throw UsageError("--rounding is '" + name +
                    "'; it must be nearest, truncate, stochastic or wide, or such a mode for some arrays: "
-                   "weights=wide, moments=nearest, exp_avg_sq=stochastic");
+                   "weights=wide, moments=nearest, exp_avg_sq=stochastic" +
+                   did_you_mean(name, {"nearest", "truncate", "stochastic", "wide"}));
 }
 
 // "MODE": every weight and moment that can round this way does. "WHICH=MODE": the weights, the moments, or the slot
@@ -64,11 +65,11 @@ void use_rounding(scruple_tensor& tensor, const std::string& text) {
   const std::string which = equals == std::string::npos ? "" : text.substr(0, equals);
   const int rounding = rounding_named(equals == std::string::npos ? text : text.substr(equals + 1));
   scruple_array* first = nullptr;
-  std::string known = "weights, moments";
+  std::vector<std::string> known = {"weights", "moments"};
   bool served = false;
   for (const int a : used_arrays(tensor)) {
     if (a == SCRUPLE_GRADIENT) continue;
-    if (is_slot(a)) known += std::string(", ") + array_name(tensor, a);
+    if (is_slot(a)) known.emplace_back(array_name(tensor, a));
     if (!which.empty() && which != (is_slot(a) ? "moments" : "weights") && which != array_name(tensor, a))
       continue;
     scruple_array& array = tensor.arrays[a];
@@ -78,7 +79,8 @@ void use_rounding(scruple_tensor& tensor, const std::string& text) {
     served = true;
   }
   if (first == nullptr)
-    throw UsageError("--rounding " + text + ": there is no '" + which + "' here; there are " + known);
+    throw UsageError("--rounding " + text + ": there is no '" + which + "' here; there are " + joined(known) +
+                     did_you_mean(which, known));
   if (!served) first->rounding = rounding;
 }
 
@@ -90,6 +92,19 @@ void check_formats(const scruple_tensor& tensor) {
   empty.size = 0;
   check(scruple_tensor_alloc(engine.raw(), &empty, ~0u));
   scruple_tensor_free(engine.raw(), &empty);
+}
+
+std::vector<std::string> hyper_names(const Optimizer& optimizer) {
+  const int rule = scruple_optimizer_rule(optimizer.raw());
+  scruple_rule_info info;
+  check(scruple_rule_at(rule, &info));
+  std::vector<std::string> names;
+  for (int h = 0; h < info.hypers; ++h) {
+    scruple_hyper_info hyper;
+    check(scruple_rule_hyper(rule, h, &hyper));
+    names.emplace_back(hyper.name);
+  }
+  return names;
 }
 
 // torch's default momentum of 0 would show SGD without the state it is known for.
@@ -139,10 +154,12 @@ Optimizer Choice::make_optimizer() const {
   check_name("optimizer", optimizer, known);
   Optimizer made(optimizer.c_str());
   give_momentum(made);
+  const std::vector<std::string> known_hypers = hyper_names(made);
   for (const std::string& text : hypers) {
     const std::size_t equals = text.find('=');
     if (equals == std::string::npos) throw UsageError("--set is '" + text + "'; it must be name=value");
     const std::string name = text.substr(0, equals);
+    check_name("hyperparameter of " + optimizer, name, known_hypers);
     made.set(name.c_str(), parse_number(text.substr(equals + 1), name));
   }
   return made;
@@ -212,6 +229,18 @@ void check_recipe(const std::string& name) {
   std::vector<std::string> known;
   for (const scruple_recipe_info& info : all_recipes()) known.emplace_back(info.name);
   check_name("recipe", name, known);
+}
+
+// What follows cuda: is the library's to check.
+void check_engine(const std::string& name) {
+  if (name == "cpu") return;  // the list of engines wakes the GPU's driver
+  std::vector<std::string> known = {"cpu"};
+  for (int e = 0; e < scruple_engine_count(); ++e) {
+    scruple_engine_info info;
+    check(scruple_engine_at(e, &info));
+    known.emplace_back(info.name);
+  }
+  check_name("engine", name.substr(0, name.find(':')), known);
 }
 
 const char* array_name(const scruple_tensor& tensor, int array) {

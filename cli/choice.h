@@ -54,6 +54,7 @@ std::vector<scruple_recipe_info> all_recipes();
 // Throws where `known` lacks the name, and says which was perhaps meant.
 void check_name(const std::string& kind, const std::string& name, const std::vector<std::string>& known);
 void check_recipe(const std::string& name);
+void check_engine(const std::string& name);
 const char* array_name(const scruple_tensor& tensor, int array);
 
 }  // namespace scruple::cli

@@ -1,6 +1,7 @@
 #include "text.h"
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
@@ -23,8 +24,15 @@ double suffix_factor(char suffix) {
   }
 }
 
-// Letters put in, left out, replaced, or swapped with their neighbour: the fewest that lead from a to b.
-std::size_t slips_between(const std::string& a, const std::string& b) {
+std::string lower(std::string word) {
+  for (char& c : word) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return word;
+}
+
+// Letters put in, left out, replaced, or swapped with their neighbour: the fewest that lead from one word
+// to the other. Capitals are no slips.
+std::size_t slips_between(const std::string& typed, const std::string& known) {
+  const std::string a = lower(typed), b = lower(known);
   std::vector<std::vector<std::size_t>> d(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
   for (std::size_t i = 0; i <= a.size(); ++i)
     for (std::size_t j = 0; j <= b.size(); ++j) {

@@ -550,6 +550,8 @@ class Tools(Case):
         self.fails(2, "'inspct' is no command of scruple checkpoint; there are: inspect, verify", "checkpoint", "inspct")
         self.fails(2, "did you mean '--shards'?", "checkpoint", "reshard", self.folder, "--shard", "3", "--out", self.path("x"))
         self.fails(2, "did you mean 'scant'?", "checkpoint", "convert", self.folder, "--recipe", "scan", "--out", self.path("x"))
+        self.fails(2, "did you mean 'cosine'?", *self.arguments("x", "--schedule", "cosin"))
+        self.fails(2, "did you mean 'eps'?", *self.arguments("x", "--set", "esp=1"))
         bare = run("checkpoint")
         self.assertEqual((bare.returncode, bare.stdout, bare.stderr), (2, self.done("checkpoint", "--help"), ""))
         self.assertEqual(self.done("help", "checkpoint", "diff"), self.done("checkpoint", "diff", "--help"))

@@ -328,6 +328,24 @@ class Slips(Case):
             self.fails(2, f"'{meant}'", *plan, option, slip)
             self.assertIn("did you mean", run(*plan, option, slip).stderr)
             self.assertNotIn("did you mean", run(*plan, option, "frobnicate").stderr)
+        self.fails(2, "did you mean 'adamw'?", *plan, "--optimizer", "AdamW")
+        self.fails(2, "did you mean 'stochastic'?", *plan, "--rounding", "stochasic")
+        self.fails(2, "did you mean 'exp_avg_sq'?", *plan, "--rounding", "exp_avgsq=wide")
+
+    def test_hyperparameters(self):
+        plan = ["plan", "--params", "1e6"]
+        self.fails(2, "unknown hyperparameter of adamw 'wieght_decay'; known: lr, ", *plan, "--set", "wieght_decay=1")
+        self.fails(2, "did you mean 'weight_decay'?", *plan, "--set", "wieght_decay=1")
+        self.fails(2, "did you mean 'beta1' or 'beta2'?", *plan, "--set", "beta=0.9")
+        self.fails(2, "did you mean 'momentum'?", *plan, "--optimizer", "sgd", "--set", "Momentm=1")
+        self.assertNotIn("did you mean", run(*plan, "--set", "frobnicate=1").stderr)
+
+    def test_engines(self):
+        for option, slip, meant in [("--engine", "cdua", "cuda"), ("--device", "cdua:0", "cuda"), ("--device", "CPU", "cpu"),
+                                    ("--engine", "cpu-basline", "cpu-baseline")]:
+            self.fails(2, f"did you mean '{meant}'?", "bench", "--params", "64", option, slip)
+        self.assertNotIn("did you mean", run("bench", "--params", "64", "--engine", "frobnicate").stderr)
+        self.fails(2, "must be a device's number", "bench", "--params", "64", "--engine", "cuda:x")
 
 
 class Failures(Case):
@@ -343,7 +361,7 @@ class Failures(Case):
         self.fails(2, "known: sgd", "plan", "--params", "1", "--optimizer", "frob")
         self.fails(2, "known: fp32", "plan", "--params", "1", "--recipe", "frob")
         self.fails(2, "known: fp32", "plan", "--params", "1", "--weights", "frob")
-        self.fails(2, "it has: lr", "plan", "--params", "1", "--set", "frob=1")
+        self.fails(2, "known: lr", "plan", "--params", "1", "--set", "frob=1")
         self.fails(2, "known: cpu", "bench", "--engine", "frob")
         self.fails(2, "it serves: sgd", "plan", "--params", "1", "--recipe", "lpmm")
         self.fails(2, "formats that can: fp32", "plan", "--params", "1", "--weights", "linear8")
