@@ -253,17 +253,30 @@ class Train(Case):
         kept("is not what a run writes", "run/checkpoints/step-00000001/notes.txt", "mine")
 
     def test_one_process_at_a_time(self):
-        first = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), "--steps", "1000000",
+        first = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), "--steps", "2000",
                                   "--save-every", "1", *tiny()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.addCleanup(first.kill)
-        deadline = time.time() + 60
-        while time.time() < deadline and not (os.path.exists(self.path("run/checkpoints"))
-                                              and any("partial" not in name for name in os.listdir(self.path("run/checkpoints")))):
+
+        def saved():
+            folder = self.path("run/checkpoints")
+            return sorted(name for name in os.listdir(folder) if "partial" not in name) if os.path.exists(folder) else []
+        deadline = time.time() + 120
+        while time.time() < deadline and not saved():
             time.sleep(0.02)
-        for arguments in (("--resume", self.path("run")), ("--data", self.data, "--out", self.path("run"), *tiny()),
-                          ("--data", self.data, "--out", self.path("run"), "--force", *tiny())):
-            self.fails(1, "another process is training into", "train", *arguments)
-        self.assertIsNone(first.poll())
+        # Stopped it lives, has its lock and writes nothing: whatever changes now, another has written.
+        first.send_signal(signal.SIGSTOP)
+        self.assertTrue(os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1]))
+
+        def everything():
+            return {os.path.join(folder, name): os.path.getmtime(os.path.join(folder, name))
+                    for folder, folders, files in os.walk(self.path("run")) for name in [".", *folders, *files]}
+        before = everything()
+        new = ("--data", self.data, "--out", self.path("run"), "--steps", "1", *tiny())
+        one = self.path("run/checkpoints", saved()[-1])
+        for arguments in (("--resume", self.path("run")), new, (*new, "--force"), ("--resume", one, "--out", self.path("run"))):
+            with self.subTest(arguments):
+                self.fails(1, "another process is training into", "train", *arguments)
+                self.assertEqual(everything(), before)
         first.kill()
         first.wait()
         self.trained("--force")  # a kill gives the lock back
