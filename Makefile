@@ -103,12 +103,12 @@ sanitize: ## build with the address and undefined-behaviour sanitizers and run e
 	@ctest --preset sanitize -j$(JOBS)
 
 # Of the tests, those of C++ that start threads.
-THREADED = ^(accumulator|checkpoint|errors|following|gpt|measure|norm_fold|parity|planes|save_failures|sink|stochastic|trainer)_test$$
+THREADED = accumulator checkpoint errors following gpt measure norm_fold parity planes save_failures sink stochastic trainer
 sanitize-threads: ## build with the thread sanitizer and run the tests that start threads
 	@scripts/packages.sh test
 	@cmake --preset sanitize-threads --log-level=NOTICE
-	@cmake --build --preset sanitize-threads -j$(JOBS)
-	@ctest --preset sanitize-threads -j$(JOBS) -R '$(THREADED)'
+	@cmake --build --preset sanitize-threads -j$(JOBS) --target $(addsuffix _test,$(THREADED))
+	@ctest --preset sanitize-threads -j$(JOBS) -R '^($(subst $(space),|,$(THREADED)))_test$$'
 
 sanitize-gpu: ## after make test-gpu: run the GPU tests under compute-sanitizer (memory, uninitialised reads, races)
 	@scripts/sanitize_gpu.sh $(BUILD)/gpu
