@@ -25,7 +25,9 @@ class Dlrm(nn.Module):
         self.tables = nn.ModuleList(nn.Embedding(rows, WIDTH) for rows in tables)
         self.bottom = nn.Sequential(nn.Linear(numbers, 64), nn.ReLU(), nn.Linear(64, WIDTH), nn.ReLU())
         pairs = len(tables) * (len(tables) + 1) // 2
-        self.top = nn.Sequential(nn.Linear(pairs + WIDTH, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
+        widths = (pairs + WIDTH, 128, 64, 1)
+        layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
+        self.top = nn.Sequential(*layers[:-1])
         for table in self.tables:
             nn.init.normal_(table.weight, std=1 / math.sqrt(WIDTH))
 
@@ -39,7 +41,8 @@ class Dlrm(nn.Module):
 
 def read_adult(path):
     with gzip.open(path, "rt") as text:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(text) if len(row) == 15]
+        rows = [[cell.strip() for cell in row] for row in csv.reader(text)]
+    rows = [row for row in rows if len(row) == 15 and row[0].isdigit()]  # some copies have a head
     return rows, [row[-1].rstrip(".") == ">50K" for row in rows]
 
 

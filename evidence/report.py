@@ -34,7 +34,7 @@ def spread(values):
 def table(rows):
     metrics = list(next(iter(rows.values()))[0]["metrics"])
     lead = metrics[0]
-    head = [lead, "gap to fp32", *metrics[1:], "bytes per parameter: weights + state + gradients", "ms per step"]
+    head = [lead, "gap to fp32", *metrics[1:], "training loss", "bytes per parameter: weights + state + gradients", "ms per step"]
     head += ["update off by", "sqrt(v) off by 1.5 x"]
     out = ["| row (seeds) | " + " | ".join(head) + " |", "| --- |" + " ---: |" * len(head)]
     reference = [run["metrics"][lead] for run in rows.get(REFERENCE, [])]
@@ -45,9 +45,12 @@ def table(rows):
             cells.append(f"{statistics.mean(values[metric]):.4f} ± {spread(values[metric]):.4f}")
         gap = ""
         if reference and name != REFERENCE:
-            error = math.hypot(spread(reference) / math.sqrt(len(reference)), spread(values[lead]) / math.sqrt(len(runs)))
+            errors = [spread(x) / math.sqrt(len(x)) for x in (reference, values[lead])]
+            error = math.hypot(*errors)
             gap = f"{statistics.mean(values[lead]) - statistics.mean(reference):+.4f} ± {error:.4f}"
         cells.insert(2, gap)
+        last = [statistics.mean(run["losses"][-len(run["losses"]) // 10 :]) for run in runs]
+        cells.append(f"{statistics.mean(last):.4f} ± {spread(last):.4f}")
         kept = runs[-1]["bytes"]
         parts = [kept["weights"], kept["state"], kept["gradients"]]
         cells.append(f"{sum(parts):.2f}: " + " + ".join(f"{part:.2f}" for part in parts))
