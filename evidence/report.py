@@ -37,17 +37,16 @@ def table(rows):
     head = [lead, "gap to fp32", *metrics[1:], "training loss", "bytes per parameter: weights + state + gradients", "ms per step"]
     head += ["update off by", "sqrt(v) off by 1.5 x"]
     out = ["| row (seeds) | " + " | ".join(head) + " |", "| --- |" + " ---: |" * len(head)]
-    reference = [run["metrics"][lead] for run in rows.get(REFERENCE, [])]
+    reference = {run["seed"]: run["metrics"][lead] for run in rows.get(REFERENCE, [])}
     for name, runs in rows.items():
         values = {metric: [run["metrics"][metric] for run in runs] for metric in metrics}
         cells = [f"{name} ({len(runs)})"]
         for metric in metrics:
             cells.append(f"{statistics.mean(values[metric]):.4f} ± {spread(values[metric]):.4f}")
+        gaps = [run["metrics"][lead] - reference[run["seed"]] for run in runs if run["seed"] in reference]
         gap = ""
-        if reference and name != REFERENCE:
-            errors = [spread(x) / math.sqrt(len(x)) for x in (reference, values[lead])]
-            error = math.hypot(*errors)
-            gap = f"{statistics.mean(values[lead]) - statistics.mean(reference):+.4f} ± {error:.4f}"
+        if name != REFERENCE and gaps:
+            gap = f"{statistics.mean(gaps):+.4f} ± {spread(gaps) / math.sqrt(len(gaps)):.4f}"
         cells.insert(2, gap)
         last = [statistics.mean(run["losses"][-len(run["losses"]) // 10 :]) for run in runs]
         cells.append(f"{statistics.mean(last):.4f} ± {spread(last):.4f}")
