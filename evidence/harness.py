@@ -144,21 +144,27 @@ def run(task, row, seed, device, progress=lambda text: None):
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     losses, errors, in_steps, gradients = [], [], 0.0, 0
+
+    def now():
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     for step in range(task.steps):
         for group in opt.param_groups:
             group["lr"] = task.hypers["lr"] * rate(step, task.steps)
         batch = task.batch(order)
-        start = time.perf_counter()
+        start = now()
         loss = task.loss(model, batch)
         loss.backward()
         if shadow is not None:
-            spent = time.perf_counter()
+            spent = now()
             shadow.see()
-            start += time.perf_counter() - spent
+            start += now() - spent
         gradients = max(gradients, nbytes(p.grad for p in params) + nbytes(accumulators(opt)))
         opt.step()
         opt.zero_grad()
-        in_steps += time.perf_counter() - start
+        in_steps += now() - start
         losses.append(loss.detach())
         if shadow is not None and step + 1 in moments:
             state = opt.state_dict(as_="torch") if row.recipe else opt.state_dict()
