@@ -2,7 +2,7 @@
 
 A task is a class with
 
-  name, metric, better     the table's; better is "higher" or "lower"
+  name, metric             the table's, and which of the metrics leads it
   steps, optimizer, hypers of the reference, the same for every row
   model()                  a fresh model on the CPU, fp32
   batch(generator)         a batch on the task's device, in any dtype: models cast what they read
@@ -18,6 +18,7 @@ import math
 import platform
 import time
 
+import report
 import torch
 
 import scruple
@@ -57,7 +58,7 @@ class Row:
         return getattr(importlib.import_module(module), name)(params, **hypers, **dict(self.more))
 
 
-REFERENCE = Row("torch fp32", torch.float32)
+REFERENCE = Row(report.REFERENCE, torch.float32)
 ROWS = (
     REFERENCE,
     *(Row(recipe, recipe=recipe) for recipe in ("mixed", "split", "scruple", "scant", "flash")),

@@ -97,7 +97,7 @@ def auc(scores, labels):
 
 
 class Task:
-    metric, better, optimizer = "log loss", "lower", "AdamW"
+    metric, optimizer = "log loss", "AdamW"
     hypers = {"lr": 2e-3, "weight_decay": 1e-4}
 
     def __init__(self, data, small, device):
