@@ -72,11 +72,13 @@ class CurrentDevice {
 };
 
 const std::vector<StepKernel>& step_kernels(int rule) {
-  static const std::vector<std::vector<StepKernel>> kKernels = {
-#define SCRUPLE_OPTIMIZER(Rule) step_kernels_##Rule(),
+  static const std::vector<std::vector<StepKernel>> kKernels = [] {
+    std::vector<std::vector<StepKernel>> table(kRuleCount);
+#define SCRUPLE_OPTIMIZER(number, Rule) table[number] = step_kernels_##Rule();
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
-  };
+    return table;
+  }();
   return kKernels[static_cast<std::size_t>(rule)];
 }
 

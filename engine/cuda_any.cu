@@ -286,10 +286,9 @@ __device__ __forceinline__ void update_rule(const DeviceRow& row, const Constant
 
 __device__ __forceinline__ void update_any(const DeviceRow& row, const Constants& constants,
                                            const StepValues& values, int n) {
-  constexpr int kFirstRule = __COUNTER__ + 1;
   switch (constants.rule) {
-#define SCRUPLE_OPTIMIZER(Rule)  \
-  case __COUNTER__ - kFirstRule: \
+#define SCRUPLE_OPTIMIZER(number, Rule) \
+  case number:                          \
     return update_rule<Rule>(row, constants, values, n);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER

@@ -40,10 +40,9 @@ __global__ void prepare(const __grid_constant__ PrepareInput in) {
   // In the order that the CPU takes: the sign of `maximize` comes last and is exact.
   to.multiplier =
       gradient_multiplier(from.multiplier, value_or(in.clip, 1.0f), value_or(in.loss_scale, 1.0f));
-  constexpr int kFirst = __COUNTER__ + 1;
   switch (from.rule) {
-#define SCRUPLE_OPTIMIZER(Rule) \
-  case __COUNTER__ - kFirst:    \
+#define SCRUPLE_OPTIMIZER(number, Rule) \
+  case number:                          \
     return prepare_rule<Rule>(from, t, in.part == 0, to.step);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER

@@ -90,7 +90,7 @@ struct StepKernel {
   const void* kernel;
 };
 // Per optimizer, one name each: step_kernels_AdamW() and so on.
-#define SCRUPLE_OPTIMIZER(Rule) std::vector<StepKernel> step_kernels_##Rule();
+#define SCRUPLE_OPTIMIZER(number, Rule) std::vector<StepKernel> step_kernels_##Rule();
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
 

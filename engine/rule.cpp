@@ -1,16 +1,31 @@
 #include "engine/rule.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 #include <string>
 
 #include "engine/failure.h"
+#include "engine/unit.h"
 #include "optim/all.h"
 
 namespace scruple {
 namespace {
 
 constexpr const char* kMaximize = "maximize";
+
+constexpr std::array<const char*, kRuleCount> names_by_number() {
+  std::array<const char*, kRuleCount> names{};
+#define SCRUPLE_OPTIMIZER(number, Rule) names[number] = Rule::name;
+#include "optim/optim.def"
+#undef SCRUPLE_OPTIMIZER
+  return names;
+}
+constexpr auto kNames = names_by_number();
+// As many rows as places: none is empty where every number is there once.
+static_assert(std::all_of(kNames.begin(), kNames.end(), [](const char* name) { return name != nullptr; }),
+              "optim.def: a number stands twice, and another is missing");
 
 template <class Rule>
 RuleInfo describe(int index) {
@@ -109,8 +124,8 @@ struct OptimizerOf final : scruple_optimizer {
 
 const std::vector<RuleInfo>& rules() {
   static const std::vector<RuleInfo> kRules = [] {
-    std::vector<RuleInfo> list;
-#define SCRUPLE_OPTIMIZER(Rule) list.push_back(describe<Rule>(static_cast<int>(list.size())));
+    std::vector<RuleInfo> list(kRuleCount);
+#define SCRUPLE_OPTIMIZER(number, Rule) list[number] = describe<Rule>(number);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
     return list;
@@ -123,7 +138,7 @@ std::unique_ptr<scruple_optimizer> make_optimizer(const char* wanted) {
   for (const RuleInfo& info : rules()) {
     known += (known.empty() ? "" : ", ") + std::string(info.name);
     if (wanted == nullptr || std::strcmp(info.name, wanted) != 0) continue;
-#define SCRUPLE_OPTIMIZER(Rule) \
+#define SCRUPLE_OPTIMIZER(number, Rule) \
   if (std::strcmp(Rule::name, wanted) == 0) return std::make_unique<OptimizerOf<Rule>>(info);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER

@@ -20,7 +20,7 @@ struct HyperField {
 struct RuleInfo {
   const char* name;
   const char* doc;
-  int index;  // its row in optim.def and in every unit's table
+  int index;  // its number in optim.def, its place in every unit's table
   std::span<const Slot> slots;
   std::vector<HyperField> hypers;
   Accumulation accumulation;  // how it takes a step in parts

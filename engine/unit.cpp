@@ -372,8 +372,7 @@ constexpr void add_fused(FusedFn* fns) {
 }
 template <int Recipe = 0>
 constexpr void add_fused(Unit& unit) {
-  int i = 0;
-#define SCRUPLE_OPTIMIZER(Rule) add_fused<Recipe, Rule, 0>(unit.fused[Recipe][i++]);
+#define SCRUPLE_OPTIMIZER(number, Rule) add_fused<Recipe, Rule, 0>(unit.fused[Recipe][number]);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
   if constexpr (Recipe + 1 < kRecipeCount) add_fused<Recipe + 1>(unit);
@@ -417,8 +416,7 @@ constexpr Unit make_unit() {
   unit.codecs[number][1] = codec_fns<Nonneg>();
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
-  int i = 0;
-#define SCRUPLE_OPTIMIZER(Rule) add_update<Rule, 0>(unit.update[i++]);
+#define SCRUPLE_OPTIMIZER(number, Rule) add_update<Rule, 0>(unit.update[number]);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
 #if SCRUPLE_LANES

@@ -22,7 +22,7 @@ inline constexpr int kFormatCount = 0
 #undef SCRUPLE_FORMAT
     ;
 inline constexpr int kRuleCount = 0
-#define SCRUPLE_OPTIMIZER(Rule) +1
+#define SCRUPLE_OPTIMIZER(...) +1
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
     ;
