@@ -60,22 +60,18 @@ struct ByteCodec {
 };
 
 #if SCRUPLE_LANES == 4
+SCRUPLE_HD Halves16 zipped(uint8x16_t lower, uint8x16_t upper) {
+  return {vreinterpretq_u16_u8(vzip1q_u8(lower, upper)), vreinterpretq_u16_u8(vzip2q_u8(lower, upper))};
+}
+
 // companded8 in narrower steps, to the same bits: what a byte can do is done to 16 at once. (1 + t) in fp32 is
 // 0x3f80 + 8 code in its upper half, so its two bytes come from the code's.
 struct MuLawBytes {
-  // Both bytes next to each other, 8 floats each; `sign` goes on top.
-  struct Halves {
-    uint16x8_t part[2];
-  };
-  static SCRUPLE_HD Halves halves(uint8x16_t code, uint8x16_t sign) {
+  // The upper halves of 16 floats; `sign` goes on top.
+  static SCRUPLE_HD Halves16 halves(uint8x16_t code, uint8x16_t sign) {
     const uint8x16_t lower = veorq_u8(vshlq_n_u8(code, 3), vdupq_n_u8(0x80));
     const uint8x16_t upper = vorrq_u8(vaddq_u8(vrshrq_n_u8(code, 5), vdupq_n_u8(0x3f)), sign);
-    return {{vreinterpretq_u16_u8(vzip1q_u8(lower, upper)), vreinterpretq_u16_u8(vzip2q_u8(lower, upper))}};
-  }
-  static SCRUPLE_HD Floats float_at(const Halves& halves, int part) {
-    const uint16x8_t zero = vdupq_n_u16(0), from = halves.part[part / 2];
-    return Floats::Native(
-        vreinterpretq_f32_u16(part % 2 == 0 ? vzip1q_u16(zero, from) : vzip2q_u16(zero, from)));
+    return zipped(lower, upper);
   }
   // The codes of 1 + t, magnitudes given: bits 19 to 26.
   static SCRUPLE_HD uint8x16_t codes(const Floats (&magnitude)[4], Floats gain, CoinLanes& coin) {
@@ -96,7 +92,7 @@ struct MuLawBytes {
 template <>
 struct ByteCodec<Companded8> {
   struct Raw {
-    MuLawBytes::Halves minus_f;  // with the sign
+    Halves16 minus_f;  // with the sign
     Floats unit;
   };
   static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
@@ -104,7 +100,7 @@ struct ByteCodec<Companded8> {
     return {MuLawBytes::halves(vbicq_u8(codes, top), vbicq_u8(top, codes)), unit};
   }
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    const Floats minus_f = MuLawBytes::float_at(raw.minus_f, part);
+    const Floats minus_f = float_of(upper_halves(raw.minus_f, part));
     return fma(-minus_f, raw.unit, with_sign_of(minus_f, raw.unit));
   }
   static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
@@ -124,14 +120,14 @@ struct ByteCodec<Companded8> {
 template <>
 struct ByteCodec<Companded8Nonneg> {
   struct Raw {
-    MuLawBytes::Halves halves;
+    Halves16 halves;
     Floats unit;
   };
   static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
     return {MuLawBytes::halves(codes, vdupq_n_u8(0)), unit};
   }
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    return fma(MuLawBytes::float_at(raw.halves, part), raw.unit, -raw.unit);
+    return fma(float_of(upper_halves(raw.halves, part)), raw.unit, -raw.unit);
   }
   // None of them has a sign: fused_loop would have seen it.
   static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
@@ -147,17 +143,15 @@ template <>
 struct ByteCodec<Log<5>> {
   using L = Log<5>;
   struct Raw {
-    uint16x8_t part[2];
+    Halves16 halves;
     Floats unit;
   };
   static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
     const uint8x16_t level = vsubq_u8(vdupq_n_u8(L::one), codes);
-    const uint8x16_t lower = vshlq_n_u8(level, 6), upper = vshrq_n_u8(level, 2);
-    return {{vreinterpretq_u16_u8(vzip1q_u8(lower, upper)), vreinterpretq_u16_u8(vzip2q_u8(lower, upper))},
-            unit};
+    return {zipped(vshlq_n_u8(level, 6), vshrq_n_u8(level, 2)), unit};
   }
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    return float_of(upper_halves({raw.part[0], raw.part[1]}, part)) * raw.unit;
+    return float_of(upper_halves(raw.halves, part)) * raw.unit;
   }
   static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
     uint32x4_t sum[4];

@@ -507,8 +507,8 @@ __device__ void read_gradient(const DeviceArray& a, Place at, Coins coins, float
 // ---- Optimizers over a thread's elements ----
 
 // Root and division without their branches for special cases, and what tells whether one of them was needed.
-// Right wherever `tame` says so: x at least 2^-101 (what is left of it is then exact), a zero or at least
-// 2^-64, the divisor at most 2^60. What leaves the range upwards comes out as NaN, which shows in the weight.
+// Right wherever `tame` says so: x at least 2^-101 (as corrected_root wants it), a zero or at least 2^-64, the
+// divisor at most 2^60. What leaves the range upwards comes out as NaN, which shows in the weight.
 struct FastMath {
   float spread = 1;
   u32 least_x = ~0u, least_a = ~0u, most_divisor = 0;
@@ -518,11 +518,7 @@ struct FastMath {
     used = true;
     least_x = min(least_x, bits_of(x));
     least_a = min(least_a, 2u * bits_of(a) - 1u);  // zeros are largest
-    float r;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    const float s = x * r;
-    const float root = fma(fma(-s, s, x), 0.5f * r, s);
-    const float divisor = fma(root, scale * spread, eps);
+    const float divisor = fma(corrected_root(x), scale * spread, eps);
     most_divisor = max(most_divisor, bits_of(divisor));
     const float reciprocal = tame_reciprocal(divisor), q = a * reciprocal;
     return fma(-fma(divisor, q, -a), reciprocal, q);  // this way round a zero keeps its sign

@@ -139,15 +139,22 @@ SCRUPLE_HD float tame_quotient(float a, float b) {
 #endif
 }
 
+#if defined(__CUDACC__)
+// sqrt(x) without a branch, for x from 2^-101 on: what x and the square of the first guess differ by is exact there.
+__device__ __forceinline__ float corrected_root(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  const float s = x * r;
+  return fma(fma(-s, s, x), 0.5f * r, s);
+}
+#endif
+
 // sqrt(x) for finite x >= 0.
 SCRUPLE_HD float tame_root(float x) {
-#if defined(__CUDA_ARCH__)  // without a branch: small x are scaled, lest the correction underflow
+#if defined(__CUDA_ARCH__)
   const bool small = x < 0x1p-60f;
-  const float scaled = small ? x * 0x1p80f : x;
-  float r;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(scaled));
-  const float s = scaled * r, corrected = fma(fma(-s, s, scaled), 0.5f * r, s);
-  return x > 0 ? (small ? corrected * 0x1p-40f : corrected) : 0.0f;
+  const float root = corrected_root(small ? x * 0x1p80f : x);
+  return x > 0 ? (small ? root * 0x1p-40f : root) : 0.0f;
 #else
   return __builtin_sqrtf(x);
 #endif
@@ -155,12 +162,8 @@ SCRUPLE_HD float tame_root(float x) {
 
 // The integer part of sqrt(x), for x from 0 to 2^22.
 SCRUPLE_HD float whole_root(float x) {
-#if defined(__CUDA_ARCH__)  // as above, without what small x need: those have none
-  const float y = fmaxf(x, 0x1p-60f);
-  float r;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(y));
-  const float s = y * r;
-  return __fadd_rd(fma(fma(-s, s, y), 0.5f * r, s), 0x1.8p23f) - 0x1.8p23f;
+#if defined(__CUDA_ARCH__)
+  return __fadd_rd(corrected_root(fmaxf(x, 0x1p-60f)), 0x1.8p23f) - 0x1.8p23f;
 #else
   return __builtin_floorf(__builtin_sqrtf(x));
 #endif

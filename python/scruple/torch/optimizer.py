@@ -25,8 +25,8 @@ from .planes import Layout, decode, encode, meaning, start
 from .shards import groups_of, like, local, offset_of, part_of
 from .table import Table, check_gradient, identities
 
-# What decides how state is stored, beside hyperparameters that ask for exact moments.
 _NONE = identities([None])
+# What decides how state is stored, beside hyperparameters that ask for exact moments.
 _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
 
 
