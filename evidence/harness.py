@@ -1,15 +1,24 @@
 """What the tasks share: the rows, the loop, what is measured of a run, and its JSON line.
 
-A task is a class with
+A task's module has tasks(data, small, device), which gives a list of tasks. A task has
 
   name, metric             the table's, and which of the metrics leads it
   steps, optimizer, hypers of the reference, the same for every row
   model()                  a fresh model on the CPU, fp32
-  batch(generator)         a batch on the task's device, in any dtype: models cast what they read
-  loss(model, batch)       a scalar
+  batch(generator)         tensors on the task's device, one element of each for a sample
+  loss(model, batch)       a scalar; models cast what they read
   evaluate(model)          {metric: value, ...}
+
+and, where it wants them,
+
+  rows                     other rows than ROWS
+  rate(step)               the learning rate as a share of the peak; else warm-up and a cosine
+  autocast                 True: on a GPU, weights in fp32 are multiplied in bf16, as mixed precision does
+  compiled                 True: on a GPU, loss() gets the model compiled
+  finished(model, row, seed)   called after a run
 """
 
+import contextlib
 import dataclasses
 import datetime
 import importlib
@@ -33,95 +42,186 @@ class Row:
     dtype: torch.dtype = torch.bfloat16
     recipe: str = None
     gradients: str = "stored"
-    other: str = None
-    more: tuple = ()  # hyperparameters that only the other has
+    other: str = None  # with {} for the rule's name
+    options: dict = dataclasses.field(default_factory=dict)  # more arguments of the optimizer
+    passes: int = 1  # micro-batches that a batch is cut into
+    accumulator: str = "root8"  # of compressed gradients
+    loss_scale: float = None
 
-    def missing(self, device):
+    def missing(self, kind, device):
         """Why it cannot run here, or None."""
+        if self.name == LPMM and kind != "SGD":
+            return "is for SGD"
         if self.other is None:
             return None
-        package = self.other.split(".")[0].split(":")[0]
+        module, name = self.other.format(kind).split(":")
+        package = module.split(".")[0]
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
-        return f"{package} needs a GPU" if device.type != "cuda" else None
+        if device.type != "cuda":
+            return f"{package} needs a GPU"
+        return None if hasattr(importlib.import_module(module), name) else f"{package} has no {name}"
+
+    def seeds(self, most):
+        """How many it takes: the gap between the reference and scruple is what matters most."""
+        return most if self.name in (report.REFERENCE, "scruple") else max(1, most - 1)
 
     def optimizer(self, kind, model, hypers):
         params = [p for p in model.parameters() if p.requires_grad]
         if self.recipe is not None:
-            opt = getattr(st, kind)(params, recipe=self.recipe, **hypers)
+            opt = getattr(st, kind)(params, recipe=self.recipe, **hypers, **self.options)
             if self.gradients != "stored":
-                st.release_gradients(model, opt, self.gradients)
+                more = {"accumulate": self.passes, "accumulator": self.accumulator}
+                st.release_gradients(model, opt, self.gradients, **more, scaler=False)
             return opt
         if self.other is None:
-            return getattr(torch.optim, kind)(params, fused=True, **hypers)
-        module, name = self.other.split(":")
-        return getattr(importlib.import_module(module), name)(params, **hypers, **dict(self.more))
+            return getattr(torch.optim, kind)(params, fused=True, **hypers, **self.options)
+        module, name = self.other.format(kind).split(":")
+        return getattr(importlib.import_module(module), name)(params, **hypers, **self.options)
 
 
 REFERENCE = Row(report.REFERENCE, torch.float32)
+LPMM = "lpmm's momentum"
+# The peers as their own pages show them: bitsandbytes beside weights in fp32, torchao with bf16 weights that are
+# rounded stochastically, FlashOptim with its 24-bit weights.
 ROWS = (
     REFERENCE,
     *(Row(recipe, recipe=recipe) for recipe in ("mixed", "split", "scruple", "scant", "flash")),
+    Row(LPMM, recipe="lpmm", options={"weights": "bf16+8"}),
     Row("scruple, released", recipe="scruple", gradients="released"),
     Row("scruple, compressed", recipe="scruple", gradients="compressed"),
     Row("torch bf16"),
-    Row("FlashOptim", other="flashoptim:FlashAdamW", more=(("master_weight_bits", 24),)),
-    Row("bitsandbytes 8-bit", other="bitsandbytes.optim:AdamW8bit"),
-    Row("torchao 8-bit", other="torchao.optim:AdamW8bit"),
-    Row("torchao 4-bit", other="torchao.optim:AdamW4bit"),
+    Row("FlashOptim", other="flashoptim:Flash{}", options={"master_weight_bits": 24}),
+    Row("bitsandbytes 8-bit", torch.float32, other="bitsandbytes.optim:{}8bit"),
+    Row("torchao 8-bit", other="torchao.optim:{}8bit", options={"bf16_stochastic_round": True}),
+    Row("torchao 4-bit", other="torchao.optim:{}4bit", options={"bf16_stochastic_round": True}),
 )
 
 
-def rate(step, steps):
-    """Of the peak: up over a twentieth of the steps, then a cosine down to a tenth."""
-    warm = max(1, steps // 20)
-    if step < warm:
-        return (step + 1) / warm
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
+class Training:
+    """A row at work on a task."""
+
+    def __init__(self, task, row, seed, device):
+        torch.manual_seed(seed)
+        self.task, self.row, self.device = task, row, device
+        self.model = task.model().to(device)
+        if row.dtype != torch.float32:
+            st.cast_model(self.model, row.dtype)
+        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.opt = row.optimizer(task.optimizer, self.model, task.hypers)
+        on_gpu = device.type == "cuda"
+        self.forward = torch.compile(self.model) if on_gpu and getattr(task, "compiled", False) else self.model
+        self.narrow = on_gpu and getattr(task, "autocast", False) and row.dtype == torch.float32
+        self.scaler = torch.amp.GradScaler(device.type, row.loss_scale) if row.loss_scale else None
+        self.order = torch.Generator().manual_seed(1000 + seed)  # the same batches for every row
+        self.gradients = 0  # the most bytes of them
+
+    def precision(self):
+        return torch.autocast(self.device.type, torch.bfloat16) if self.narrow else contextlib.nullcontext()
+
+    def step(self, number, batch, watch=lambda: None):
+        """The loss. `watch` is called when all gradients are there."""
+        lr = self.task.hypers["lr"] * self.rate(number)
+        for group in self.opt.param_groups:
+            group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr  # torchao's is one
+        total = 0.0
+        for part in zip(*(x.chunk(self.row.passes) for x in batch)):
+            with self.precision():
+                loss = self.task.loss(self.forward, part)
+            total = total + loss.detach() / self.row.passes
+            if self.row.gradients == "stored":  # a release takes the mean itself
+                loss = loss / self.row.passes
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+        self.gradients = max(self.gradients, nbytes([*(p.grad for p in self.params), *accumulators(self.opt)]))
+        watch()
+        if self.scaler:
+            self.scaler.step(self.opt)
+            self.scaler.update()
+        else:
+            self.opt.step()
+        self.opt.zero_grad()
+        return total
+
+    def rate(self, step):
+        if hasattr(self.task, "rate"):
+            return self.task.rate(step)
+        steps, warm = self.task.steps, max(1, self.task.steps // 20)
+        if step < warm:
+            return (step + 1) / warm
+        return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
+
+    def evaluate(self):
+        with self.precision(), torch.no_grad():
+            return self.task.evaluate(self.model)
+
+    def bytes(self):
+        """By kind, per parameter."""
+        count = sum(p.numel() for p in self.params)
+        kinds = {"weights": nbytes(self.params), "state": nbytes(self.opt.state), "gradients": self.gradients}
+        return {kind: size / count for kind, size in kinds.items()}
 
 
 class Shadow:
-    """Adam's moments in fp32 from the gradients of a run: what its own should be."""
+    """Moments in fp32 from the gradients of a run: what its own should be. Of Adam and AdamW; of SGD momentum."""
 
-    def __init__(self, params, hypers):
-        self.params, (self.beta1, self.beta2) = params, hypers.get("betas", (0.9, 0.999))
+    def __init__(self, training):
+        hypers = training.task.hypers
+        self.params, self.adam = training.params, training.task.optimizer != "SGD"
+        self.beta1, self.beta2 = hypers.get("betas", (0.9, 0.999)) if self.adam else (hypers["momentum"], 0.0)
+        self.decay = 0.0 if training.task.optimizer == "AdamW" else hypers.get("weight_decay", 0.0)
         self.eps, self.steps = hypers.get("eps", 1e-8), 0
-        self.m, self.v = ([torch.zeros_like(p, dtype=torch.float32) for p in params] for _ in range(2))
+        self.m, self.v = ([torch.zeros_like(p, dtype=torch.float32) for p in self.params] for _ in range(2))
 
     @torch.no_grad()
     def see(self):
         gradients = [p.grad.float() for p in self.params]
+        if self.decay:
+            gradients = torch._foreach_add(gradients, [p.float() for p in self.params], alpha=self.decay)
+        self.steps += 1
+        if not self.adam:
+            torch._foreach_mul_(self.m, self.beta1)
+            torch._foreach_add_(self.m, gradients)
+            return
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
-        self.steps += 1
 
     @torch.no_grad()
     def errors(self, state):
         """Of the update by the moments of `state`, a state dict as torch's, next to this one's."""
         scale = math.sqrt(1 - self.beta2**self.steps)
-        dot = ours2 = true2 = off2 = 0.0
-        far = count = 0
+        sums = torch.zeros(6, dtype=torch.float64, device=self.m[0].device)  # ours true, ours^2, true^2, off^2, far, all
         for i, (m, v) in enumerate(zip(self.m, self.v)):
-            kept = state["state"][i]
-            their_m, their_v = (kept[key].to(m.device).float() for key in ("exp_avg", "exp_avg_sq"))
-            ours, true = their_m / (their_v.sqrt() / scale + self.eps), m / (v.sqrt() / scale + self.eps)
-            dot += float((ours * true).double().sum())
-            ours2, true2 = ours2 + float(ours.double().square().sum()), true2 + float(true.double().square().sum())
-            off2 += float((ours - true).double().square().sum())
-            here = v > 0  # elements that have had a gradient
-            ratio = (their_v.clamp_min(1e-45) / v.clamp_min(1e-45)).sqrt()[here]
-            far += int(((ratio > 1.5) | (ratio < 1 / 1.5)).sum())
-            count += int(here.sum())
-        return {
-            "relative": math.sqrt(off2 / true2),
-            "cosine": dot / math.sqrt(ours2 * true2),
-            "far": far / max(1, count),
-        }
+            kept = {key: value.to(m.device).float() for key, value in state["state"][i].items() if torch.is_tensor(value)}
+            if self.adam:
+                ours = kept["exp_avg"] / (kept["exp_avg_sq"].sqrt() / scale + self.eps)
+                true = m / (v.sqrt() / scale + self.eps)
+                ratio = (kept["exp_avg_sq"].clamp_min(1e-45) / v.clamp_min(1e-45)).sqrt()
+                here = v > 0  # elements that have had a gradient
+                far = ((ratio > 1.5) | (ratio < 1 / 1.5)) & here
+            else:
+                ours, true, far, here = kept["momentum_buffer"], m, m[:0], m[:0]
+            parts = ours.double() * true, ours.double() ** 2, true.double() ** 2, (ours - true).double() ** 2, far, here
+            sums += torch.stack([part.sum().double() for part in parts])
+        dot, ours2, true2, off2, far, count = sums.tolist()
+        found = {"relative": math.sqrt(off2 / true2), "cosine": dot / math.sqrt(ours2 * true2)}
+        return {**found, "far": far / count} if self.adam else found
 
 
-def nbytes(tensors):
-    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+def nbytes(things, seen=None):
+    """Of all tensors in these containers and objects, each memory once."""
+    seen = set() if seen is None else seen
+    if isinstance(things, torch.Tensor):
+        if hasattr(things, "__tensor_flatten__"):  # a class around others, as torchao's
+            return sum(nbytes(getattr(things, name), seen) for name in things.__tensor_flatten__()[0])
+        fresh = things.data_ptr() not in seen
+        seen.add(things.data_ptr())
+        return things.nbytes if fresh else 0
+    if isinstance(things, dict):
+        things = things.values()
+    elif not isinstance(things, (list, tuple)):
+        things = vars(things).values() if hasattr(things, "__dict__") else ()
+    return sum(nbytes(thing, seen) for thing in things)
 
 
 def accumulators(opt):
@@ -130,68 +230,67 @@ def accumulators(opt):
     return [block for sink in sinks.values() for block in sink.blocks.values()]
 
 
+def head(task, row, device):
+    return {
+        "task": task.name,
+        "row": row.name,
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "scruple": scruple.version(),
+    }
+
+
 def run(task, row, seed, device, progress=lambda text: None):
     """One run, as what its JSON line says."""
-    torch.manual_seed(seed)
-    model = task.model().to(device)
-    if row.dtype != torch.float32:
-        st.cast_model(model, row.dtype)
-    params = [p for p in model.parameters() if p.requires_grad]
-    opt = row.optimizer(task.optimizer, model, task.hypers)
-    has_moments = row.other is None and row.gradients == "stored" and task.optimizer in ("Adam", "AdamW")
-    shadow = Shadow(params, task.hypers) if has_moments and row != REFERENCE else None
+    training = Training(task, row, seed, device)
+    has_moments = row.other is None and row.gradients == "stored" and row.loss_scale is None
+    shadow = Shadow(training) if has_moments and row.name != report.REFERENCE else None
     moments = {max(1, int(task.steps * share)) for share in (0.25, 0.6, 0.95)}
-    order = torch.Generator().manual_seed(1000 + seed)  # the same batches for every row
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    losses, errors, in_steps, gradients = [], [], 0.0, 0
+    losses, errors, every = [], [], max(1, task.steps // 20)
+    for step in range(task.steps):
+        losses.append(training.step(step, task.batch(training.order), shadow.see if shadow else lambda: None))
+        if shadow is not None and step + 1 in moments:
+            state = training.opt.state_dict(as_="torch") if row.recipe else training.opt.state_dict()
+            errors.append({"step": step + 1, **shadow.errors(state)})
+        if (step + 1) % every == 0:
+            progress(f"step {step + 1}/{task.steps}  loss {float(losses[-1]):.4f}")
+    losses = torch.stack(losses).float().cpu()
+    if hasattr(task, "finished"):
+        task.finished(training.model, row, seed)
+    return {
+        **head(task, row, device),
+        "seed": seed,
+        "parameters": sum(p.numel() for p in training.params),
+        "steps": task.steps,
+        "metrics": training.evaluate(),
+        "losses": [round(float(part.mean()), 5) for part in losses.split(max(1, task.steps // 40))],
+        "bytes": training.bytes(),
+        "errors": errors,
+    }
+
+
+def clock(task, row, device, warm=12, steps=30):
+    """Time and memory of a row, with the device to itself: what is compiled or allocated at first is not counted."""
+    training = Training(task, row, 0, device)
 
     def now():
         if device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    for step in range(task.steps):
-        for group in opt.param_groups:
-            group["lr"] = task.hypers["lr"] * rate(step, task.steps)
-        batch = task.batch(order)
-        start = now()
-        loss = task.loss(model, batch)
-        loss.backward()
-        if shadow is not None:
-            spent = now()
-            shadow.see()
-            start += now() - spent
-        gradients = max(gradients, nbytes(p.grad for p in params) + nbytes(accumulators(opt)))
-        opt.step()
-        opt.zero_grad()
-        in_steps += now() - start
-        losses.append(loss.detach())
-        if shadow is not None and step + 1 in moments:
-            state = opt.state_dict(as_="torch") if row.recipe else opt.state_dict()
-            errors.append({"step": step + 1, **shadow.errors(state)})
-        if (step + 1) % max(1, task.steps // 20) == 0:
-            progress(f"step {step + 1}/{task.steps}  loss {float(loss):.4f}")
-    losses = torch.stack(losses).float().cpu()
-    state = [t for kept in opt.state.values() for t in kept.values()]
-    count = sum(p.numel() for p in params)
-    every = max(1, task.steps // 40)
-    line = {
-        "task": task.name,
-        "row": row.name,
-        "seed": seed,
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "scruple": scruple.version(),
-        "parameters": count,
-        "steps": task.steps,
-        "metrics": task.evaluate(model),
-        "losses": [round(float(part.mean()), 5) for part in losses.split(every)],
-        "bytes": {"weights": nbytes(params) / count, "state": nbytes(state) / count, "gradients": gradients / count},
-        "ms": in_steps * 1e3 / task.steps,
-        "errors": errors,
-    }
+    whole, stepping = [], []
+    for step in range(warm + steps):
+        batch = task.batch(training.order)
+        if step == warm and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start, there = now(), []
+        training.step(step, batch, lambda: there.append(now()))
+        end = now()
+        whole.append(end - start)
+        stepping.append(end - there[0])
+    line = {**head(task, row, device), "ms": 1e3 * sorted(whole[warm:])[steps // 2]}
+    line["ms_optimizer"] = 1e3 * sorted(stepping[warm:])[steps // 2]
     if device.type == "cuda":
         line["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return line

@@ -2,7 +2,7 @@
 see a gradient now and then, a bottom and a top MLP, products of all pairs between them.
 
 --data DIR: the UCI census data "Adult" (adult.data.gz, adult.test.gz), income over 50,000 from 6 numbers and 8
-categories. Without it: clicks drawn from a teacher of the same shape over tables of 20,000 rows (--small: 2,000), in
+categories. Without it: clicks drawn from a teacher of the same shape over tables of a million rows (--small: 2,000), in
 which most rows are rare.
 """
 
@@ -80,7 +80,7 @@ def clicks(rows, count):
         [(size ** torch.rand(count, generator=generator)).long().clamp(max=size - 1) for size in tables], 1
     )
     with torch.no_grad():
-        score = teacher(numbers, categories)
+        score = torch.cat([teacher(*part) for part in zip(numbers.split(65536), categories.split(65536))])
     chance = torch.sigmoid(2 * (score - score.mean()) / score.std() - 1)
     labels = torch.bernoulli(chance, generator=generator)
     cut = count - count // 5
@@ -107,8 +107,8 @@ class Task:
             self.steps, self.size = 1200, 256
         else:
             self.name = "recommendation, clicks" + (", small" if small else "")
-            sets, self.tables = clicks(2000, 20000) if small else clicks(20000, 400000)
-            self.steps, self.size = (150 if small else 3000), 256
+            sets, self.tables = clicks(2000, 20000) if small else clicks(1_000_000, 2_500_000)
+            self.steps, self.size = (150, 256) if small else (3000, 2048)
         self.training, self.testing = ([part.to(device) for part in parts] for parts in sets)
 
     def model(self):
@@ -128,3 +128,7 @@ class Task:
         scores = torch.cat([model(*part).float() for part in zip(numbers.split(8192), categories.split(8192))])
         loss = functional.binary_cross_entropy_with_logits(scores, labels)
         return {"log loss": float(loss), "AUC": auc(scores.cpu(), labels.cpu())}
+
+
+def tasks(data, small, device):
+    return [Task(data, small, device)]
