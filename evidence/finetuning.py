@@ -60,7 +60,7 @@ def reciter(steps=200):
 
 class Task:
     metric, optimizer = "loss on summaries", "AdamW"
-    autocast = compiled = True
+    autocast = True
 
     def __init__(self, name, lr, start, training, testing, steps, size, small):
         self.name, self.hypers = name, {"lr": lr, "weight_decay": 0.0}

@@ -110,7 +110,10 @@ class Training:
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         self.opt = row.optimizer(task.optimizer, self.model, task.hypers)
         on_gpu = device.type == "cuda"
-        self.forward = torch.compile(self.model) if on_gpu and getattr(task, "compiled", False) else self.model
+        self.forward = self.model
+        if on_gpu and getattr(task, "compiled", False):
+            torch._dynamo.reset()  # each run is compiled as the first is
+            self.forward = torch.compile(self.model)
         self.narrow = on_gpu and getattr(task, "autocast", False) and row.dtype == torch.float32
         self.scaler = torch.amp.GradScaler(device.type, row.loss_scale) if row.loss_scale else None
         self.order = torch.Generator().manual_seed(1000 + seed)  # the same batches for every row

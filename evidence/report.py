@@ -18,81 +18,113 @@ DRAWN = (REFERENCE, "scruple", "scant", "flash", "scruple, compressed", "torch b
 
 
 def read(folder):
-    """{task: {row: [runs]}}, in the order in which they came."""
+    """{task: {row: ([runs], its times or {})}}, in the order in which they came."""
     tasks = {}
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text().splitlines():
             line = json.loads(text)
-            tasks.setdefault(line["task"], {}).setdefault(line["row"], []).append(line)
-    return tasks
+            runs, times = tasks.setdefault(line["task"], {}).setdefault(line["row"], ([], {}))
+            runs.append(line) if "seed" in line else times.update(line)
+    found = {task: {row: kept for row, kept in rows.items() if kept[0]} for task, rows in tasks.items()}
+    return {task: rows for task, rows in found.items() if rows}
 
 
-def spread(values):
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+def mean(values):
+    values = list(values)
+    return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def gap(runs, reference):
+    """To the reference of the same seed, with the error of the mean."""
+    gaps = [run["lead"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
+    if not gaps:
+        return ""
+    error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.4f}" if len(gaps) > 1 else ""
+    return f"{statistics.mean(gaps):+.4f}{error}"
 
 
 def table(rows):
-    metrics = list(next(iter(rows.values()))[0]["metrics"])
-    lead = metrics[0]
-    head = [lead, "gap to fp32", *metrics[1:], "training loss", "bytes per parameter: weights + state + gradients", "ms per step"]
-    head += ["update off by", "sqrt(v) off by 1.5 x"]
-    out = ["| row (seeds) | " + " | ".join(head) + " |", "| --- |" + " ---: |" * len(head)]
-    reference = {run["seed"]: run["metrics"][lead] for run in rows.get(REFERENCE, [])}
-    for name, runs in rows.items():
-        values = {metric: [run["metrics"][metric] for run in runs] for metric in metrics}
-        cells = [f"{name} ({len(runs)})"]
-        for metric in metrics:
-            cells.append(f"{statistics.mean(values[metric]):.4f} ± {spread(values[metric]):.4f}")
-        gaps = [run["metrics"][lead] - reference[run["seed"]] for run in runs if run["seed"] in reference]
-        gap = ""
-        if name != REFERENCE and gaps:
-            gap = f"{statistics.mean(gaps):+.4f} ± {spread(gaps) / math.sqrt(len(gaps)):.4f}"
-        cells.insert(2, gap)
-        last = [statistics.mean(run["losses"][-len(run["losses"]) // 10 :]) for run in runs]
-        cells.append(f"{statistics.mean(last):.4f} ± {spread(last):.4f}")
-        kept = runs[-1]["bytes"]
-        parts = [kept["weights"], kept["state"], kept["gradients"]]
-        cells.append(f"{sum(parts):.2f}: " + " + ".join(f"{part:.2f}" for part in parts))
-        cells.append(f"{statistics.median(run['ms'] for run in runs):.2f}")
+    metrics = list(next(iter(rows.values()))[0][0]["metrics"])
+    for runs, _ in rows.values():
+        for run in runs:
+            run["lead"] = run["metrics"][metrics[0]]
+    reference = {run["seed"]: run["lead"] for run in rows.get(REFERENCE, ([], {}))[0]}
+    columns = {}  # {title: {row: cell}}
+
+    def put(title, row, cell):
+        columns.setdefault(title, {})[row] = cell
+
+    for name, (runs, times) in rows.items():
+        put("row (seeds)", name, f"{name} ({len(runs)})")
+        put(metrics[0], name, mean(run["lead"] for run in runs))
+        put("gap to fp32", name, "" if name == REFERENCE else gap(runs, reference))
+        for metric in metrics[1:]:
+            put(metric, name, mean(run["metrics"][metric] for run in runs))
+        put("training loss", name, mean(statistics.mean(run["losses"][-len(run["losses"]) // 10 :]) for run in runs))
+        parts = [runs[-1]["bytes"][kind] for kind in ("weights", "state", "gradients")]
+        detail = " + ".join(f"{part:.2f}" for part in parts)
+        put("bytes per parameter: weights + state + gradients", name, f"{sum(parts):.2f}: {detail}")
+        if "peak_gib" in times:
+            put("peak memory, GiB", name, f"{times['peak_gib']:.2f}")
+        if times:
+            put("ms per step (its optimizer)", name, f"{times['ms']:.2f} ({times['ms_optimizer']:.2f})")
         last = [run["errors"][-1] for run in runs if run["errors"]]
-        for key in ("relative", "far"):
-            cells.append(f"{100 * statistics.mean(error[key] for error in last):.1f} %" if last else "")
-        out.append("| " + " | ".join(cells) + " |")
+        for key, title in (("relative", "update off by"), ("far", "sqrt(v) off by 1.5 x")):
+            if last and key in last[0]:
+                put(title, name, f"{100 * statistics.mean(error[key] for error in last):.1f} %")
+    out = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
+    out += ["| " + " | ".join(cells.get(row, "") for cells in columns.values()) + " |" for row in rows]
     return "\n".join(out)
 
 
-def picture(task, rows):
-    """Training losses of the first seed, as SVG."""
+def chart(title, curves, ends):
+    """{name: [(x, y), ...]} as SVG; `ends` are what stands under the x axis."""
     width, height, left, top, bottom = 720, 300, 50, 16, 34
-    curves = {name: rows[name][0]["losses"] for name in DRAWN if name in rows}
-    every = [loss for losses in curves.values() for loss in losses if math.isfinite(loss)]
-    low, high = min(every), sorted(every)[-max(1, len(every) // 50)]
+    points = [point for curve in curves.values() for point in curve if math.isfinite(point[1])]
+    across = [x for x, _ in points]
+    every = sorted(y for _, y in points)
+    first, reach = min(across), (max(across) - min(across)) or 1.0
+    low, high = every[0], every[-max(1, len(every) // 50)]
     span = (high - low) or 1.0
 
-    def place(i, count, loss):
-        x = left + (width - left - 170) * i / max(1, count - 1)
-        y = top + (height - top - bottom) * (1 - (min(loss, high) - low) / span)
-        return f"{x:.1f},{y:.1f}"
+    def place(x, y):
+        right = left + (width - left - 170) * (x - first) / reach
+        return f"{right:.1f},{top + (height - top - bottom) * (1 - (min(y, high) - low) / span):.1f}"
 
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f"<title>{html.escape(task)}: training loss</title>",
+        f"<title>{html.escape(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     for share in (0.0, 0.5, 1.0):
         y = top + (height - top - bottom) * (1 - share)
         out.append(f'<path d="M{left} {y:.1f}H{width - 170}" stroke="#dddddd"/>')
         out.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{low + share * span:.3f}</text>')
-    steps = next(iter(rows.values()))[0]["steps"]
-    out.append(f'<text x="{left}" y="{height - 10}">step 0</text>')
-    out.append(f'<text x="{width - 170}" y="{height - 10}" text-anchor="end">{steps:,}</text>')
-    for i, (name, losses) in enumerate(curves.items()):
-        points = " ".join(place(k, len(losses), loss) for k, loss in enumerate(losses) if math.isfinite(loss))
-        out.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[i]}" stroke-width="1.5"/>')
+    out.append(f'<text x="{left}" y="{height - 10}">{ends[0]}</text>')
+    out.append(f'<text x="{width - 170}" y="{height - 10}" text-anchor="end">{ends[1]}</text>')
+    for i, (name, curve) in enumerate(curves.items()):
+        line = " ".join(place(x, y) for x, y in curve if math.isfinite(y))
+        out.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[i]}" stroke-width="1.5"/>')
         y = top + 14 + 18 * i
         out.append(f'<path d="M{width - 160} {y - 4}h18" stroke="{COLOURS[i]}" stroke-width="3"/>')
         out.append(f'<text x="{width - 136}" y="{y}">{html.escape(name)}</text>')
     return "\n".join([*out, "</svg>", ""])
+
+
+def picture(task, rows):
+    """Where rows are numbers of bits, the metric against them; else training losses of the first seed."""
+    bits = {}
+    for name, (runs, _) in rows.items():
+        if found := re.fullmatch(r"(\d+) bits, (\w+)", name):
+            bits.setdefault(found[2], []).append((int(found[1]), statistics.mean(run["lead"] for run in runs)))
+    if bits:
+        most = max(x for curve in bits.values() for x, _ in curve)
+        exact = statistics.mean(run["lead"] for run in rows[REFERENCE][0])
+        return chart(f"{task}: loss against bits", {**bits, REFERENCE: [(0, exact), (most, exact)]}, ("0 bits", f"{most}"))
+    drawn = [name for name in DRAWN if name in rows] if REFERENCE in rows and len(rows) > len(COLOURS) else list(rows)
+    curves = {name: list(enumerate(rows[name][0][0]["losses"])) for name in drawn[: len(COLOURS)]}
+    steps = next(iter(rows.values()))[0][0]["steps"]
+    return chart(f"{task}: training loss", curves, ("step 0", f"{steps:,}"))
 
 
 def main():
@@ -101,12 +133,12 @@ def main():
     pictures = {}
     for task, rows in read(HERE / "lines").items():
         name = re.sub(r"[^a-z0-9]+", "-", task.lower()).strip("-")
-        pictures[HERE / "pictures" / f"{name}.svg"] = picture(task, rows)
-        run = next(iter(rows.values()))[0]
+        run = next(iter(rows.values()))[0][0]
         made = (
             f"{run['parameters']:,} parameters, {run['steps']:,} steps, {run['device']}, torch {run['torch']}, "
-            f"{run['date']}.\n\n{table(rows)}\n\n![Training loss](pictures/{name}.svg)\n"
+            f"{run['date']}.\n\n{table(rows)}\n\n![What the rows did](pictures/{name}.svg)\n"
         )
+        pictures[HERE / "pictures" / f"{name}.svg"] = picture(task, rows)
         begin, end = f"<!-- {task} -->\n", "<!-- end -->"
         if begin not in text:
             sys.exit(f"evidence/README.md has no place for {task!r}: add the lines {begin.strip()} and {end}")
