@@ -21,6 +21,7 @@ and, where it wants them,
 import contextlib
 import dataclasses
 import datetime
+import gc
 import importlib
 import importlib.util
 import math
@@ -275,6 +276,8 @@ def run(task, row, seed, device, progress=lambda text: None):
 
 def clock(task, row, device, warm=12, steps=30):
     """Time and memory of a row, with the device to itself: what is compiled or allocated at first is not counted."""
+    gc.collect()  # what an earlier row has left, and the data, are not this row's
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     training = Training(task, row, 0, device)
 
     def now():
@@ -295,5 +298,5 @@ def clock(task, row, device, warm=12, steps=30):
     line = {**head(task, row, device), "ms": 1e3 * sorted(whole[warm:])[steps // 2]}
     line["ms_optimizer"] = 1e3 * sorted(stepping[warm:])[steps // 2]
     if device.type == "cuda":
-        line["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        line["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
     return line
