@@ -135,7 +135,7 @@ class Task:
     metric, optimizer, autocast = "Frechet distance", "Adam", True
 
     def __init__(self, data, small, device):
-        self.name, self.device, self.small = "gan" + (", small" if small else ""), device, small
+        self.name, self.device, self.small = "gan, small" if small else "gan, MNIST", device, small
         self.hypers = {"lr": 4e-3 if small else 2e-4, "betas": (0.5, 0.999)}
         self.steps, self.size, self.samples = (160, 32, 1000) if small else (4000, 128, 10000)
         sets = shapes(2000) if small else mnist(data)
