@@ -15,7 +15,7 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-TASKS = ("recommendation", "pretraining", "finetuning", "bits", "images", "gan")
+TASKS = ("images", "recommendation", "translation", "gan", "pretraining", "finetuning", "bits", "underflow")
 
 
 def arguments():
