@@ -209,7 +209,7 @@ class Shadow:
             sums += torch.stack([part.sum().double() for part in parts])
         dot, ours2, true2, off2, far, count = sums.tolist()
         found = {"relative": math.sqrt(off2 / true2), "cosine": dot / math.sqrt(ours2 * true2)}
-        return {**found, "far": far / count} if self.adam else found
+        return {**found, "far": far / max(1, count)} if self.adam else found
 
 
 def nbytes(things, seen=None):
