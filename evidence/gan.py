@@ -12,6 +12,7 @@ import gzip
 import math
 import pathlib
 
+import report
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -176,8 +177,10 @@ class Task:
         distance = frechet(features, self.features)
         return {"Frechet distance": distance, "surely a digit, %": 100 * float(sure.float().mean())}
 
-    def extras(self, model, path):
-        """A sheet of 4 x 8 samples as SVG, in three greys on black, a run of equal pixels at a time."""
+    def finished(self, model, row, seed):
+        """For the page, a sheet of 4 x 8 samples as SVG, in three greys on black, a run of equal pixels at a time."""
+        if self.small or seed > 0 or row.name not in (report.REFERENCE, "scruple"):
+            return
         images = self.drawn(model, self.noise[:32])
         edge = images.shape[-1]
         sheet = images.view(4, 8, edge, edge).transpose(1, 2).reshape(4 * edge, 8 * edge)
@@ -193,7 +196,8 @@ class Task:
         out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" shape-rendering="crispEdges">']
         out.append('<path d="M0 0h9999v9999H0z"/>')
         out += [f'<path fill="{fill}" d="{"".join(runs[i])}"/>' for i, fill in ((1, "#666"), (2, "#aaa"), (3, "#fff"))]
-        pathlib.Path(path).write_text("\n".join([*out, "</svg>", ""]))
+        path = report.HERE / "pictures" / f"gan-{row.name.replace(' ', '-')}.svg"
+        path.write_text("\n".join([*out, "</svg>", ""]))
 
 
 def tasks(data, small, device):
