@@ -15,7 +15,7 @@ and, where it wants them,
   rate(step)               the learning rate as a share of the peak; else warm-up and a cosine
   autocast                 True: on a GPU, weights in fp32 are multiplied in bf16, as mixed precision does
   compiled                 True: on a GPU, loss() gets the model compiled
-  finished(model, row, seed)   called after a run
+  finished(model, row, seed)   called after the last step, before evaluate()
 """
 
 import contextlib

@@ -31,13 +31,15 @@ def read(folder):
 
 def mean(values):
     values = list(values)
+    if not all(map(math.isfinite, values)):
+        return "not a number"
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
 
 
 def gap(runs, reference):
     """To the reference of the same seed, with the error of the mean."""
     gaps = [run["lead"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
-    if not gaps:
+    if not gaps or not all(map(math.isfinite, gaps)):
         return ""
     error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.4f}" if len(gaps) > 1 else ""
     return f"{statistics.mean(gaps):+.4f}{error}"
@@ -121,8 +123,9 @@ def picture(task, rows):
         most = max(x for curve in bits.values() for x, _ in curve)
         exact = statistics.mean(run["lead"] for run in rows[REFERENCE][0])
         return chart(f"{task}: loss against bits", {**bits, REFERENCE: [(0, exact), (most, exact)]}, ("0 bits", f"{most}"))
-    drawn = [name for name in DRAWN if name in rows] if REFERENCE in rows and len(rows) > len(COLOURS) else list(rows)
-    curves = {name: list(enumerate(rows[name][0][0]["losses"])) for name in drawn[: len(COLOURS)]}
+    drawn = [name for name in DRAWN if name in rows]
+    drawn = drawn if len(drawn) > 2 else list(rows)[: len(COLOURS)]
+    curves = {name: list(enumerate(rows[name][0][0]["losses"])) for name in drawn}
     steps = next(iter(rows.values()))[0][0]["steps"]
     return chart(f"{task}: training loss", curves, ("step 0", f"{steps:,}"))
 
