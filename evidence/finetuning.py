@@ -8,10 +8,10 @@ summary alone. The small form learns the alphabet, and is tuned to say it backwa
 
 import json
 import pathlib
+import zlib
 
 import torch
 from language import KEPT, LETTERS, gpt2, letters, read, small_gpt, spelled, tokenizer
-from torch.nn import functional
 
 LENGTH = 512
 
@@ -65,6 +65,7 @@ class Task:
     def __init__(self, name, lr, start, training, testing, steps, size, small):
         self.name, self.hypers = name, {"lr": lr, "weight_decay": 0.0}
         self.start, self.training, self.testing = start, training, testing
+        self.begin = f"{zlib.crc32(start['tokens.weight'].numpy()):08x}"  # runs from other weights are not compared
         self.steps, self.size, self.shape = steps, size, small_gpt if small else gpt2
 
     def model(self):
@@ -95,7 +96,7 @@ def tasks(data, small, device, name="fine-tuning", rates=(1e-5, 1e-6)):
         if not data:
             raise SystemExit("fine-tuning wants --data DIR, the data set SciTLDR (train.jsonl.xz, test.jsonl.xz)")
         if not (KEPT / "gpt2.pt").exists():
-            raise SystemExit("fine-tuning starts from pretraining's weights: run make evidence TASK=pretraining DATA=DIR first")
+            raise SystemExit("fine-tuning starts from weights of TASK=pretraining, which has not run here: run it first")
         start = torch.load(KEPT / "gpt2.pt", map_location="cpu")
         sets, steps, size = [summaries(data, part) for part in ("train", "test")], 375, 16
     sets = [[part.to(device) for part in parts] for parts in sets]

@@ -9,7 +9,6 @@ optimizer for both.
 """
 
 import gzip
-import math
 import pathlib
 
 import report

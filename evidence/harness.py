@@ -14,6 +14,7 @@ and, where it wants them,
   rows                     other rows than ROWS
   rate(step)               the learning rate as a share of the peak; else warm-up and a cosine
   autocast                 True: on a GPU, weights in fp32 are multiplied in bf16, as mixed precision does
+  begin                    what tells its first weights from others, where they are not made by the seed alone
   compiled                 True: on a GPU, loss() gets the model compiled
   finished(model, row, seed)   called after the last step, before evaluate()
 """
@@ -238,6 +239,7 @@ def head(task, row, device):
     return {
         "task": task.name,
         "row": row.name,
+        "place": [known.name for known in getattr(task, "rows", ROWS)].index(row.name),
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
@@ -265,6 +267,7 @@ def run(task, row, seed, device, progress=lambda text: None):
     return {
         **head(task, row, device),
         "seed": seed,
+        "begin": getattr(task, "begin", None),
         "parameters": sum(p.numel() for p in training.params),
         "steps": task.steps,
         "metrics": training.evaluate(),

@@ -18,7 +18,7 @@ DRAWN = (REFERENCE, "scruple", "scant", "flash", "scruple, compressed", "torch b
 
 
 def read(folder):
-    """{task: {row: ([runs], its times or {})}}, in the order in which they came."""
+    """{task: {row: ([runs], its times or {})}}, rows in the order of the harness."""
     tasks = {}
     for path in sorted(folder.glob("*.jsonl")):
         for text in path.read_text().splitlines():
@@ -26,7 +26,11 @@ def read(folder):
             runs, times = tasks.setdefault(line["task"], {}).setdefault(line["row"], ([], {}))
             runs.append(line) if "seed" in line else times.update(line)
     found = {task: {row: kept for row, kept in rows.items() if kept[0]} for task, rows in tasks.items()}
-    return {task: rows for task, rows in found.items() if rows}
+    return {
+        task: dict(sorted(rows.items(), key=lambda row: row[1][0][0]["place"]))
+        for task, rows in found.items()
+        if REFERENCE in rows  # a table without it says nothing
+    }
 
 
 def mean(values):
@@ -36,9 +40,14 @@ def mean(values):
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
 
 
+def twin(run):
+    """What a run shares with the reference that it is compared with."""
+    return run["seed"], run.get("begin")
+
+
 def gap(runs, reference):
     """To the reference of the same seed, with the error of the mean."""
-    gaps = [run["lead"] - reference[run["seed"]] for run in runs if run["seed"] in reference]
+    gaps = [run["lead"] - reference[twin(run)] for run in runs if twin(run) in reference]
     if not gaps or not all(map(math.isfinite, gaps)):
         return ""
     error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.4f}" if len(gaps) > 1 else ""
@@ -50,7 +59,7 @@ def table(rows):
     for runs, _ in rows.values():
         for run in runs:
             run["lead"] = run["metrics"][metrics[0]]
-    reference = {run["seed"]: run["lead"] for run in rows.get(REFERENCE, ([], {}))[0]}
+    reference = {twin(run): run["lead"] for run in rows[REFERENCE][0]}
     columns = {}  # {title: {row: cell}}
 
     def put(title, row, cell):
@@ -76,6 +85,27 @@ def table(rows):
                 put(title, name, f"{100 * statistics.mean(error[key] for error in last):.1f} %")
     out = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
     out += ["| " + " | ".join(cells.get(row, "") for cells in columns.values()) + " |" for row in rows]
+    return "\n".join(out)
+
+
+def summary(tasks):
+    """Of each task with a scruple row: what a reader asks first."""
+    head = ("task", "metric", "torch fp32 (seeds)", "`scruple`: gap", "in per cent", "bytes per parameter", "peak memory, GiB", "ms per step")
+    out = ["| " + " | ".join(head) + " |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
+    for task, rows in tasks.items():
+        if "scruple" not in rows:
+            continue
+        (exact, times), (ours, our_times) = rows[REFERENCE], rows["scruple"]
+        reference = {twin(run): run["lead"] for run in exact}
+        gaps = [run["lead"] - reference[twin(run)] for run in ours if twin(run) in reference]
+        cells = [task, list(exact[0]["metrics"])[0], f"{mean(run['lead'] for run in exact)} ({len(exact)})"]
+        cells += [f"{gap(ours, reference)} ({len(ours)})"]
+        cells += [f"{100 * statistics.mean(gaps) / statistics.mean(reference.values()):+.2f} %"]
+        cells += [" → ".join(f"{sum(runs[-1]['bytes'].values()):.2f}" for runs in (exact, ours))]
+        for name, digits in (("peak_gib", 2), ("ms", 2)):
+            known = name in times and name in our_times
+            cells += [" → ".join(f"{kept[name]:.{digits}f}" for kept in (times, our_times)) if known else ""]
+        out.append("| " + " | ".join(cells) + " |")
     return "\n".join(out)
 
 
@@ -126,27 +156,30 @@ def picture(task, rows):
     drawn = [name for name in DRAWN if name in rows]
     drawn = drawn if len(drawn) > 2 else list(rows)[: len(COLOURS)]
     curves = {name: list(enumerate(rows[name][0][0]["losses"])) for name in drawn}
-    steps = next(iter(rows.values()))[0][0]["steps"]
+    steps = rows[REFERENCE][0][0]["steps"]
     return chart(f"{task}: training loss", curves, ("step 0", f"{steps:,}"))
 
 
 def main():
     page = HERE / "README.md"
     text = before = page.read_text()
-    pictures = {}
-    for task, rows in read(HERE / "lines").items():
-        name = re.sub(r"[^a-z0-9]+", "-", task.lower()).strip("-")
-        run = next(iter(rows.values()))[0][0]
-        made = (
-            f"{run['parameters']:,} parameters, {run['steps']:,} steps, {run['device']}, torch {run['torch']}, "
-            f"{run['date']}.\n\n{table(rows)}\n\n![What the rows did](pictures/{name}.svg)\n"
-        )
-        pictures[HERE / "pictures" / f"{name}.svg"] = picture(task, rows)
-        begin, end = f"<!-- {task} -->\n", "<!-- end -->"
+    tasks, pictures = read(HERE / "lines"), {}
+
+    def put(place, made):
+        nonlocal text
+        begin, end = f"<!-- {place} -->\n", "<!-- end -->"
         if begin not in text:
-            sys.exit(f"evidence/README.md has no place for {task!r}: add the lines {begin.strip()} and {end}")
+            sys.exit(f"evidence/README.md has no place for {place!r}: add the lines {begin.strip()} and {end}")
         head, _, rest = text.partition(begin)
         text = head + begin + made + end + rest.partition(end)[2]
+
+    for task, rows in tasks.items():
+        name = re.sub(r"[^a-z0-9]+", "-", task.lower()).strip("-")
+        run = rows[REFERENCE][0][0]
+        facts = f"{run['parameters']:,} parameters, {run['steps']:,} steps, {run['device']}, torch {run['torch']}, {run['date']}"
+        put(task, f"{facts}.\n\n{table(rows)}\n\n![What the rows did](pictures/{name}.svg)\n")
+        pictures[HERE / "pictures" / f"{name}.svg"] = picture(task, rows)
+    put("summary", summary(tasks) + "\n")
     if "--check" in sys.argv[1:]:
         stale = [path for path, svg in pictures.items() if not path.exists() or path.read_text() != svg]
         if text != before or stale:

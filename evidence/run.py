@@ -73,10 +73,14 @@ def main():
     done = set()
     if path.exists():
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        done = {(line["task"], line["row"], line.get("seed")) for line in lines}
+        done = {(line["task"], line["row"], line.get("seed"), line.get("begin")) for line in lines}
     tasks = importlib.import_module(asked.task).tasks(asked.data, asked.small, device)
     wanted = [(task, *run) for task in tasks if re.search(asked.only, task.name) for run in runs_of(task, asked, device)]
-    wanted = [(task, row, seed) for task, row, seed in wanted if (task.name, row.name, seed) not in done]
+    wanted = [
+        (task, row, seed)
+        for task, row, seed in wanted
+        if (task.name, row.name, seed, None if asked.times else getattr(task, "begin", None)) not in done
+    ]
     for task, row, seed in wanted[max(0, asked.share - 1) :: asked.jobs]:
         if time.monotonic() - start > 60 * asked.minutes:
             print("time is over; the same command goes on from here", flush=True)
