@@ -110,18 +110,19 @@ def summary(tasks):
 
 
 def chart(title, curves, ends):
-    """{name: [(x, y), ...]} as SVG; `ends` are what stands under the x axis."""
-    width, height, left, top, bottom = 720, 300, 50, 16, 34
+    """{name: [(x, y), ...]} as SVG; `ends` are what stands under the x axis. Who is far above the reference leaves it."""
+    width, height, left, right, top, bottom = 760, 300, 50, 210, 16, 34
     points = [point for curve in curves.values() for point in curve if math.isfinite(point[1])]
     across = [x for x, _ in points]
     every = sorted(y for _, y in points)
     first, reach = min(across), (max(across) - min(across)) or 1.0
-    low, high = every[0], every[-max(1, len(every) // 50)]
+    exact = [y for _, y in curves[REFERENCE]]
+    low, high = every[0], min(every[-max(1, len(every) // 50)], max(exact) + max(0.5 * (max(exact) - every[0]), 1.0))
     span = (high - low) or 1.0
 
     def place(x, y):
-        right = left + (width - left - 170) * (x - first) / reach
-        return f"{right:.1f},{top + (height - top - bottom) * (1 - (min(y, high) - low) / span):.1f}"
+        across = left + (width - left - right) * (x - first) / reach
+        return f"{across:.1f},{top + (height - top - bottom) * (1 - (min(y, high) - low) / span):.1f}"
 
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
@@ -130,16 +131,17 @@ def chart(title, curves, ends):
     ]
     for share in (0.0, 0.5, 1.0):
         y = top + (height - top - bottom) * (1 - share)
-        out.append(f'<path d="M{left} {y:.1f}H{width - 170}" stroke="#dddddd"/>')
+        out.append(f'<path d="M{left} {y:.1f}H{width - right}" stroke="#dddddd"/>')
         out.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{low + share * span:.3f}</text>')
     out.append(f'<text x="{left}" y="{height - 10}">{ends[0]}</text>')
-    out.append(f'<text x="{width - 170}" y="{height - 10}" text-anchor="end">{ends[1]}</text>')
+    out.append(f'<text x="{width - right}" y="{height - 10}" text-anchor="end">{ends[1]}</text>')
     for i, (name, curve) in enumerate(curves.items()):
         line = " ".join(place(x, y) for x, y in curve if math.isfinite(y))
-        out.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[i]}" stroke-width="1.5"/>')
+        thick = 3.5 if name == REFERENCE else 1.5  # seen under those that cover it
+        out.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[i]}" stroke-width="{thick}"/>')
         y = top + 14 + 18 * i
-        out.append(f'<path d="M{width - 160} {y - 4}h18" stroke="{COLOURS[i]}" stroke-width="3"/>')
-        out.append(f'<text x="{width - 136}" y="{y}">{html.escape(name)}</text>')
+        out.append(f'<path d="M{width - right + 10} {y - 4}h18" stroke="{COLOURS[i]}" stroke-width="3"/>')
+        out.append(f'<text x="{width - right + 34}" y="{y}">{html.escape(name)}</text>')
     return "\n".join([*out, "</svg>", ""])
 
 
@@ -152,7 +154,7 @@ def picture(task, rows):
     if bits:
         most = max(x for curve in bits.values() for x, _ in curve)
         exact = statistics.mean(run["lead"] for run in rows[REFERENCE][0])
-        return chart(f"{task}: loss against bits", {**bits, REFERENCE: [(0, exact), (most, exact)]}, ("0 bits", f"{most}"))
+        return chart(f"{task}: loss against bits", {REFERENCE: [(0, exact), (most, exact)], **bits}, ("0 bits", f"{most}"))
     drawn = [name for name in DRAWN if name in rows]
     drawn = drawn if len(drawn) > 2 else list(rows)[: len(COLOURS)]
     curves = {name: list(enumerate(rows[name][0][0]["losses"])) for name in drawn}
