@@ -57,14 +57,15 @@ test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's
 	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_TEST_DEVICE=cuda SCRUPLE_COMPILERS=g++ \
 	  ctest --test-dir $(BUILD)/gpu --output-on-failure -j$(JOBS) -E '$(CPU_ONLY)'
 
-# The page is made of the whole runs; without DATA a task draws its own. SMALL=1: a minute on 2 cores, kept in build/.
+# The page is made of the whole runs; without DATA a task draws its own. SMALL=1: some minutes on 2 cores, kept in build/.
 evidence: ## re-make a table of evidence/: make evidence TASK=recommendation [DATA=DIR] [SMALL=1]
+	@$(if $(TASK),,echo "Which TASK? $$(ls evidence/lines | sed 's/\..*//' | tr '\n' ' ')images; such as make evidence TASK=recommendation SMALL=1"; exit 2)
 	@scripts/packages.sh build
 	@scripts/python.sh
 	@$(CONFIGURE) -B $(BUILD) $(CUDA_FLAGS)
 	@cmake --build $(BUILD) -j$(JOBS) --target scruple
 	@PYTHONPATH=python SCRUPLE_LIBRARY=$(BUILD)/libscruple.so .venv/bin/python evidence/run.py $(TASK) \
-	  $(if $(DATA),--data $(DATA)) $(if $(SMALL),--small --lines $(BUILD)/evidence.jsonl)
+	  $(if $(DATA),--data $(DATA)) $(if $(SMALL),--small)
 	@$(if $(SMALL),,.venv/bin/python evidence/report.py)
 
 demo: CUDA = OFF

@@ -17,6 +17,7 @@ and, where it wants them,
   begin                    what tells its first weights from others, where they are not made by the seed alone
   compiled                 True: on a GPU, loss() gets the model compiled
   finished(model, row, seed)   called after the last step, before evaluate()
+  needs(row, seed)         True: run it, though its line is there: what finished() keeps is not
 """
 
 import contextlib
@@ -24,6 +25,7 @@ import dataclasses
 import datetime
 import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import math
 import platform
@@ -116,13 +118,20 @@ class Training:
         if on_gpu and getattr(task, "compiled", False):
             torch._dynamo.reset()  # each run is compiled as the first is
             self.forward = torch.compile(self.model)
-        self.narrow = on_gpu and getattr(task, "autocast", False) and row.dtype == torch.float32
+        self.autocasts = on_gpu and getattr(task, "autocast", False) and row.dtype == torch.float32
         self.scaler = torch.amp.GradScaler(device.type, row.loss_scale) if row.loss_scale else None
         self.order = torch.Generator().manual_seed(1000 + seed)  # the same batches for every row
         self.gradients = 0  # the most bytes of them
+        if row.gradients != "stored":  # they are gone when backward ends: the step is taken inside
+            path = self.opt._handle._path
+            end = path.end
+            path.end = lambda: (self.count_gradients(), end())
 
     def precision(self):
-        return torch.autocast(self.device.type, torch.bfloat16) if self.narrow else contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else contextlib.nullcontext()
+
+    def count_gradients(self):
+        self.gradients = max(self.gradients, nbytes([*(p.grad for p in self.params), *accumulators(self.opt)]))
 
     def step(self, number, batch, watch=lambda: None):
         """The loss. `watch` is called when all gradients are there."""
@@ -137,7 +146,7 @@ class Training:
             if self.row.gradients == "stored":  # a release takes the mean itself
                 loss = loss / self.row.passes
             (self.scaler.scale(loss) if self.scaler else loss).backward()
-        self.gradients = max(self.gradients, nbytes([*(p.grad for p in self.params), *accumulators(self.opt)]))
+        self.count_gradients()
         watch()
         if self.scaler:
             self.scaler.step(self.opt)
@@ -174,7 +183,9 @@ class Shadow:
         self.params, self.adam = training.params, training.task.optimizer != "SGD"
         self.beta1, self.beta2 = hypers.get("betas", (0.9, 0.999)) if self.adam else (hypers["momentum"], 0.0)
         self.decay = 0.0 if training.task.optimizer == "AdamW" else hypers.get("weight_decay", 0.0)
-        self.eps, self.steps = hypers.get("eps", 1e-8), 0
+        self.decays = 1.0 if training.task.optimizer == "AdamW" else 0.0
+        self.decays *= hypers.get("weight_decay", 1e-2)
+        self.eps, self.steps, self.training = hypers.get("eps", 1e-8), 0, training
         self.m, self.v = ([torch.zeros_like(p, dtype=torch.float32) for p in self.params] for _ in range(2))
 
     @torch.no_grad()
@@ -191,25 +202,33 @@ class Shadow:
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
 
+    def weights(self):
+        """At full width, extra bits and all."""
+        full = self.training.opt.master_weights() if self.training.row.recipe else {p: p.detach() for p in self.params}
+        return [full[p].double() for p in self.params]
+
     @torch.no_grad()
-    def errors(self, state):
-        """Of the update by the moments of `state`, a state dict as torch's, next to this one's."""
-        scale = math.sqrt(1 - self.beta2**self.steps)
+    def errors(self, before):
+        """Of the step that was just taken, from the weights `before`: how far what arrived in the weights is from the
+        step by exact moments, and what share of sqrt(v) is off by more than 1.5 times."""
+        opt, row = self.training.opt, self.training.row
+        lr, state = opt.param_groups[0]["lr"], opt.state_dict(as_="torch") if row.recipe else opt.state_dict()
+        correction1, correction2 = (1 - beta**self.steps for beta in (self.beta1, self.beta2))
         sums = torch.zeros(6, dtype=torch.float64, device=self.m[0].device)  # ours true, ours^2, true^2, off^2, far, all
-        for i, (m, v) in enumerate(zip(self.m, self.v)):
-            kept = {key: value.to(m.device).float() for key, value in state["state"][i].items() if torch.is_tensor(value)}
+        for i, (m, v, old, new) in enumerate(zip(self.m, self.v, before, self.weights())):
+            ours, far, all_ = new - old, m[:0], m[:0]
             if self.adam:
-                ours = kept["exp_avg"] / (kept["exp_avg_sq"].sqrt() / scale + self.eps)
-                true = m / (v.sqrt() / scale + self.eps)
-                ratio = (kept["exp_avg_sq"].clamp_min(1e-45) / v.clamp_min(1e-45)).sqrt()
-                here = v > 0  # elements that have had a gradient
-                far = ((ratio > 1.5) | (ratio < 1 / 1.5)) & here
+                true = -lr * (m / correction1 / ((v / correction2).sqrt() + self.eps) + self.decays * old)
+                kept = state["state"][i]["exp_avg_sq"].to(m.device).float()
+                ratio = (kept.clamp_min(1e-45) / v.clamp_min(1e-45)).sqrt()
+                all_ = v > 0  # elements that have had a gradient
+                far = ((ratio > 1.5) | (ratio < 1 / 1.5)) & all_
             else:
-                ours, true, far, here = kept["momentum_buffer"], m, m[:0], m[:0]
-            parts = ours.double() * true, ours.double() ** 2, true.double() ** 2, (ours - true).double() ** 2, far, here
+                true = -lr * m.double()
+            parts = ours * true, ours**2, true**2, (ours - true) ** 2, far, all_
             sums += torch.stack([part.sum().double() for part in parts])
         dot, ours2, true2, off2, far, count = sums.tolist()
-        found = {"relative": math.sqrt(off2 / true2), "cosine": dot / math.sqrt(ours2 * true2)}
+        found = {"applied": math.sqrt(off2 / true2), "cosine": dot / math.sqrt(max(ours2 * true2, 1e-300))}
         return {**found, "far": far / max(1, count)} if self.adam else found
 
 
@@ -236,6 +255,8 @@ def accumulators(opt):
 
 
 def head(task, row, device):
+    """What tells a line from others, and what it was made with."""
+    package = row.other.split(":")[0].split(".")[0] if row.other else None
     return {
         "task": task.name,
         "row": row.name,
@@ -244,6 +265,9 @@ def head(task, row, device):
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "scruple": scruple.version(),
+        **({package: importlib.metadata.version(package)} if package else {}),
+        "begin": getattr(task, "begin", None),
+        "steps": task.steps,
     }
 
 
@@ -255,21 +279,21 @@ def run(task, row, seed, device, progress=lambda text: None):
     moments = {max(1, int(task.steps * share)) for share in (0.25, 0.6, 0.95)}
     losses, errors, every = [], [], max(1, task.steps // 20)
     for step in range(task.steps):
+        looks = shadow is not None and step + 1 in moments
+        before = shadow.weights() if looks else None
         losses.append(training.step(step, task.batch(training.order), shadow.see if shadow else lambda: None))
-        if shadow is not None and step + 1 in moments:
-            state = training.opt.state_dict(as_="torch") if row.recipe else training.opt.state_dict()
-            errors.append({"step": step + 1, **shadow.errors(state)})
+        if looks:
+            errors.append({"step": step + 1, **shadow.errors(before)})
         if (step + 1) % every == 0:
             progress(f"step {step + 1}/{task.steps}  loss {float(losses[-1]):.4f}")
     losses = torch.stack(losses).float().cpu()
     if hasattr(task, "finished"):
-        task.finished(training.model, row, seed)
+        with training.precision():
+            task.finished(training.model, row, seed)
     return {
         **head(task, row, device),
         "seed": seed,
-        "begin": getattr(task, "begin", None),
         "parameters": sum(p.numel() for p in training.params),
-        "steps": task.steps,
         "metrics": training.evaluate(),
         "losses": [round(float(part.mean()), 5) for part in losses.split(max(1, task.steps // 40))],
         "bytes": training.bytes(),
@@ -288,18 +312,21 @@ def clock(task, row, device, warm=12, steps=30):
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    whole, stepping = [], []
-    for step in range(warm + steps):
-        batch = task.batch(training.order)
-        if step == warm and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        start, there = now(), []
-        training.step(step, batch, lambda: there.append(now()))
-        end = now()
-        whole.append(end - start)
-        stepping.append(end - there[0])
-    line = {**head(task, row, device), "ms": 1e3 * sorted(whole[warm:])[steps // 2]}
-    line["ms_optimizer"] = 1e3 * sorted(stepping[warm:])[steps // 2]
+    batches = [task.batch(training.order) for _ in range(4)]
+    for step in range(warm):
+        training.step(step, batches[step % 4])
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    start = now()
+    for step in range(steps):
+        training.step(warm + step, batches[step % 4])
+    line = {**head(task, row, device), "ms": 1e3 * (now() - start) / steps}
+    if row.gradients == "stored":  # else it is part of the backward pass
+        waits = []
+        for step in range(steps):
+            training.step(warm + step, batches[step % 4], lambda: waits.append(-now()))
+            waits[-1] += now()
+        line["ms_optimizer"] = 1e3 * sorted(waits)[steps // 2]
     if device.type == "cuda":
         line["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
     return line

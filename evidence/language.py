@@ -2,6 +2,7 @@
 
 import lzma
 import math
+import os
 import pathlib
 
 import torch
@@ -76,24 +77,39 @@ def tokenizer():
     return Tokenizer.from_file(str(path))
 
 
+def trained_tokenizer(texts, size, special=(), space=False):
+    """A byte-level BPE; `space`: one stands before the first word too."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=space), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def keep(name, write):
+    """write(path) makes the file; who looks while it does sees none."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    fresh = KEPT / f"{name}.{os.getpid()}"
+    write(fresh)
+    fresh.replace(KEPT / name)
+
+
 def books(folder):
-    """The text as tokens, by a byte-level BPE trained on it; both are kept in build/evidence/."""
+    """The text as tokens, by a tokenizer made of it; both are kept in build/evidence/."""
     path = KEPT / "books.bin"
     if not path.exists():
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
         text = read(pathlib.Path(folder) / "classic_books.txt.xz", "classic_books.txt.xz, any English books as one text")
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-        )
         parts = [text[i : i + 100_000] for i in range(0, len(text), 100_000)]
-        made.train_from_iterator(parts, trainer)
+        made = trained_tokenizer(parts, VOCABULARY)
         tokens = [token for part in made.encode_batch_fast(parts) for token in part.ids]
-        KEPT.mkdir(parents=True, exist_ok=True)
-        made.save(str(KEPT / "tokenizer.json"))
-        path.write_bytes(torch.tensor(tokens, dtype=torch.int32).to(torch.int16).numpy().tobytes())
+        tokens = torch.tensor(tokens, dtype=torch.int32).to(torch.int16).numpy().tobytes()
+        keep("tokenizer.json", lambda fresh: made.save(str(fresh)))
+        keep("books.bin", lambda fresh: fresh.write_bytes(tokens))
     return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.int16)
 
 

@@ -7,7 +7,7 @@ of 64 x 1,024 tokens. The small form learns the alphabet.
 
 import report
 import torch
-from language import KEPT, books, gpt2, letters, small_gpt
+from language import KEPT, books, gpt2, keep, letters, small_gpt
 
 
 class Task:
@@ -41,11 +41,16 @@ class Task:
         total = sum(float(model(x, y)) * len(x) for x, y in parts)
         return {"validation loss": total / whole}
 
-    def finished(self, model, row, seed):
+    def is_base(self, row, seed):
         """The reference's weights are what fine-tuning starts from."""
-        if row.name == report.REFERENCE and seed == 0 and self.model is gpt2:
-            KEPT.mkdir(parents=True, exist_ok=True)
-            torch.save(model.state_dict(), KEPT / "gpt2.pt")
+        return row.name == report.REFERENCE and seed == 0 and self.model is gpt2
+
+    def needs(self, row, seed):
+        return self.is_base(row, seed) and not (KEPT / "gpt2.pt").exists()
+
+    def finished(self, model, row, seed):
+        if self.is_base(row, seed):
+            keep("gpt2.pt", lambda fresh: torch.save(model.state_dict(), fresh))
 
 
 def tasks(data, small, device):

@@ -14,52 +14,84 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 REFERENCE = "torch fp32"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
+MORE_IS_BETTER = ("BLEU", "test accuracy")
 DRAWN = (REFERENCE, "scruple", "scant", "flash", "scruple, compressed", "torch bf16")
 
 
+def lines_of(path):
+    found = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            sys.exit(f"{path}, line {number} is damaged: remove it, and that run is made again")
+    return found
+
+
+def setup(line):
+    """Runs are compared with those of the same length, on the same device, from the same weights."""
+    return line["steps"], line["device"], line.get("begin")
+
+
 def read(folder):
-    """{task: {row: ([runs], its times or {})}}, rows in the order of the harness."""
+    """{task: {row: ([runs by seed], its times or {})}}, rows in the order of the harness. Of a task that was set up
+    anew only what came last counts, and of two runs of one seed the later."""
     tasks = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for text in path.read_text().splitlines():
-            line = json.loads(text)
-            runs, times = tasks.setdefault(line["task"], {}).setdefault(line["row"], ([], {}))
-            runs.append(line) if "seed" in line else times.update(line)
-    found = {task: {row: kept for row, kept in rows.items() if kept[0]} for task, rows in tasks.items()}
-    return {
-        task: dict(sorted(rows.items(), key=lambda row: row[1][0][0]["place"]))
-        for task, rows in found.items()
-        if REFERENCE in rows  # a table without it says nothing
-    }
+        for line in lines_of(path):
+            tasks.setdefault(line["task"], []).append(line)
+    found = {}
+    for task, lines in tasks.items():
+        rows = {}
+        for line in sorted(lines, key=lambda line: line["place"]):
+            if setup(line) == setup(lines[-1]):
+                rows.setdefault(line["row"], {})[line.get("seed")] = line
+        kept = {row: ([runs[seed] for seed in sorted(runs.keys() - {None})], runs.get(None, {})) for row, runs in rows.items()}
+        kept = {row: both for row, both in kept.items() if both[0]}
+        if REFERENCE in kept:  # a table without it says nothing
+            found[task] = kept
+            lead = next(iter(kept[REFERENCE][0][0]["metrics"]))
+            for run in (run for runs, _ in kept.values() for run in runs):
+                run["lead"], run["last"] = run["metrics"][lead], last_of(run["losses"])
+    return found
+
+
+def last_of(losses):
+    """The training loss of the last tenth, or None."""
+    part = losses[-max(1, len(losses) // 10) :]
+    return None if None in part else statistics.mean(part)
 
 
 def mean(values):
     values = list(values)
-    if not all(map(math.isfinite, values)):
+    if None in values:
         return "not a number"
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
 
 
-def twin(run):
-    """What a run shares with the reference that it is compared with."""
-    return run["seed"], run.get("begin")
+def gaps_of(name, rows, key="lead"):
+    """To the reference of the same seed."""
+    exact = {run["seed"]: run[key] for run in rows[REFERENCE][0]}
+    found = [(run[key], exact[run["seed"]]) for run in rows[name][0] if run["seed"] in exact]
+    return [] if any(None in pair for pair in found) else [a - b for a, b in found]
 
 
-def gap(runs, reference):
-    """To the reference of the same seed, with the error of the mean."""
-    gaps = [run["lead"] - reference[twin(run)] for run in runs if twin(run) in reference]
-    if not gaps or not all(map(math.isfinite, gaps)):
-        return ""
+def gap(name, rows):
+    """With the error of the mean."""
+    gaps = gaps_of(name, rows)
     error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.4f}" if len(gaps) > 1 else ""
-    return f"{statistics.mean(gaps):+.4f}{error}"
+    return f"{statistics.mean(gaps):+.4f}{error}" if gaps else ""
+
+
+def share(name, rows, key):
+    """The gap in per cent of the reference's."""
+    gaps = gaps_of(name, rows, key)
+    exact = statistics.mean(run[key] for run in rows[REFERENCE][0])
+    return f"{100 * statistics.mean(gaps) / exact:+.2f} %" if gaps else ""
 
 
 def table(rows):
-    metrics = list(next(iter(rows.values()))[0][0]["metrics"])
-    for runs, _ in rows.values():
-        for run in runs:
-            run["lead"] = run["metrics"][metrics[0]]
-    reference = {twin(run): run["lead"] for run in rows[REFERENCE][0]}
+    metrics = list(rows[REFERENCE][0][0]["metrics"])
     columns = {}  # {title: {row: cell}}
 
     def put(title, row, cell):
@@ -68,20 +100,24 @@ def table(rows):
     for name, (runs, times) in rows.items():
         put("row (seeds)", name, f"{name} ({len(runs)})")
         put(metrics[0], name, mean(run["lead"] for run in runs))
-        put("gap to fp32", name, "" if name == REFERENCE else gap(runs, reference))
+        put("gap to fp32", name, "" if name == REFERENCE else gap(name, rows))
         for metric in metrics[1:]:
             put(metric, name, mean(run["metrics"][metric] for run in runs))
-        put("training loss", name, mean(statistics.mean(run["losses"][-len(run["losses"]) // 10 :]) for run in runs))
+        put("training loss", name, mean(run["last"] for run in runs))
+        put("gap", name, "" if name == REFERENCE else share(name, rows, "last"))
         parts = [runs[-1]["bytes"][kind] for kind in ("weights", "state", "gradients")]
-        detail = " + ".join(f"{part:.2f}" for part in parts)
-        put("bytes per parameter: weights + state + gradients", name, f"{sum(parts):.2f}: {detail}")
+        detail = " + ".join("?" if part is None else f"{part:.2f}" for part in parts)
+        whole = "" if None in parts else f"{sum(parts):.2f}: "
+        put("bytes per parameter: weights + state + gradients", name, whole + detail)
         if "peak_gib" in times:
             put("peak memory, GiB", name, f"{times['peak_gib']:.2f}")
         if times:
-            put("ms per step (its optimizer)", name, f"{times['ms']:.2f} ({times['ms_optimizer']:.2f})")
+            inside = f" ({times['ms_optimizer']:.2f})" if "ms_optimizer" in times else ""
+            put("ms per step (its optimizer)", name, f"{times['ms']:.2f}{inside}")
         last = [run["errors"][-1] for run in runs if run["errors"]]
-        for key, title in (("relative", "update off by"), ("far", "sqrt(v) off by 1.5 x")):
-            if last and key in last[0]:
+        titles = {"applied": "step off by", "relative": "moments' step off by", "far": "sqrt(v) off by 1.5 x"}
+        for key, title in titles.items():
+            if last and last[0].get(key) is not None:
                 put(title, name, f"{100 * statistics.mean(error[key] for error in last):.1f} %")
     out = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
     out += ["| " + " | ".join(cells.get(row, "") for cells in columns.values()) + " |" for row in rows]
@@ -90,17 +126,17 @@ def table(rows):
 
 def summary(tasks):
     """Of each task with a scruple row: what a reader asks first."""
-    head = ("task", "metric", "torch fp32 (seeds)", "`scruple`: gap", "in per cent", "bytes per parameter", "peak memory, GiB", "ms per step")
+    head = ("task", "metric", "torch fp32 (seeds)", "gap of `scruple`", "in per cent", "of the training loss")
+    head += ("bytes per parameter", "peak memory, GiB", "ms per step")
     out = ["| " + " | ".join(head) + " |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
     for task, rows in tasks.items():
         if "scruple" not in rows:
             continue
         (exact, times), (ours, our_times) = rows[REFERENCE], rows["scruple"]
-        reference = {twin(run): run["lead"] for run in exact}
-        gaps = [run["lead"] - reference[twin(run)] for run in ours if twin(run) in reference]
-        cells = [task, list(exact[0]["metrics"])[0], f"{mean(run['lead'] for run in exact)} ({len(exact)})"]
-        cells += [f"{gap(ours, reference)} ({len(ours)})"]
-        cells += [f"{100 * statistics.mean(gaps) / statistics.mean(reference.values()):+.2f} %"]
+        metric = next(iter(exact[0]["metrics"]))
+        cells = [task, metric + ", more is better" * (metric in MORE_IS_BETTER)]
+        cells += [f"{mean(run['lead'] for run in exact)} ({len(exact)})", f"{gap('scruple', rows)} ({len(ours)})"]
+        cells += [share("scruple", rows, key) for key in ("lead", "last")]
         cells += [" → ".join(f"{sum(runs[-1]['bytes'].values()):.2f}" for runs in (exact, ours))]
         for name, digits in (("peak_gib", 2), ("ms", 2)):
             known = name in times and name in our_times
@@ -112,7 +148,7 @@ def summary(tasks):
 def chart(title, curves, ends):
     """{name: [(x, y), ...]} as SVG; `ends` are what stands under the x axis. Who is far above the reference leaves it."""
     width, height, left, right, top, bottom = 760, 300, 50, 210, 16, 34
-    points = [point for curve in curves.values() for point in curve if math.isfinite(point[1])]
+    points = [point for curve in curves.values() for point in curve if point[1] is not None]
     across = [x for x, _ in points]
     every = sorted(y for _, y in points)
     first, reach = min(across), (max(across) - min(across)) or 1.0
@@ -136,7 +172,7 @@ def chart(title, curves, ends):
     out.append(f'<text x="{left}" y="{height - 10}">{ends[0]}</text>')
     out.append(f'<text x="{width - right}" y="{height - 10}" text-anchor="end">{ends[1]}</text>')
     for i, (name, curve) in enumerate(curves.items()):
-        line = " ".join(place(x, y) for x, y in curve if math.isfinite(y))
+        line = " ".join(place(x, y) for x, y in curve if y is not None)
         thick = 3.5 if name == REFERENCE else 1.5  # seen under those that cover it
         out.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[i]}" stroke-width="{thick}"/>')
         y = top + 14 + 18 * i
@@ -179,7 +215,12 @@ def main():
         name = re.sub(r"[^a-z0-9]+", "-", task.lower()).strip("-")
         run = rows[REFERENCE][0][0]
         facts = f"{run['parameters']:,} parameters, {run['steps']:,} steps, {run['device']}, torch {run['torch']}, {run['date']}"
-        put(task, f"{facts}.\n\n{table(rows)}\n\n![What the rows did](pictures/{name}.svg)\n")
+        sheets = "".join(
+            f"\n{sheet.stem.partition('-')[2].replace('-', ' ')}:\n\n![Samples](pictures/{sheet.name})\n"
+            for sheet in sorted((HERE / "pictures").glob("gan-*.svg") if task.startswith("gan,") else [])
+            if sheet.stem != name
+        )
+        put(task, f"{facts}.\n\n{table(rows)}\n\n![What the rows did](pictures/{name}.svg)\n{sheets}")
         pictures[HERE / "pictures" / f"{name}.svg"] = picture(task, rows)
     put("summary", summary(tasks) + "\n")
     if "--check" in sys.argv[1:]:

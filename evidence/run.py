@@ -7,36 +7,59 @@
 import argparse
 import importlib
 import json
+import math
 import pathlib
 import re
 import subprocess
 import sys
 import time
+import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+import report  # noqa: E402
+
 TASKS = ("images", "recommendation", "translation", "gan", "pretraining", "finetuning", "bits", "underflow")
+
+
+def pattern(text):
+    try:
+        return re.compile(text)
+    except re.error as problem:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {problem}") from None
+
+
+def count(text):
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=TASKS)
     parser.add_argument("--data", metavar="DIR", help="the public data set that the task names")
-    parser.add_argument("--small", action="store_true", help="a minute on two cores, no data: shows that it runs")
-    parser.add_argument("--rows", metavar="REGEX", default="", help="those whose name matches")
-    parser.add_argument("--only", metavar="REGEX", default="", help="of several tasks those whose name matches")
-    parser.add_argument("--seeds", type=int, default=3, help="of the reference and scruple; others take one less")
+    parser.add_argument("--small", action="store_true", help="minutes on two cores, no data: shows that it runs")
+    parser.add_argument("--rows", metavar="REGEX", type=pattern, default="", help="those whose name matches")
+    parser.add_argument("--only", metavar="REGEX", type=pattern, default="", help="tasks whose name matches")
+    parser.add_argument("--seeds", type=count, help="of the reference and scruple (3; small: 1); others one less")
     parser.add_argument("--times", action="store_true", help="measure time and memory instead; nothing beside it")
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
-    parser.add_argument("--minutes", type=float, default=1e9, help="no run begins later; a later call goes on")
+    parser.add_argument("--jobs", type=count, default=1, help="processes side by side")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no run begins later; a later call goes on")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU where there is one")
     parser.add_argument("--lines", type=pathlib.Path, help="default: evidence/lines/TASK.jsonl")
-    parser.add_argument("--share", type=int, default=0, help=argparse.SUPPRESS)  # which of the jobs this is
-    return parser.parse_args()
+    parser.add_argument("--job", type=int, help=argparse.SUPPRESS)  # which of them this is, from 0
+    asked = parser.parse_args()
+    if asked.jobs > 1 and asked.times:
+        parser.error("--times with --jobs: times are of one row at a time; leave --jobs out")
+    asked.seeds = asked.seeds or (1 if asked.small else 3)
+    usual = HERE.parent / "build" / "evidence.jsonl" if asked.small else HERE / "lines" / f"{asked.task}.jsonl"
+    asked.lines = asked.lines or usual
+    return asked
 
 
 def runs_of(task, asked, device):
-    """(row, seed) in the order in which they are wanted: a first seed of all, then a second."""
+    """(task, row, seed) in the order in which they are wanted: a first seed of all, then a second."""
     import harness
 
     rows = []
@@ -46,21 +69,56 @@ def runs_of(task, asked, device):
         problem = row.missing(task.optimizer, device)
         if problem is None:
             rows.append(row)
-        elif asked.share <= 1:
+        elif not asked.job:
             print(f"{task.name}, {row.name}: left out, {problem}", flush=True)
     if asked.times:
-        return [(row, None) for row in rows]
-    return [(row, seed) for seed in range(asked.seeds) for row in rows if seed < row.seeds(asked.seeds)]
+        return [(task, row, None) for row in rows]
+    return [(task, row, seed) for seed in range(asked.seeds) for row in rows if seed < row.seeds(asked.seeds)]
+
+
+def key(line):
+    return tuple(line.get(name) for name in ("task", "row", "seed", "device", "steps", "begin"))
+
+
+def append(path, line):
+    """One write, behind whole lines."""
+    whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
+    with path.open("a") as out:
+        out.write("\n" * (not whole) + json.dumps(line) + "\n")
+
+
+def plain(value):
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: plain(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [plain(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def command_of(words):
+    """Without what is this machine's."""
+    kept, words = ["evidence/run.py"], iter(words)
+    for word in words:
+        if word in ("--lines", "--job"):
+            next(words)
+        else:
+            kept += [word, "DIR"][: 2 if word == "--data" and next(words) else 1]
+    return " ".join(kept)
 
 
 def main():
     start, asked = time.monotonic(), arguments()
-    if asked.jobs > 1 and asked.times:
-        sys.exit("--times with --jobs: times are of one row at a time; leave --jobs out")
-    if asked.jobs > 1 and not asked.share:
-        command = [sys.executable, *sys.argv, "--share"]
-        jobs = [subprocess.Popen([*command, str(share + 1)]) for share in range(asked.jobs)]
-        sys.exit(max(job.wait() for job in jobs))
+    try:
+        asked.lines.parent.mkdir(parents=True, exist_ok=True)
+        asked.lines.open("a").close()
+        done = {key(line) for line in report.lines_of(asked.lines)}
+    except OSError as problem:
+        sys.exit(f"cannot append to {asked.lines}: {problem.strerror}")
+    if asked.jobs > 1 and asked.job is None:
+        command = [sys.executable, *sys.argv, "--job"]
+        jobs = [subprocess.Popen([*command, str(job)]) for job in range(asked.jobs)]
+        sys.exit(int(any([job.wait() for job in jobs])))
 
     import harness
     import torch
@@ -69,37 +127,46 @@ def main():
     if device.type == "cpu" and (asked.small or asked.jobs > 1):
         torch.set_num_threads(1)  # there is too little work for two
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    path = asked.lines or HERE / "lines" / f"{asked.task}.jsonl"
-    done = set()
-    if path.exists():
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        done = {(line["task"], line["row"], line.get("seed"), line.get("begin")) for line in lines}
     tasks = importlib.import_module(asked.task).tasks(asked.data, asked.small, device)
-    wanted = [(task, *run) for task in tasks if re.search(asked.only, task.name) for run in runs_of(task, asked, device)]
-    wanted = [
+    all_ = [run for task in tasks if re.search(asked.only, task.name) for run in runs_of(task, asked, device)]
+    if not all_:
+        sys.exit("no row of no task matches --rows and --only; leave them out to see all names")
+    mine = all_[asked.job or 0 :: asked.jobs]
+    left = [
         (task, row, seed)
-        for task, row, seed in wanted
-        if (task.name, row.name, seed, None if asked.times else getattr(task, "begin", None)) not in done
+        for task, row, seed in mine
+        if key({**harness.head(task, row, device), "seed": seed}) not in done
+        or (hasattr(task, "needs") and task.needs(row, seed))
     ]
-    for task, row, seed in wanted[max(0, asked.share - 1) :: asked.jobs]:
+    if len(left) < len(mine):
+        print(f"{len(mine) - len(left)} of {len(mine)} runs are in {asked.lines} already", flush=True)
+    failed = False
+    for task, row, seed in left:
         if time.monotonic() - start > 60 * asked.minutes:
             print("time is over; the same command goes on from here", flush=True)
             break
-        tell = sys.stdout.isatty() and asked.jobs == 1
+        shows = sys.stdout.isatty() and asked.jobs == 1
         label = f"{task.name}, {row.name}" + ("" if asked.times else f", seed {seed}")
-        if asked.times:
-            line = harness.clock(task, row, device)
-            said = f"{line['ms']:.2f} ms per step, {line['ms_optimizer']:.2f} of them the optimizer"
-        else:
-            line = harness.run(task, row, seed, device, lambda text: tell and print(f"\r{label}: {text}", end="", flush=True))
-            said = f"{task.metric} {line['metrics'][task.metric]:.4f}"
-        line["command"] = f"make evidence TASK={asked.task}" + " DATA=DIR" * bool(asked.data)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as out:
-            out.write(json.dumps(line) + "\n")
-        print("\r" * tell + f"{label}: {said}", flush=True)
+        try:
+            if asked.times:
+                line = harness.clock(task, row, device)
+                said = f"{line['ms']:.2f} ms per step"
+            else:
+                line = harness.run(
+                    task, row, seed, device, lambda text: shows and print(f"\r{label}: {text}", end="", flush=True)
+                )
+                said = f"{task.metric} {line['metrics'][task.metric]:.4f}"
+        except Exception:  # noqa: BLE001 - of a peer, or no memory: the other rows go on
+            traceback.print_exc()
+            print(f"{label}: failed", flush=True)
+            failed = True
+            continue
+        line["command"] = command_of(sys.argv[1:])
+        append(asked.lines, plain(line))
+        print("\r" * shows + f"{label}: {said}", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    sys.exit(int(failed))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import re
 
 import torch
 import transformers
+from language import trained_tokenizer
 from torch.nn import functional
 
 PAD, END = 0, 1
@@ -45,8 +46,6 @@ def padded(sentences, length):
 
 def multi30k(folder, length):
     """(English, German) of each set as ids, the German of the test set as text, and what makes text of ids."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     texts = []
     for path in (pathlib.Path(folder) / f"{name}.{language}.gz" for name in SETS for language in ("en", "de")):
         if not path.exists():
@@ -56,15 +55,7 @@ def multi30k(folder, length):
             )
         with gzip.open(path, "rt", encoding="utf-8") as text:
             texts.append(text.read().splitlines())
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=8000,
-        special_tokens=["<pad>", "<end>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts[0] + texts[1], trainer)
+    tokenizer = trained_tokenizer(texts[0] + texts[1], 8000, ("<pad>", "<end>"), space=True)
     ids = [padded([line.ids for line in tokenizer.encode_batch(lines)], length) for lines in texts]
     return list(zip(ids[::2], ids[1::2])), texts[-1], tokenizer.decode_batch
 

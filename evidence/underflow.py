@@ -101,7 +101,7 @@ class Fp16(Task):
         (self.loss(ours, batch) * (self.row.loss_scale or 1.0)).backward()
         self.loss(true, batch).backward()
         pairs = [(p.grad, q.grad) for p, q in zip(ours.parameters(), true.parameters())]
-        if not all(bool(h.isfinite().all()) for _, h in pairs):
+        if not all(bool(x.isfinite().all()) for pair in pairs for x in pair):
             return {"vanished": math.nan}  # the weights are not numbers any more
         lost = sum(int(((g == 0) & (h != 0)).sum()) for g, h in pairs)
         return {"vanished": lost / sum(int((h != 0).sum()) for _, h in pairs)}

@@ -21,24 +21,59 @@ class Evidence(unittest.TestCase):
     def test_recommendation(self):
         with tempfile.TemporaryDirectory() as folder:
             lines = pathlib.Path(folder) / "lines.jsonl"
-            rows = "^(torch fp32|scruple|scruple, released|flash)$"
+            rows = "^(torch fp32|scruple|scruple, released|scruple, compressed|flash|torch bf16)$"
             command = [EVIDENCE / "run.py", "recommendation", "--small", "--seeds", 1, "--rows", rows, "--lines", lines]
             command += ["--device", "cpu"]
             done = run(*command)
             self.assertEqual(done.returncode, 0, done.stderr)
             found = {line["row"]: line for line in map(json.loads, lines.read_text().splitlines())}
-            self.assertEqual(list(found), ["torch fp32", "scruple", "flash", "scruple, released"])
+            names = ["torch fp32", "scruple", "flash", "scruple, released", "scruple, compressed", "torch bf16"]
+            self.assertEqual(list(found), names)
             loss = {row: line["metrics"]["log loss"] for row, line in found.items()}
             self.assertLess(loss["torch fp32"], 0.6)  # 0.66 without features
             self.assertLess(abs(loss["scruple"] - loss["torch fp32"]), 0.01)
             self.assertEqual(loss["scruple"], loss["scruple, released"])
-            self.assertEqual(found["scruple, released"]["bytes"]["gradients"], 0)
-            off = {row: line["errors"][-1]["relative"] for row, line in found.items() if line["errors"]}
+            gradients = {row: round(line["bytes"]["gradients"], 1) for row, line in found.items()}
+            self.assertEqual([gradients[row] for row in names], [4, 2, 2, 0, 1.1, 2])  # where the step is taken
+            off = {row: line["errors"][-1]["applied"] for row, line in found.items() if line["errors"]}
             self.assertLess(off["scruple"], 0.1)
             self.assertGreater(off["flash"], 1)  # second moments that became zero
+            self.assertGreater(off["torch bf16"], 0.5)  # updates below the last bit
+            self.assertNotIn(folder, found["scruple"]["command"])
             again = run(*command)
-            self.assertEqual((again.returncode, again.stdout), (0, ""))
-            self.assertEqual(len(lines.read_text().splitlines()), 4)
+            self.assertEqual(again.returncode, 0, again.stderr)
+            self.assertIn("6 of 6 runs are in", again.stdout)
+            self.assertEqual(len(lines.read_text().splitlines()), 6)
+
+    def test_lines(self):
+        """What was cut off is not glued to; what is damaged is named; jobs share the runs, and none is lost."""
+        with tempfile.TemporaryDirectory() as folder:
+            lines = pathlib.Path(folder) / "lines.jsonl"
+            command = [EVIDENCE / "run.py", "recommendation", "--small", "--device", "cpu", "--lines", lines]
+            rows = ["--rows", "^(torch fp32|split|scruple)$"]
+            lines.write_text('{"task": "another"}')
+            done = run(*command, *rows, "--jobs", 2)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            found = sorted(json.loads(line).get("row", "") for line in lines.read_text().splitlines())
+            self.assertEqual(found, ["", "scruple", "split", "torch fp32"])
+            lines.write_text('{"task": "another"}\n{"task": \n')
+            for more, words in (
+                ((), f"{lines}, line 2 is damaged"),
+                (("--rows", "("), "is no regular expression"),
+                (("--jobs", 0), "is not a whole number from 1"),
+                (("--lines", folder), f"cannot append to {folder}"),
+            ):
+                done = run(*command, *more)
+                self.assertNotEqual(done.returncode, 0)
+                self.assertIn(words, done.stderr)
+            lines.write_text("")
+            self.assertIn("no row of no task", run(*command, "--rows", "nobody").stderr)
+
+    def test_auc(self):
+        done = run("-c", f"import sys, torch; sys.path.insert(0, {str(EVIDENCE)!r}); from recommendation import auc; "
+                   "print(auc(torch.tensor([1., 2., 2., 3.]), torch.tensor([0., 0., 1., 1.])), "
+                   "auc(torch.zeros(5), torch.tensor([0., 1., 0., 1., 1.])))")
+        self.assertEqual(done.stdout.split(), ["0.875", "0.5"], done.stderr)
 
     def test_missing_data(self):
         with tempfile.TemporaryDirectory() as folder:
