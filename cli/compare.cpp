@@ -71,9 +71,11 @@ struct Run {
   std::uint64_t seed = 0;
   std::vector<std::pair<std::string, std::int64_t>> measured;
   double planned_each = 0, measured_each = 0;
-  std::int64_t peak = 0;
+  std::int64_t peak = 0, steps = 0;  // steps: those that it was to take
   Record record;
-  double gap = 0;
+  std::optional<double> gap;  // none where this run or its fp32 twin was stopped
+
+  bool complete() const { return !record.stopped; }
 };
 
 // What is learned, cut into windows.
@@ -148,6 +150,7 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   result.recipe = choice.recipe;
   result.optimizer = choice.optimizer;
   result.seed = job.seed;
+  result.steps = steps;
   result.record = train::run(trainer, text.training, text.validation, span_of(steps),
                              [&](const Record& record) { progress.show(record); });
   if (from != nullptr) *from = weights_of(trainer);
@@ -167,7 +170,13 @@ struct Comparison {
   std::vector<Run> runs;
   std::vector<Run> again;             // fp32 from a second seed, with its gap to the first
   std::vector<Run> small_rate, half;  // the hazards
-  bool stopped = false;
+  bool stopped = false;               // in the last run of the last list that has any
+
+  const Run& last() const {
+    for (const std::vector<Run>* list : {&half, &small_rate, &again})
+      if (!list->empty()) return list->back();
+    return runs.back();
+  }
 };
 
 class Comparer {
@@ -196,7 +205,7 @@ class Comparer {
         train(found_.runs, recipe, optimizer, first ? &trained_ : nullptr);
       }
     }
-    for (Run& run : found_.runs) run.gap = run.record.final_loss() - twin_of(run, run.seed);
+    for (Run& run : found_.runs) run.gap = gap_of(run, run.seed);
     if (options_.seeds == 0) second_seed(wanted);
     if (!options_.no_hazards && !found_.stopped) hazards();
     return found_;
@@ -260,7 +269,7 @@ class Comparer {
     options_.model.seed = 2;
     for (const auto& [recipe, optimizer] : wanted)
       if (recipe == "fp32") train(found_.again, recipe, optimizer, nullptr);
-    for (Run& run : found_.again) run.gap = run.record.final_loss() - twin_of(run, 1);
+    for (Run& run : found_.again) run.gap = gap_of(run, 1);
   }
 
   // LPMM's micro-batching: the same windows, folded into the low-bit accumulators in several parts.
@@ -269,11 +278,13 @@ class Comparer {
     gradients.accumulate *= options_.micro_batches;
   }
 
-  double twin_of(const Run& run, std::uint64_t seed) const {
+  // To the fp32 run of this seed.
+  std::optional<double> gap_of(const Run& run, std::uint64_t seed) const {
     for (const Run& other : found_.runs)
-      if (other.recipe == "fp32" && other.optimizer == run.optimizer && other.seed == seed)
-        return other.record.final_loss();
-    return std::nan("");
+      if (other.recipe == "fp32" && other.optimizer == run.optimizer && other.seed == seed &&
+          other.complete() && run.complete())
+        return run.record.final_loss() - other.record.final_loss();
+    return {};
   }
 
   void hazards();
@@ -345,12 +356,13 @@ double deviation(const std::vector<double>& values) {
   return values.size() < 2 ? 0 : std::sqrt(sum / static_cast<double>(values.size() - 1));
 }
 
-// The runs of one recipe over all seeds.
+// The runs of one recipe over all seeds. One that was stopped stands alone: it is no part of a mean.
 std::vector<std::vector<const Run*>> by_recipe(const std::vector<Run>& runs) {
   std::vector<std::vector<const Run*>> groups;
   for (const Run& run : runs) {
-    const auto same =
-        std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g[0]->name == run.name; });
+    const auto same = std::find_if(groups.begin(), groups.end(), [&](const auto& g) {
+      return run.complete() && g[0]->complete() && g[0]->name == run.name;
+    });
     if (same == groups.end())
       groups.push_back({&run});
     else
@@ -369,6 +381,20 @@ std::vector<double> each(const std::vector<const Run*>& runs, const Value& value
 
 std::string with_sign(double value) { return (value >= 0 ? "+" : "") + fixed(value, 4); }
 
+// The loss at the end of a run, or the last that a stopped one has.
+std::string loss_words(const Run& run) {
+  if (run.record.validations.empty()) return "-";
+  const std::string loss = fixed(run.record.final_loss(), 4);
+  return run.complete() ? loss : loss + " (after step " + grouped(run.record.validations.back().first) + ")";
+}
+
+// Of what seeds a row is, where that is not all that were asked for.
+std::string seed_words(const std::vector<const Run*>& runs, const Options& options) {
+  if (options.seeds < 2 || runs.size() == static_cast<std::size_t>(options.seeds)) return "";
+  if (!runs[0]->complete()) return ", seed " + std::to_string(runs[0]->seed);
+  return ", " + std::to_string(runs.size()) + " of " + std::to_string(options.seeds) + " seeds";
+}
+
 std::vector<std::vector<std::string>> table_of_runs(const Comparison& found, const Options& options) {
   const bool spread = options.seeds > 1;
   std::vector<std::string> heads = {"recipe",   "optimizer", "B/param planned", "measured",
@@ -380,18 +406,29 @@ std::vector<std::vector<std::string>> table_of_runs(const Comparison& found, con
   const auto add = [&](const std::string& name, const std::vector<const Run*>& runs, bool reference) {
     const Run& run = *runs.front();
     const auto loss = each(runs, [](const Run& r) { return r.record.final_loss(); });
-    const auto gap = each(runs, [](const Run& r) { return r.gap; });
     const auto time = each(runs, [](const Run& r) { return r.record.ms_per_step(); });
-    rows.push_back({name, run.optimizer, fixed(run.planned_each, 3), fixed(run.measured_each, 3),
-                    fixed(static_cast<double>(run.peak) * 0x1p-20, 2), fixed(mean(time), 1),
-                    fixed(mean(loss), 4)});
-    if (spread) rows.back().push_back(fixed(deviation(loss), 4));
-    rows.back().push_back(reference ? "-" : with_sign(mean(gap)));
-    if (spread) rows.back().push_back(reference ? "-" : fixed(deviation(gap), 4));
+    std::vector<double> gaps;
+    for (const Run* one : runs)
+      if (one->gap && !reference) gaps.push_back(*one->gap);
+    const auto sd = [](const std::vector<double>& of) {
+      return of.size() < 2 ? "-" : fixed(deviation(of), 4);
+    };
+    std::vector<std::string> row = {name, run.optimizer, fixed(run.planned_each, 3)};
+    if (run.record.steps.empty())
+      row.insert(row.end(), {"-", "-", "-"});  // a step would have taken more
+    else
+      row.insert(row.end(), {fixed(run.measured_each, 3), fixed(static_cast<double>(run.peak) * 0x1p-20, 2),
+                             fixed(mean(time), 1)});
+    row.push_back(runs.size() == 1 ? loss_words(run) : fixed(mean(loss), 4));
+    if (spread) row.push_back(sd(loss));
+    row.push_back(gaps.empty() ? "-" : with_sign(mean(gaps)));
+    if (spread) row.push_back(sd(gaps));
+    rows.push_back(row);
   };
   for (const auto& runs : by_recipe(found.runs)) {
-    add(runs[0]->recipe, runs, runs[0]->recipe == "fp32");
-    if (runs[0]->recipe != "fp32") continue;
+    const bool reference = runs[0]->recipe == "fp32";
+    add(runs[0]->recipe + seed_words(runs, options), runs, reference);
+    if (!reference) continue;
     for (const Run& run : found.again)
       if (run.optimizer == runs[0]->optimizer) add("fp32, seed 2", {&run}, false);
   }
@@ -400,14 +437,23 @@ std::vector<std::vector<std::string>> table_of_runs(const Comparison& found, con
 
 // What of the gaps is noise.
 std::string about_noise(const Comparison& found, const Options& options) {
-  if (options.seeds > 1)
-    return "Means over " + std::to_string(options.seeds) +
-           " seeds; sd is the standard deviation over them. A gap that is not well above its sd is noise.";
-  if (found.again.empty())
+  if (options.seeds == 1)
     return "One seed: nothing here tells a gap from noise. Without --seeds, or with more, something does.";
+  if (options.seeds > 1) {
+    std::size_t fewest = found.runs.size(), most = 0;
+    for (const auto& runs : by_recipe(found.runs))
+      fewest = std::min(fewest, runs.size()), most = std::max(most, runs.size());
+    if (most < 2)
+      return "Stopped before any recipe had run from two seeds: nothing here tells a gap from noise.";
+    return "Means over " + std::to_string(options.seeds) + " seeds" +
+           (fewest < static_cast<std::size_t>(options.seeds) ? ", or as many as were finished" : "") +
+           "; sd is the standard deviation over them. A gap that is not well above its sd is noise.";
+  }
   std::string away;
   for (const Run& run : found.again)
-    away += (away.empty() ? "" : ", ") + with_sign(run.gap) + " with " + run.optimizer;
+    if (run.gap) away += (away.empty() ? "" : ", ") + with_sign(*run.gap) + " with " + run.optimizer;
+  if (away.empty())
+    return "Stopped before fp32 had run from a second seed: nothing here tells a gap from noise.";
   return "Seed 2 is fp32 from other weights and batches, and nothing else: " + away +
          ". Gaps of that size are noise; --seeds 3 measures it better.";
 }
@@ -416,7 +462,8 @@ std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& ru
   std::vector<std::vector<std::string>> rows = {{"run", "val loss before", "after", "learned"}};
   for (const Run& run : runs) {
     const double before = run.record.first_loss(), after = run.record.final_loss();
-    rows.push_back({run.name, fixed(before, 4), fixed(after, 4), fixed(before - after, 4)});
+    rows.push_back({run.name, run.record.validations.empty() ? "-" : fixed(before, 4), loss_words(run),
+                    run.complete() ? fixed(before - after, 4) : "-"});
   }
   return rows;
 }
@@ -431,6 +478,16 @@ std::string heading(const Comparison& found, const Options& options) {
                         "validation loss of " +
                             fixed(*found.floor, 4) + " nats per byte."
                       : " of " + options.data + ".");
+}
+
+// By what it was stopped, and where: "" where it was not.
+std::string stop_words(const Comparison& found, const Options& options) {
+  if (!found.stopped) return "";
+  const Run& run = found.last();
+  return std::string("Stopped by ") + Interrupts::name() + " in the run '" + run.name +
+         (options.seeds > 1 ? ", seed " + std::to_string(run.seed) : "") + "', after step " +
+         grouped(static_cast<std::int64_t>(run.record.steps.size())) + " of " + grouped(run.steps) +
+         ": that run is not complete.";
 }
 
 constexpr const char* kSmallRate =
@@ -456,8 +513,7 @@ void print(const Comparison& found, const Options& options) {
     std::cout << '\n' << kHalf << "\n\n";
     Table{table_of_hazard(found.half), {}}.print(std::cout);
   }
-  if (found.stopped)
-    std::cout << "\nStopped by " << Interrupts::name() << "; the last run above is not complete.\n";
+  if (found.stopped) std::cout << '\n' << stop_words(found, options) << '\n';
 }
 
 ordered_json json_of(const Run& run) {
@@ -468,8 +524,9 @@ ordered_json json_of(const Run& run) {
           {"bytes_per_param_measured", run.measured_each},
           {"peak_bytes", run.peak},
           {"ms_per_step", run.record.ms_per_step()},
-          {"val_loss", run.record.final_loss()},
-          {"gap", run.gap}};
+          {"steps", run.record.steps.size()},
+          {"val_loss", run.complete() ? ordered_json(run.record.final_loss()) : ordered_json()},
+          {"gap", run.gap ? ordered_json(*run.gap) : ordered_json()}};
 }
 
 void print_json(const Comparison& found, const Options& options) {
@@ -478,9 +535,10 @@ void print_json(const Comparison& found, const Options& options) {
   for (const Run& run : found.again) again.push_back(json_of(run));
   const auto add = [&](const char* name, const std::vector<Run>& runs) {
     for (const Run& run : runs)
-      hazards[name].push_back({{"run", run.name},
-                               {"val_loss_before", run.record.first_loss()},
-                               {"val_loss", run.record.final_loss()}});
+      hazards[name].push_back(
+          {{"run", run.name},
+           {"val_loss_before", run.record.first_loss()},
+           {"val_loss", run.complete() ? ordered_json(run.record.final_loss()) : ordered_json()}});
   };
   add("small_learning_rate", found.small_rate);
   add("fp16", found.half);
@@ -513,18 +571,20 @@ train::Chart chart_of(const std::string& optimizer, const Comparison& found, con
   for (const std::vector<Run>* list : {&found.runs, &found.again})
     for (const Run& run : *list)
       if (run.optimizer == optimizer && (run.seed == 1 || list == &found.again)) runs.push_back(run);
-  const std::string note = options.seeds > 1 ? "Seed 1 of " + std::to_string(options.seeds) + "."
-                           : found.again.empty()
-                               ? "One seed."
-                               : "What is no further from fp32 than its second seed is noise.";
+  const std::string note =
+      options.seeds > 1 ? "Seed 1 of " + std::to_string(options.seeds) + "."
+      : std::none_of(runs.begin(), runs.end(), [](const Run& r) { return r.seed == 2 && r.complete(); })
+          ? "One seed."
+          : "What is no further from fp32 than its second seed is noise.";
   return chart_of("Loss, " + optimizer, note, runs, found.floor);
 }
 
 train::Bars bars_of(const Comparison& found) {
   train::Bars bars = {"Memory by kind, as counted in the run", "", "bytes per parameter", {}};
-  for (const auto& runs : by_recipe(found.runs)) {
-    train::Bars::Row row = {runs[0]->name, {}};
-    for (const auto& [kind, bytes] : runs[0]->measured)
+  for (const Run& run : found.runs) {
+    if (run.seed > 1 || run.record.steps.empty()) continue;
+    train::Bars::Row row = {run.name, {}};
+    for (const auto& [kind, bytes] : run.measured)
       row.parts.emplace_back(kind, static_cast<double>(bytes) / static_cast<double>(found.params));
     bars.rows.push_back(row);
   }
@@ -532,7 +592,9 @@ train::Bars bars_of(const Comparison& found) {
 }
 
 train::Report report_of(const Comparison& found, const Options& options) {
-  train::Report report = {"Scruple: recipes compared", heading(found, options), {}};
+  const std::string stop = stop_words(found, options);
+  train::Report report = {
+      "Scruple: recipes compared", heading(found, options) + (stop.empty() ? "" : " " + stop), {}};
   train::Section recipes = {"Recipes",
                             "",
                             {{"", about_noise(found, options), table_of_runs(found, options)}},

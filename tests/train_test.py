@@ -22,7 +22,7 @@ SCRUPLE = ""
 README = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
 WHOLE = os.environ.get("SCRUPLE_TEST_WHOLE", "0") != "0"
 ROW_KEYS = {"recipe", "optimizer", "seed", "bytes_per_param_planned", "bytes_per_param_measured", "peak_bytes",
-            "ms_per_step", "val_loss", "gap"}
+            "ms_per_step", "steps", "val_loss", "gap"}
 TINY = {"--layers": "1", "--width": "32", "--heads": "2", "--context": "16", "--batch": "4"}
 # 10.8 million parameters, and nothing to compute.
 LARGE = ("--layers", "6", "--width", "384", "--heads", "6", "--context", "8", "--batch", "1", "--steps", "1")
@@ -432,6 +432,49 @@ class Compare(Case):
         several = printed("--seeds", "2")
         self.assertRegex(several, r"val loss +sd of loss +gap to fp32 +sd of gap\n")
         self.assertIn("A gap that is not well above its sd is noise", several)
+
+    def stopped(self, *arguments, after, terminal):
+        """A comparison that is sent SIGTERM once its progress matches `after`, and what it leaves: text, page. A terminal
+        sees the progress at once; elsewhere the last step's is sure to come."""
+        reader, writer = pty.openpty() if terminal else os.pipe()
+        process = subprocess.Popen([SCRUPLE, "compare", "--out", self.path("out"), *tiny(*arguments)],
+                                   stdout=subprocess.PIPE, stderr=writer, text=True)
+        os.close(writer)
+        self.addCleanup(os.close, reader)
+        shown, deadline = b"", time.time() + 120
+        while not re.search(after, shown.decode(errors="replace"), re.DOTALL):
+            self.assertLess(time.time(), deadline, shown)
+            if select.select([reader], [], [], 1)[0]:
+                shown += os.read(reader, 4096)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=60)[0]
+        self.assertEqual(process.returncode, 128 + signal.SIGTERM, said)
+        with open(self.path("out/report.html"), encoding="utf-8") as file:
+            return said, file.read()
+
+    def test_stopped_in_the_first_run(self):
+        said, page = self.stopped("--steps", "1000000000", "--recipes", "scruple", after="fp32  step ", terminal=True)
+        self.assertRegex(said, r"\nfp32 +adamw +.* [\d.]+ \(after step 0\) +-\n")
+        self.assertIn("Stopped before fp32 had run from a second seed: nothing here tells a gap from noise", said)
+        stop = r"Stopped by SIGTERM in the run 'fp32', after step [\d,]+ of 1,000,000,000: that run is not complete"
+        self.assertRegex(said, stop)
+        self.assertRegex(re.search(r'"lead":"([^"]*)"', page)[1], stop)
+        self.assertIn("(after step 0)", page)
+
+    def test_stopped_among_seeds(self):
+        """The first seed is complete: its figures are shown, and the stopped run is in no mean."""
+        one = self.compare("--steps", "300", "--recipes", "fp32", "--seeds", "1", "--no-hazards", *tiny())["rows"][0]
+        said, _ = self.stopped("--steps", "300", "--recipes", "fp32", "--seeds", "1000", "--no-hazards", after="300/300.*300/300",
+                               terminal=False)
+        whole, stopped = (re.split(r" {2,}", line) for line in said.splitlines() if line.startswith("fp32, "))
+        count = int(re.fullmatch(r"fp32, (\d+) of 1000 seeds", whole[0])[1])
+        if count == 1:
+            self.assertEqual(whole[-4:], [f"{one['val_loss']:.4f}", "-", "-", "-"])
+            self.assertIn("Stopped before any recipe had run from two seeds", said)
+        else:  # the signal came late
+            self.assertIn("Means over 1000 seeds, or as many as were finished", said)
+        self.assertEqual((stopped[0], stopped[-3:]), (f"fp32, seed {count + 1}", ["-", "-", "-"]))
+        self.assertRegex(said, rf"Stopped by SIGTERM in the run 'fp32, seed {count + 1}', after step \d+ of 300")
 
     def test_ones_own_text(self):
         found = self.compare("--data", self.data, "--steps", "3", "--recipes", "scruple", *tiny())
