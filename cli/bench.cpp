@@ -189,9 +189,8 @@ Traffic traffic_of(const std::vector<scruple_tensor>& tensors) {
 void check_fits(std::int64_t bytes, const std::string& recipe) {
   const std::int64_t free = free_memory();
   if (bytes > free)
-    throw std::runtime_error("recipe " + recipe + " needs " + fixed(static_cast<double>(bytes) * 0x1p-30, 1) +
-                             " GiB and " + fixed(static_cast<double>(free) * 0x1p-30, 1) +
-                             " GiB are free; choose fewer --params");
+    throw std::runtime_error("recipe " + recipe + " needs " + size_words(bytes) + ", and " +
+                             size_words(free) + " are free; choose fewer --params");
 }
 
 Row measure_recipe(const Options& options, Engine& engine, Copy& copy, const std::string& recipe,

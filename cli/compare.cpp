@@ -188,9 +188,15 @@ class Comparer {
   // What cannot be run is refused before anything is.
   void check_runs() const {
     for (const auto& [recipe, optimizer] : runs()) {
+      const train::Job job = job_of(recipe, optimizer);
+      check_room("recipe " + recipe, choice_for(recipe, optimizer), job, options_.gradients.policy);
       Ledger ledger(free_memory());
-      const Trainer trainer(job_of(recipe, optimizer), ledger);
+      const Trainer trainer(job, ledger);
     }
+    if (options_.no_hazards) return;
+    const Choice largest = choice_for("fp32", "adamw");  // of the hazards, which store their gradients
+    check_room("recipe fp32 with stored gradients, which --no-hazards leaves out,", largest,
+               make_job(largest, "fp32", options_.model, {}, ""), "stored");
   }
 
   Comparison run() {
@@ -212,6 +218,11 @@ class Comparer {
   }
 
  private:
+  static void check_room(const std::string& what, const Choice& choice, const train::Job& job,
+                         const std::string& policy) {
+    checked_memory(what, job, plan_of(choice, choice.recipe, job.shape, policy));
+  }
+
   // (recipe, optimizer) of every run, each fp32 twin before those that are measured by it.
   std::vector<std::pair<std::string, std::string>> runs() const {
     std::vector<std::string> names;

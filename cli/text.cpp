@@ -120,12 +120,17 @@ CLI::Validator one_of(const std::vector<std::string>& known) {
           "{" + joined(known, ",") + "}"};
 }
 
-Unit unit_for(std::int64_t largest) {
+Unit unit_for(std::int64_t largest, double least) {
   constexpr Unit kUnits[] = {{"B", 1}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   Unit chosen = kUnits[0];
   for (const Unit& unit : kUnits)
-    if (static_cast<double>(largest) >= 10 * unit.bytes) chosen = unit;
+    if (static_cast<double>(largest) >= least * unit.bytes) chosen = unit;
   return chosen;
+}
+
+std::string size_words(std::int64_t bytes) {
+  const Unit unit = unit_for(bytes, 1);
+  return fixed(static_cast<double>(bytes) / unit.bytes, 1) + " " + unit.name;
 }
 
 double parse_number(const std::string& text, const std::string& what) {

@@ -23,12 +23,13 @@ std::string joined(const std::vector<std::string>& words, const char* between = 
 // "; did you mean 'train'?" where a slip or two lead from one of `known` to `word`; "" where none is so near.
 std::string did_you_mean(const std::string& word, const std::vector<std::string>& known);
 
-// A unit that suits `largest` bytes, for all sizes of one table.
+// A unit of which `largest` bytes are at least `least`, for all sizes of one table.
 struct Unit {
   const char* name;
   double bytes;
 };
-Unit unit_for(std::int64_t largest);
+Unit unit_for(std::int64_t largest, double least = 10);
+std::string size_words(std::int64_t bytes);  // 21.4 GiB
 
 inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 50;  // what one tensor may hold
 

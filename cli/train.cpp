@@ -9,7 +9,6 @@
 #include <iostream>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "commands.h"
@@ -94,33 +93,6 @@ train::Schedule schedule_of(const Options& options) {
 // What was read, for people.
 std::string name_of(const std::string& data) {
   return data == Text::kStandardInput ? "standard input" : data;
-}
-
-// Where every byte goes, before the first is trained.
-Table memory_table(const Memory& plan, const Ledger& needed, std::int64_t params) {
-  Table table;
-  table.rows = {{"memory", "MiB", "B/param"}};
-  std::int64_t sum = 0;
-  const auto add = [&](const std::string& name, std::int64_t bytes) {
-    sum += bytes;
-    if (bytes > 0)
-      table.rows.push_back({name, fixed(static_cast<double>(bytes) * 0x1p-20, 2),
-                            fixed(static_cast<double>(bytes) / static_cast<double>(params), 3)});
-  };
-  for (const auto& [name, bytes] : measured_parts(needed, plan)) add(name, bytes);
-  add("activations", needed.peak("activations"));
-  add("workspace", needed.peak("workspace"));
-  add("total", std::exchange(sum, 0));
-  return table;
-}
-
-void check_room(const Table& memory, const Ledger& needed, std::int64_t free) {
-  if (needed.peak() <= free) return;
-  std::ostringstream table;
-  memory.print(table);
-  throw std::runtime_error(
-      "the run needs " + mebibytes(needed.peak()) + ", and " + std::to_string(free >> 20) +
-      " MiB are free; choose a smaller model, batch or context, or a smaller recipe\n\n" + table.str());
 }
 
 void print_start(const Options& options, const train::Job& job, std::int64_t params, std::int64_t bytes) {
@@ -397,7 +369,7 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
         << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
   std::cout << validation_words(record, options.model.steps) << "; ";
   if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
-  std::cout << "peak " << mebibytes(ledger.peak()) << '\n'
+  std::cout << "peak " << size_words(ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
             << each(measured_total(ledger)) << " measured\n"
             << "wrote " << options.out << "/:";
@@ -477,11 +449,8 @@ void train_with(const CLI::App& command, Session session) {
       make_job(options.choice, options.choice.recipe, options.model, options.gradients, options.activations);
   job.schedule = schedule_of(options);
   const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
-  const Ledger needed = train::memory_of(job);
-  const Table memory = memory_table(plan, needed, train::parameter_count(job.shape));
-  const std::int64_t free = free_memory();
-  check_room(memory, needed, free);
-  Ledger ledger(free);
+  const Table memory = checked_memory("the run", job, plan, ", or a smaller recipe");
+  Ledger ledger(free_memory());
   Trainer trainer(job, ledger, session.from.get());
   const std::int64_t params = trainer.state().size();
   if (!session.in_place) {

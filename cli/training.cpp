@@ -11,6 +11,8 @@
 #include <filesystem>
 #include <iostream>
 #include <map>
+#include <sstream>
+#include <utility>
 
 #include "text.h"
 
@@ -230,6 +232,32 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Gpt
   return memory;
 }
 
+Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
+                     const std::string& more) {
+  const train::Ledger needed = train::memory_of(job);
+  const Unit unit = unit_for(needed.peak(), 1);
+  const auto params = static_cast<double>(train::parameter_count(job.shape));
+  Table table;
+  table.rows = {{"memory", unit.name, "B/param"}};
+  std::int64_t sum = 0;
+  const auto add = [&](const std::string& name, std::int64_t bytes) {
+    sum += bytes;
+    const auto size = static_cast<double>(bytes);
+    if (bytes > 0) table.rows.push_back({name, fixed(size / unit.bytes, 2), fixed(size / params, 3)});
+  };
+  for (const auto& [name, bytes] : measured_parts(needed, plan)) add(name, bytes);
+  add("activations", needed.peak("activations"));
+  add("workspace", needed.peak("workspace"));
+  add("total", std::exchange(sum, 0));
+  const std::int64_t free = free_memory();
+  if (needed.peak() <= free) return table;
+  std::ostringstream text;
+  table.print(text);
+  throw std::runtime_error(what + " needs " + size_words(needed.peak()) + ", and " + size_words(free) +
+                           " are free; choose a smaller model, batch or context" + more + "\n\n" +
+                           text.str());
+}
+
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
                                                                  const Memory& plan) {
   std::vector<std::pair<std::string, std::int64_t>> parts;
@@ -281,7 +309,7 @@ std::string Progress::line(const train::Record& record) const {
   std::string text = label_ + "  step " + std::to_string(done) + "/" + std::to_string(steps_) + "  loss " +
                      fixed(last.loss, 4) + "  " + grouped(std::llround(static_cast<double>(tokens_) / each)) +
                      " tokens/s  " + duration(each * static_cast<double>(steps_ - done)) + " left  peak " +
-                     mebibytes(ledger_.peak());
+                     size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
   if (last.skipped) text += "  skipped";
   return text;
@@ -315,8 +343,6 @@ std::string duration(double seconds) {
                   static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
   return text;
 }
-
-std::string mebibytes(std::int64_t bytes) { return fixed(static_cast<double>(bytes) * 0x1p-20, 1) + " MiB"; }
 
 void make_folder(const std::string& path) {
   std::error_code error;

@@ -9,6 +9,7 @@
 
 #include "choice.h"
 #include "memory.h"
+#include "text.h"
 #include "train/run.h"
 #include "train/trainer.h"
 
@@ -49,6 +50,10 @@ std::string gradient_words(const train::Job& job);
 // pass through.
 Memory plan_of(const Choice& choice, const std::string& recipe, const train::GptShape& shape,
                const std::string& policy);
+// Where every byte of a run will go, counted before any is taken. Where it is more than is free, throws: "WHAT needs
+// 1.1 TiB, and 20.1 GiB are free; choose a smaller model, batch or contextMORE".
+Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
+                     const std::string& more = "");
 // What the ledger saw of weights, moments and gradients at their peaks, in the plan's order.
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
                                                                  const Memory& plan);
@@ -78,8 +83,7 @@ class Progress {
   Clock::time_point last_;
 };
 
-std::string duration(double seconds);  // 0:07, 12:30, 3:05:00
-std::string mebibytes(std::int64_t bytes);
+std::string duration(double seconds);       // 0:07, 12:30, 3:05:00
 void make_folder(const std::string& path);  // and those above it
 
 // While one exists, Ctrl-C (and SIGTERM, SIGHUP) only sets a flag; a second one ends the program as usual. A signal that

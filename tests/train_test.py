@@ -210,14 +210,19 @@ class Train(Case):
 
     def test_too_large(self):
         """Refused with the whole of what it would take, as `plan` counts it, and not with the first part that does not fit."""
-        shape = ("--width", "65536", "--heads", "16", "--layers", "1000")
-        said = self.fails(1, "MiB are free", "train", "--data", self.data, "--out", self.path("no"), *tiny(*shape)).stderr
-        rows = {line.split()[0]: line.split()[1:] for line in said.splitlines() if re.fullmatch(r"[a-z_]+ +[\d.]+ +[\d.]+", line)}
-        self.assertEqual(rows["weights"][1], "2.000")
-        self.assertEqual(set(rows), {"weights", "extra", "exp_avg", "exp_avg_sq", "scales", "gradients", "activations",
-                                     "workspace", "total"})
-        self.assertIn(f"needs {float(rows['total'][0]):.1f} MiB", said)
-        self.assertFalse(os.path.exists(self.path("no")))
+        shape = tiny("--width", "65536", "--heads", "16", "--layers", "1000")
+        for what, arguments in (("the run", ("train", "--data", self.data)), ("recipe fp32", ("compare", "--recipes", "scruple")),
+                                ("recipe fp32", ("compare", "--recipes", "lpmm", "--no-hazards"))):
+            said = self.fails(1, f"scruple: {what} needs ", *arguments, "--out", self.path("no"), *shape).stderr
+            rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()
+                    if re.fullmatch(r"[a-z_]+ +[\d.]+ +[\d.]+", line)}
+            self.assertEqual(rows["weights"][1], "2.000" if arguments[0] == "train" else "4.000")
+            self.assertEqual(set(rows) - {"extra", "exp_avg", "exp_avg_sq", "momentum_buffer", "scales"},
+                             {"weights", "gradients", "activations", "workspace", "total"})
+            needs = re.search(r"needs ([\d.]+) TiB, and [\d.]+ [KMG]iB are free; choose a smaller model", said)
+            self.assertAlmostEqual(float(needs[1]), float(rows["total"][0]), delta=0.1)
+            self.assertRegex(said, r"\nmemory +TiB +B/param\n")
+            self.assertFalse(os.path.exists(self.path("no")))
 
     def test_force_replaces_a_run_and_nothing_else(self):
         def replaced(*arguments, out="run"):
