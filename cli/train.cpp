@@ -49,11 +49,15 @@ constexpr const char* kFooter =
     "against kills. --resume goes on from the last one and ends with the bits of a run that was left alone;\n"
     "'scruple checkpoint' looks into them. One process at a time trains into a folder.\n"
     "\n"
-    "--resume DIR --steps N makes a run longer, also a finished one. What followed from its first number of "
-    "steps (warmup,\n"
-    "validations) stays; a constant schedule goes on, cosine and linear then span N steps, so that the "
-    "learning rate\n"
-    "rises where it goes on. After standard input (--data -), --resume asks for --data with the same bytes.\n"
+    "--resume DIR --steps N makes a run longer, also one that has ended, if it was trained with "
+    "--save-every: "
+    "without, it keeps\n"
+    "no checkpoint to go on from. What followed from its first number of steps (warmup, validations) stays; "
+    "a "
+    "constant\n"
+    "schedule goes on, cosine and linear then span N steps, so that the learning rate rises where it goes "
+    "on.\n"
+    "After standard input (--data -), --resume asks for --data with the same bytes.\n"
     "\n"
     "Examples:\n"
     "  scruple train --data book.txt --out run1\n"
@@ -205,6 +209,17 @@ Options options_of(const io::Metadata& notes, const CLI::App& command, const Opt
   return options;
 }
 
+// A folder that has weights and nothing to go on from is refused in words of its own.
+void check_has_checkpoint(const std::string& run) {
+  const std::int64_t step = train::weights_step(run);
+  if (step < 0 || std::filesystem::exists(run + "/manifest.json") ||
+      !io::saved_steps(train::checkpoints_of(run)).empty())
+    return;
+  throw std::runtime_error(run + " has its weights after step " + grouped(step) +
+                           " and no checkpoint to go on from: a run that ends keeps one only with "
+                           "--save-every. Train it again with --save-every N to make it longer one day");
+}
+
 // The run's own settings, with what the user may change about it.
 Session resumed(const CLI::App& command, const Options& given) {
   for (const CLI::Option* option : command.get_options())
@@ -212,6 +227,7 @@ Session resumed(const CLI::App& command, const Options& given) {
         option->count() > 0 && !is_free(name) && name != "--steps")
       throw UsageError("--resume takes " + name +
                        " from the run, so that it ends with the same bits; leave it out");
+  check_has_checkpoint(given.resume);
   Session session;
   session.in_place = train::find_checkpoint(given.resume) != given.resume;
   if (session.in_place && command.count("--out") > 0)

@@ -285,6 +285,14 @@ class Train(Case):
             file.truncate(os.path.getsize(self.path("moved")) - 1)
         self.done("train", "--resume", a, "--data", self.path("moved"))
 
+    def test_a_finished_run_without_a_checkpoint(self):
+        self.trained("a", steps=3)
+        before = content(self.path("a/model.safetensors"))
+        for more in ((), ("--steps", "9")):
+            self.fails(1, self.path("a") + " has its weights after step 3 and no checkpoint to go on from: a run that ends "
+                       "keeps one only with --save-every", "train", "--resume", self.path("a"), *more)
+        self.assertEqual(content(self.path("a/model.safetensors")), before)
+
     def test_a_damaged_checkpoint_is_named_and_not_used(self):
         self.trained("a", "--save-every", "2")
         os.remove(self.path("a/report.html"))  # a kill came before it was written
