@@ -116,14 +116,21 @@ train::Section memory_of(const train::Ledger& ledger, const Memory& plan, std::i
           {}};
 }
 
-train::Chart small_chart(const std::string& title, const std::string& y_label, const Record& record,
-                         const std::function<double(const Outcome&)>& value) {
-  train::Curve curve = {title, {}, {}, false};
+// Steps of which nothing is known but that they were taken (train::unseen) are left out.
+train::Curve curve_of(const std::string& name, const Record& record,
+                      const std::function<double(const Outcome&)>& value) {
+  train::Curve curve = {name, {}, {}, false};
   for (std::size_t i = 0; i < record.steps.size(); ++i) {
+    if (std::isnan(record.steps[i].lr)) continue;
     curve.x.push_back(static_cast<double>(i + 1));
     curve.y.push_back(value(record.steps[i]));
   }
-  return {title, "", "step", y_label, {curve}, {}, /*small=*/true};
+  return curve;
+}
+
+train::Chart small_chart(const std::string& title, const std::string& y_label, const Record& record,
+                         const std::function<double(const Outcome&)>& value) {
+  return {title, "", "step", y_label, {curve_of(title, record, value)}, {}, /*small=*/true};
 }
 
 // The norm where the policy knows it, the loss scale where there is one.
@@ -148,9 +155,8 @@ train::Section steps_of(const train::Job& job, const Record& record) {
 }
 
 train::Section loss_of(const Record& record) {
-  train::Curve loss = {"training", {}, {}, false}, validation = {"validation", {}, {}, true};
-  for (std::size_t i = 0; i < record.steps.size(); ++i)
-    loss.x.push_back(static_cast<double>(i + 1)), loss.y.push_back(record.steps[i].loss);
+  const train::Curve loss = curve_of("training", record, [](const Outcome& step) { return step.loss; });
+  train::Curve validation = {"validation", {}, {}, true};
   for (const auto& [step, value] : record.validations)
     validation.x.push_back(static_cast<double>(step)), validation.y.push_back(value);
   return {

@@ -285,6 +285,25 @@ class Train(Case):
             file.truncate(os.path.getsize(self.path("moved")) - 1)
         self.done("train", "--resume", a, "--data", self.path("moved"))
 
+    def test_the_page_draws_the_steps_that_are_known(self):
+        """Steps of another folder, or of metrics that are lost, are no points: they were finite when they were taken."""
+        self.trained("a", "--save-every", "2", "--keep", "0", "--loss-scale", "dynamic")
+        one = self.path("a/checkpoints/step-00000004")
+        self.done("train", "--resume", one, "--out", self.path("b"))
+        os.remove(self.path("a/metrics.jsonl"))
+        os.rename(self.path("a/checkpoints/step-00000006"), self.path("away"))
+        self.done("train", "--resume", self.path("a"))
+        for out in ("a", "b"):
+            page = content(self.path(out, "report.html")).decode()
+            report = json.loads(re.search(r'<script[^>]* id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+            curves = {curve["name"]: curve for section in report["sections"] for chart in section["charts"]
+                      for curve in chart["curves"]}
+            self.assertEqual(set(curves), {"training", "validation", "Gradient norm", "Learning rate", "Loss scale"})
+            del curves["validation"]
+            for name, curve in curves.items():
+                self.assertEqual(curve["x"], [5, 6], name)
+                self.assertNotIn(None, curve["y"], name)
+
     def test_a_finished_run_without_a_checkpoint(self):
         self.trained("a", steps=3)
         before = content(self.path("a/model.safetensors"))
