@@ -222,7 +222,7 @@ void print_checkpoint(const Checkpoint& checkpoint) {
   for (const io::Group& group : manifest.groups)
     if (optimizers.find(group.optimizer) == optimizers.npos)
       optimizers += (optimizers.empty() ? "" : ", ") + group.optimizer;
-  std::cout << checkpoint.folder() << ": step " << manifest.step << ", " << optimizers << ", recipe "
+  std::cout << checkpoint.folder() << ": step " << grouped(manifest.step) << ", " << optimizers << ", recipe "
             << manifest.recipe << ", " << plural(static_cast<std::int64_t>(manifest.files.size()), "file")
             << ", version " << io::kCheckpointVersion << " by Scruple " << manifest.library << "\n\n";
   Table table;
@@ -673,8 +673,9 @@ void print_difference(const Difference& difference) {
     print_setting(setting["name"] == "groups" ? "group" : setting["name"], setting["first"],
                   setting["second"]);
   for (const auto& [note, tensors] : difference.notes)
-    std::cout << (tensors.size() == 1 ? tensors.front() : std::to_string(tensors.size()) + " tensors") << ": "
-              << note << '\n';
+    std::cout << (tensors.size() == 1 ? tensors.front()
+                                      : grouped(static_cast<std::int64_t>(tensors.size())) + " tensors")
+              << ": " << note << '\n';
   Table table;
   table.rows = {{"tensor", "array", "differing", "relative RMS", "largest"}};
   table.left = {1};

@@ -390,7 +390,10 @@ std::vector<double> each(const std::vector<const Run*>& runs, const Value& value
   return all;
 }
 
-std::string with_sign(double value) { return (value >= 0 ? "+" : "") + fixed(value, 4); }
+std::string with_sign(double value) {
+  const std::string text = fixed(value, 4);
+  return text.starts_with("-") || text == "nan" ? text : "+" + text;
+}
 
 // The loss at the end of a run, or the last that a stopped one has.
 std::string loss_words(const Run& run) {
@@ -403,7 +406,7 @@ std::string loss_words(const Run& run) {
 std::string seed_words(const std::vector<const Run*>& runs, const Options& options) {
   if (options.seeds < 2 || runs.size() == static_cast<std::size_t>(options.seeds)) return "";
   if (!runs[0]->complete()) return ", seed " + std::to_string(runs[0]->seed);
-  return ", " + std::to_string(runs.size()) + " of " + std::to_string(options.seeds) + " seeds";
+  return ", " + std::to_string(runs.size()) + " of " + plural(options.seeds, "seed");
 }
 
 std::vector<std::vector<std::string>> table_of_runs(const Comparison& found, const Options& options) {
@@ -456,7 +459,7 @@ std::string about_noise(const Comparison& found, const Options& options) {
       fewest = std::min(fewest, runs.size()), most = std::max(most, runs.size());
     if (most < 2)
       return "Stopped before any recipe had run from two seeds: nothing here tells a gap from noise.";
-    return "Means over " + std::to_string(options.seeds) + " seeds" +
+    return "Means over " + plural(options.seeds, "seed") +
            (fewest < static_cast<std::size_t>(options.seeds) ? ", or as many as were finished" : "") +
            "; sd is the standard deviation over them. A gap that is not well above its sd is noise.";
   }
@@ -482,7 +485,7 @@ std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& ru
 std::string heading(const Comparison& found, const Options& options) {
   const train::GptShape& shape = options.model.shape;
   return "A byte-level GPT of " + grouped(found.params) + " parameters (" + plural(shape.layers, "layer") +
-         ", width " + std::to_string(shape.width) + ", context " + std::to_string(shape.context) + "), " +
+         ", width " + grouped(shape.width) + ", context " + grouped(shape.context) + "), " +
          plural(options.model.steps, "step") + " of " +
          grouped(options.model.batch * options.gradients.accumulate * shape.context) + " bytes" +
          (found.floor ? "; the grammar that makes the text, which no model beats but by chance, has a "

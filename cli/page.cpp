@@ -169,7 +169,7 @@ std::string validation_words(const Record& record, std::int64_t steps) {
   if (record.validations.empty()) return "no validation was finished";
   const auto at = [&](const std::pair<std::int64_t, double>& validation, std::int64_t usual) {
     return fixed(validation.second, 4) +
-           (validation.first == usual ? "" : " (after step " + std::to_string(validation.first) + ")");
+           (validation.first == usual ? "" : " (after step " + grouped(validation.first) + ")");
   };
   const auto &first = record.validations.front(), &last = record.validations.back();
   if (first.first == last.first) return "validation loss " + at(last, -1) + " nats per byte";
@@ -179,8 +179,9 @@ std::string validation_words(const Record& record, std::int64_t steps) {
 train::Report page_of(const std::string& data, const std::string& recipe, const train::Job& job,
                       const Record& record, const train::Ledger& ledger, const Memory& plan) {
   const std::string lead = "GPT, " + shape_words(job.shape) + ", recipe " + recipe + ", " +
-                           std::to_string(record.steps.size()) + " of " + plural(job.schedule.steps, "step") +
-                           "; " + validation_words(record, job.schedule.steps) + ".";
+                           grouped(static_cast<std::int64_t>(record.steps.size())) + " of " +
+                           plural(job.schedule.steps, "step") + "; " +
+                           validation_words(record, job.schedule.steps) + ".";
   return {"Scruple: " + data,
           lead,
           {loss_of(record),

@@ -71,7 +71,8 @@ void Table::print(std::ostream& out) const {
 std::string fixed(double value, int decimals) {
   char text[64];
   std::snprintf(text, sizeof text, "%.*f", decimals, value);
-  return text;
+  const bool zero = std::abs(value) < 1 && std::string(text).find_first_of("123456789") == std::string::npos;
+  return text[0] == '-' && (zero || std::isnan(value)) ? text + 1 : text;
 }
 
 std::string shortest(double value, int digits) {

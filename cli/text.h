@@ -15,7 +15,7 @@ struct Table {
   void print(std::ostream& out) const;
 };
 
-std::string fixed(double value, int decimals);
+std::string fixed(double value, int decimals);       // what rounds to zero has no sign
 std::string shortest(double value, int digits = 6);  // 0.001, 1e-08
 std::string grouped(std::int64_t value);             // 8,030,000,000
 std::string plural(std::int64_t count, const std::string& noun);

@@ -89,7 +89,7 @@ train::Schedule schedule_of(const Options& options) {
   const std::int64_t steps = options.model.steps;
   const std::int64_t warmup = options.warmup >= 0 ? options.warmup : steps / 20;
   if (warmup > steps)
-    throw UsageError("--warmup is " + std::to_string(warmup) + " and there are " + std::to_string(steps) +
+    throw UsageError("--warmup is " + std::to_string(warmup) + " and there are " + grouped(steps) +
                      " steps; it must not be larger");
   return {static_cast<train::Annealing>(at - train::kAnnealings), options.lr, warmup, steps};
 }
@@ -175,7 +175,7 @@ void extend(Session& session, std::int64_t steps) {
   Options& options = session.options;
   if (steps < options.model.steps)
     throw UsageError("--steps is " + std::to_string(steps) + ", and the run has " +
-                     std::to_string(options.model.steps) + "; --resume makes it longer, never shorter");
+                     grouped(options.model.steps) + "; --resume makes it longer, never shorter");
   if (steps == options.model.steps) return;
   options.warmup = schedule_of(options).warmup;
   options.validate_every = span_of(options.model.steps, options.validate_every).validate_every;
@@ -375,11 +375,12 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
   const auto each = [&](std::int64_t bytes) {
     return fixed(static_cast<double>(bytes) / static_cast<double>(params), 3);
   };
+  const auto taken = static_cast<std::int64_t>(record.steps.size());
   if (const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
                                          [](const Outcome& step) { return step.skipped; });
       skipped > 0)
-    std::cout << skipped << " of " << record.steps.size()
-              << " steps were skipped: a gradient was not finite.\n";
+    std::cout << grouped(skipped) << " of " << plural(taken, "step") << (skipped == 1 ? " was" : " were")
+              << " skipped: a gradient was not finite.\n";
   if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
     std::cout
         << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
@@ -399,8 +400,8 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
   list(!io::saved_steps(train::checkpoints_of(options.out)).empty(), "checkpoints/");
   std::cout << '\n';
   if (record.stopped)
-    std::cout << "Stopped by " << Interrupts::name() << " after step " << record.steps.size() << " of "
-              << options.model.steps << (ending.problems.empty() ? ". To go on:\n  " : ".")
+    std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(taken) << " of "
+              << grouped(options.model.steps) << (ending.problems.empty() ? ". To go on:\n  " : ".")
               << (ending.problems.empty() ? resume_command(options) : "") << '\n';
 }
 
@@ -408,21 +409,22 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
 std::string told(const Options& options, const Record& record, const Ending& ending) {
   std::string text;
   for (const std::string& problem : ending.problems) text += problem + ".\n";
-  text += "The weights after step " + std::to_string(record.steps.size());
+  text += "The weights after step " + grouped(static_cast<std::int64_t>(record.steps.size()));
   text += ending.weights.empty() ? " could not be written anywhere." : " are in " + ending.weights;
   if (!ending.weights.empty()) text += ending.weights == options.out ? "." : ", not in " + options.out + ".";
   if (const auto saved = io::saved_steps(train::checkpoints_of(options.out)); !saved.empty())
     text += " Once there is room, '" + resume_command(options) + "' goes on after step " +
-            std::to_string(saved.back()) + ".";
+            grouped(saved.back()) + ".";
   return text;
 }
 
 void print_extension(const Session& session, const train::Schedule& now, std::int64_t taken) {
   train::Schedule before = now;
   before.steps = session.first;
-  std::cout << "from " << session.first << " steps to " << now.steps << ": the " << session.options.schedule
-            << " schedule spans all of them; learning rate " << shortest(before.at(taken)) << " at step "
-            << taken << ", " << shortest(now.at(taken + 1)) << " at step " << taken + 1 << "\n";
+  std::cout << "from " << plural(session.first, "step") << " to " << grouped(now.steps) << ": the "
+            << session.options.schedule << " schedule spans all of them; learning rate "
+            << shortest(before.at(taken)) << " at step " << grouped(taken) << ", "
+            << shortest(now.at(taken + 1)) << " at step " << grouped(taken + 1) << "\n";
 }
 
 // Everything that a run leaves, whatever fails; the weights last, so that their step is that of all.
@@ -478,8 +480,8 @@ void train_with(const CLI::App& command, Session session) {
   const Interrupts interrupts;
   print_start(options, job, params, static_cast<std::int64_t>(data.bytes().size()));
   if (session.from)
-    std::cout << "going on after step " << trainer.steps_taken() << ", from " << session.from->folder()
-              << '\n';
+    std::cout << "going on after step " << grouped(trainer.steps_taken()) << ", from "
+              << session.from->folder() << '\n';
   if (session.first > 0) print_extension(session, job.schedule, trainer.steps_taken());
   if (session.from) std::cout << '\n';
   memory.print(std::cout);

@@ -203,8 +203,8 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
 }
 
 std::string shape_words(const train::GptShape& shape) {
-  return plural(shape.layers, "layer") + ", width " + std::to_string(shape.width) + ", " +
-         plural(shape.heads, "head") + ", context " + std::to_string(shape.context);
+  return plural(shape.layers, "layer") + ", width " + grouped(shape.width) + ", " +
+         plural(shape.heads, "head") + ", context " + grouped(shape.context);
 }
 
 std::string gradient_words(const train::Job& job) {
@@ -213,7 +213,7 @@ std::string gradient_words(const train::Job& job) {
   if (options.max_norm > 0) text += ", clip " + shortest(options.max_norm);
   if (options.tensor_norm > 0) text += ", clip of each tensor " + shortest(options.tensor_norm);
   if (options.adagc > 0) text += ", AdaGC " + shortest(options.adagc);
-  if (options.micro_batches > 1) text += ", " + std::to_string(options.micro_batches) + " micro-batches";
+  if (options.micro_batches > 1) text += ", " + grouped(options.micro_batches) + " micro-batches";
   if (job.scaler.scale > 0)
     text += std::string(job.scaler.growth > 1 ? ", dynamic" : ", static") + " loss scale " +
             shortest(job.scaler.scale);
@@ -306,7 +306,7 @@ std::string Progress::line(const train::Record& record) const {
   const auto done = static_cast<std::int64_t>(record.steps.size());
   const double each = 1e-3 * record.ms_per_step();
   const train::Outcome& last = record.steps.back();
-  std::string text = label_ + "  step " + std::to_string(done) + "/" + std::to_string(steps_) + "  loss " +
+  std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  loss " +
                      fixed(last.loss, 4) + "  " + grouped(std::llround(static_cast<double>(tokens_) / each)) +
                      " tokens/s  " + duration(each * static_cast<double>(steps_ - done)) + " left  peak " +
                      size_words(ledger_.peak());

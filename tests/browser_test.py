@@ -14,6 +14,7 @@ import html.parser
 import json
 import os
 import pathlib
+import re
 import select
 import shutil
 import subprocess
@@ -345,6 +346,9 @@ def check_chart(checks, chart, found):
         wanted = curve["y"][-1] if curve["y"] else None
         shown = float(entry["full"]) if entry["full"] else None
         checks.same(shown, wanted, f"last value of '{curve['name']}' in the legend")
+    for entry in found["legend"]:  # the table's minus, and none before zero
+        sound = re.fullmatch(r"(\+[\d.,]+|-[0.,]*[1-9][\d.,]*)(e[+-]\d+)?", entry["apart"] or "+0")
+        checks.that(sound, f"'{entry['name']}' is {entry['apart']} from the reference")
     for column in ("value", "apart"):
         numbers = [entry[column] for entry in found["legend"] if any(c.isdigit() for c in entry[column])]
         shapes = {(len(n.partition(".")[2].partition("e")[0]), "e" in n) for n in numbers}

@@ -158,7 +158,8 @@ Report sparse() {
   return report;
 }
 
-// A run's own page: two small charts, a table of two columns, a gap far smaller than the others.
+// A run's own page: two small charts, a table of two columns, a gap far smaller than the others, and one that rounds
+// to zero.
 Report small() {
   Curve norm{"gradient norm", {}, {}}, rate{"lr", {}, {}};
   for (int i = 1; i <= 300; ++i) {
@@ -172,6 +173,7 @@ Report small() {
                     {{"fp32", {0, 400}, {5.6, 0.68435}, true},
                      {"mixed", {0, 400}, {5.6, 0.67715}},
                      {"flash", {0, 400}, {5.6, 0.683803}},
+                     {"split", {0, 400}, {5.6, 0.684349999}},
                      {"far", {0, 400}, {5.6, 14.2}}},
                     {{"floor", 0.62}, {"start", 5.5}}};
   const Chart norms{"Gradient norm", "", "step", "norm", {norm}, {{"clipped above", 1}}, true};

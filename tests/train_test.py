@@ -102,6 +102,20 @@ class Train(Case):
         self.assertEqual(self.weights("run1"), self.weights("run2"))
         self.assertEqual(self.weights("run1"), self.weights("run3"))
 
+    def test_numbers_are_grouped(self):
+        """Wherever people read them, and in no path."""
+        small = ("--width", "4", "--heads", "1", "--context", "2", "--batch", "1")
+        self.trained("--save-every", "1000", "--keep", "0", *small, steps=1100)
+        with open(self.path("run/report.html"), encoding="utf-8") as report:
+            self.assertIn("1,100 of 1,100 steps; validation", re.search(r'"lead":"([^"]*)"', report.read())[1])
+        os.rename(self.path("run/checkpoints/step-00001100"), self.path("away"))
+        resumed = run("train", "--resume", self.path("run"), "--steps", "1200")
+        self.assertIn(f"going on after step 1,000, from {self.path('run/checkpoints/step-00001000')}\n", resumed.stdout)
+        self.assertRegex(resumed.stdout, r"from 1,100 steps to 1,200: .* at step 1,000, \S+ at step 1,001\n")
+        self.assertIn("step 1,200/1,200", resumed.stderr)
+        self.assertIn(": step 1,200, ", run("checkpoint", "inspect", self.path("run")).stdout)
+        self.fails(2, "the run has 1,200", "train", "--resume", self.path("run"), "--steps", "9")
+
     def test_options_reach_the_run(self):
         for number, arguments in enumerate((
                 ("--optimizer", "lion", "--lr", "1e-4"), ("--recipe", "lpmm", "--optimizer", "sgd", "--accumulate", "4"),
@@ -141,9 +155,9 @@ class Train(Case):
         for number, name, out in ((signal.SIGTERM, "SIGTERM", "other"), (signal.SIGINT, "SIGINT", "run")):
             code, said = self.interrupt(number, out)
             self.assertEqual(code, 128 + number, said)
-            self.assertRegex(said, rf"Stopped by .*{name}.* after step \d+ of 1000000\. To go on:\n  \S")
+            self.assertRegex(said, rf"Stopped by .*{name}.* after step [\d,]+ of 1,000,000\. To go on:\n  \S")
         # What it says of validations is of their steps, and never of the end.
-        taken = int(re.search(r"after step (\d+) of", said)[1])
+        taken = int(re.search(r"after step ([\d,]+) of", said)[1].replace(",", ""))
         validations = [row["step"] for row in self.metrics() if "val_loss" in row]
         self.assertEqual(validations, [0])
         self.assertRegex(said, r"validation loss [\d.]+ \(after step 0\) nats")
@@ -158,7 +172,7 @@ class Train(Case):
         self.assertIn("gpt: ", resumed.stdout.readline())
         while "going on" not in (line := resumed.stdout.readline()):
             self.assertTrue(line, command)
-        self.assertIn(f"going on after step {taken}, ", line)
+        self.assertIn(f"going on after step {taken:,}, ", line)
         resumed.kill()
         resumed.communicate()
 
@@ -418,6 +432,12 @@ class Compare(Case):
         rows = self.compare("--recipes", "lpmm", "--steps", "2", "--no-hazards", "--micro-batches", "2", *tiny())["rows"]
         self.assertEqual([(row["recipe"], row["optimizer"]) for row in rows], [("fp32", "sgd"), ("lpmm", "sgd")])
 
+    def test_a_gap_that_rounds_to_zero_has_no_minus(self):
+        done = run("compare", "--steps", "1", "--lr", "1e-12", "--no-hazards", "--seeds", "1", *tiny("--width", "16"))
+        gaps = [line.split()[-1] for line in done.stdout.splitlines() if " adamw " in line]
+        self.assertIn("+0.0000", gaps)
+        self.assertNotIn("-0.0000", gaps)
+
     def test_a_second_seed_shows_the_noise(self):
         arguments = ["--steps", "3", "--no-hazards", "--recipes", "fp32,lpmm", *tiny()]
         found, both = self.compare(*arguments), self.compare(*arguments, "--seeds", "2")
@@ -472,12 +492,12 @@ class Compare(Case):
         said, _ = self.stopped("--steps", "300", "--recipes", "fp32", "--seeds", "1000", "--no-hazards", after="300/300.*300/300",
                                terminal=False)
         whole, stopped = (re.split(r" {2,}", line) for line in said.splitlines() if line.startswith("fp32, "))
-        count = int(re.fullmatch(r"fp32, (\d+) of 1000 seeds", whole[0])[1])
+        count = int(re.fullmatch(r"fp32, (\d+) of 1,000 seeds", whole[0])[1])
         if count == 1:
             self.assertEqual(whole[-4:], [f"{one['val_loss']:.4f}", "-", "-", "-"])
             self.assertIn("Stopped before any recipe had run from two seeds", said)
         else:  # the signal came late
-            self.assertIn("Means over 1000 seeds, or as many as were finished", said)
+            self.assertIn("Means over 1,000 seeds, or as many as were finished", said)
         self.assertEqual((stopped[0], stopped[-3:]), (f"fp32, seed {count + 1}", ["-", "-", "-"]))
         self.assertRegex(said, rf"Stopped by SIGTERM in the run 'fp32, seed {count + 1}', after step \d+ of 300")
 

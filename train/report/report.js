@@ -31,7 +31,14 @@ function column(values) {
 const brief = (v) => column([v])(v);
 const group = (v, digits) =>
     v.toLocaleString("en-US", {minimumFractionDigits: digits, maximumFractionDigits: digits});
+const counted = (x) => x.toLocaleString("en-US");
 const amount = (v) => v.toLocaleString("en-US", {maximumSignificantDigits: 4});
+
+// A difference; one that rounds to zero is "+0.0000".
+function signed(v, written) {
+  const size = written(Math.abs(v));
+  return (v < 0 && /[1-9]/.test(size.split("e")[0]) ? "-" : "+") + size;
+}
 
 // Round numbers between lo and hi: 1, 2 or 5 times a power of ten apart. `whole`: integers only.
 function ticks(lo, hi, count, whole = false) {
@@ -309,7 +316,7 @@ function gap_mark(curve, i, at, x0, clamp, top, bottom) {
   const x = at.x(curve.x[before < 0 ? i : before]);
   const y = before < 0 ? top : clamp(at.y(curve.y[before]), top, bottom);
   return shape("path", {d: `M${x - 5},${y - 5}l10,10m0,-10l-10,10`, class: "gap " + curve.look.split(" ")[0],
-      "data-gap": curve.name}, shape("title", {}, `${curve.name}: not finite at ${curve.x[i]}`));
+      "data-gap": curve.name}, shape("title", {}, `${curve.name}: not finite at ${counted(curve.x[i])}`));
 }
 
 // A small triangle at the frame's edge, where a cut curve first leaves it.
@@ -366,7 +373,7 @@ function show_values(chart, key, x) {
   const index = (curve) => x === null ? curve.x.length - 1
       : !curve.x.length || x < curve.x[0] || x > curve.x[curve.x.length - 1] ? -1 : nearest(curve.x, x);
   const base = reference && index(reference);
-  const where = x === null ? "At the end" : `At ${chart.x_label || "x"} ${x.toLocaleString("en-US")}`;
+  const where = x === null ? "At the end" : `At ${chart.x_label || "x"} ${counted(x)}`;
   key.readout.textContent = `${where}: ${chart.y_label || "value"}` +
       (reference && chart.curves.length > 1 ? `, and how far from ${reference.name}` : "");
   const found = key.curves.map(({curve}) => index(curve));
@@ -376,12 +383,12 @@ function show_values(chart, key, x) {
   for (const [k, {curve, value, apart}] of key.curves.entries()) {
     const i = found[k], y = values[k];
     const elsewhere = i >= 0 && x !== null && curve.x[i] !== x;
-    value.textContent = y === undefined ? "–" : written(y) + (elsewhere ? ` (at ${curve.x[i]})` : "");
+    value.textContent = y === undefined ? "–" : written(y) + (elsewhere ? ` (at ${counted(curve.x[i])})` : "");
     value.title = y === undefined || y === null ? "" : y;
     const both = base >= 0 && i >= 0 && reference !== curve && reference.x[base] === curve.x[i];
     const other = both ? reference.y[base] : null;
     const gap = y === undefined || y === null || other === null ? null : y - other;
-    apart.textContent = gap === null ? "" : (gap < 0 ? "−" : "+") + written(Math.abs(gap));
+    apart.textContent = gap === null ? "" : signed(gap, written);
   }
 }
 
@@ -394,7 +401,7 @@ function point_at(chart, panels, key, x) {
     const px = p.at.x(x), side = px > (p.left + p.right) / 2;
     p.cross.append(shape("line", {x1: px, x2: px, y1: p.top - 6, y2: p.bottom}),
         shape("text", {x: px + (side ? -5 : 5), y: p.top - 1, "text-anchor": side ? "end" : "start",
-            class: "halo"}, x.toLocaleString("en-US")));
+            class: "halo"}, counted(x)));
     for (const curve of p.curves) {
       const i = nearest(curve.x, x), y = curve.y[i];
       if (curve.size > 1 || curve.x[i] !== x || y === null) continue;
