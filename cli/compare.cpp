@@ -504,6 +504,7 @@ std::string stop_words(const Comparison& found, const Options& options) {
          ": that run is not complete.";
 }
 
+constexpr const char* kOneSeed = "One seed: nothing here tells a small gap from noise.";
 constexpr const char* kSmallRate =
     "Fine-tuning at a small learning rate on a text of other words. A bf16 weight has 8 significant bits: an "
     "update "
@@ -585,11 +586,12 @@ train::Chart chart_of(const std::string& optimizer, const Comparison& found, con
   for (const std::vector<Run>* list : {&found.runs, &found.again})
     for (const Run& run : *list)
       if (run.optimizer == optimizer && (run.seed == 1 || list == &found.again)) runs.push_back(run);
-  const std::string note =
-      options.seeds > 1 ? "Seed 1 of " + std::to_string(options.seeds) + "."
-      : std::none_of(runs.begin(), runs.end(), [](const Run& r) { return r.seed == 2 && r.complete(); })
-          ? "One seed."
-          : "What is no further from fp32 than its second seed is noise.";
+  const bool again =
+      std::any_of(runs.begin(), runs.end(), [](const Run& run) { return run.seed == 2 && run.complete(); });
+  const std::string note = options.seeds > 1 ? "Seed 1 of " + grouped(options.seeds) +
+                                                   ": the gaps in the legend are of this seed alone."
+                           : again ? "What is no further from fp32 than its second seed is noise."
+                                   : kOneSeed;
   return chart_of("Loss, " + optimizer, note, runs, found.floor);
 }
 
@@ -621,7 +623,7 @@ train::Report report_of(const Comparison& found, const Options& options) {
   const auto add = [&](const char* title, const char* text, const std::vector<Run>& runs) {
     if (!runs.empty())
       report.sections.push_back(
-          {title, text, {{"", "", table_of_hazard(runs)}}, {}, {chart_of("Loss", "", runs, {})}});
+          {title, text, {{"", "", table_of_hazard(runs)}}, {}, {chart_of("Loss", kOneSeed, runs, {})}});
   };
   add("A small learning rate", kSmallRate, found.small_rate);
   add("fp16 without loss scaling", kHalf, found.half);

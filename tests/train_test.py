@@ -524,6 +524,17 @@ class Compare(Case):
         self.assertEqual(len(found["hazards"]["small_learning_rate"]), 3)
         self.assertEqual(len(found["hazards"]["fp16"]), 3)
 
+    def test_charts_say_what_their_gaps_can_tell(self):
+        def notes(*more):
+            self.compare("--recipes", "scruple", "--steps", "2", "--out", self.path("out"), *more, *tiny())
+            with open(self.path("out/report.html"), encoding="utf-8") as file:
+                report = json.loads(re.search(r'id="data">(.*?)</script>', file.read(), re.DOTALL)[1])
+            return [chart["note"] for section in report["sections"] for chart in section["charts"]]
+        alone = "One seed: nothing here tells a small gap from noise."
+        self.assertEqual(notes(), ["What is no further from fp32 than its second seed is noise.", alone, alone])
+        self.assertEqual(notes("--seeds", "2"), ["Seed 1 of 2: the gaps in the legend are of this seed alone.", alone, alone])
+        self.assertEqual(notes("--seeds", "1"), [alone] * 3)
+
     def test_hazards_harm(self):
         """Without the recipes something is lost: a comparison in which nothing can lose shows nothing."""
         # A quarter of the batch is a quarter of the time; fp16's harm wants all of it (trainer_test shows it every day).
