@@ -640,7 +640,8 @@ class Difference {
   Decoder decode_a_, decode_b_;
 };
 
-std::string plain(const ordered_json& value, bool exactly) {
+// A setting as people read it.
+std::string text_of(const ordered_json& value, bool exactly) {
   if (value.is_number_float() && !exactly) return shortest(value);
   return value.is_string() ? value.get<std::string>() : value.is_null() ? "none" : value.dump();
 }
@@ -649,8 +650,8 @@ std::string plain(const ordered_json& value, bool exactly) {
 void print_setting(const std::string& name, const ordered_json& first, const ordered_json& second) {
   if (first == second) return;
   if (!first.is_structured() && !second.is_structured()) {
-    const bool exactly = plain(first, false) == plain(second, false);
-    std::cout << name << ": " << plain(first, exactly) << " -> " << plain(second, exactly) << '\n';
+    const bool exactly = text_of(first, false) == text_of(second, false);
+    std::cout << name << ": " << text_of(first, exactly) << " -> " << text_of(second, exactly) << '\n';
     return;
   }
   const auto fields_of = [](const ordered_json& x) {

@@ -236,13 +236,13 @@ class Comparer {
       }
     }
     std::vector<std::pair<std::string, std::string>> adaptive = {{"fp32", "adamw"}},
-                                                     plain = {{"fp32", "sgd"}};
+                                                     momentum = {{"fp32", "sgd"}};
     for (const std::string& name : names)
       if (name != "fp32")
-        (is_adaptive(name) ? adaptive : plain).emplace_back(name, is_adaptive(name) ? "adamw" : "sgd");
+        (is_adaptive(name) ? adaptive : momentum).emplace_back(name, is_adaptive(name) ? "adamw" : "sgd");
     const bool asked = std::find(names.begin(), names.end(), "fp32") != names.end();
     if (adaptive.size() == 1 && !asked) adaptive.clear();
-    if (plain.size() > 1) adaptive.insert(adaptive.end(), plain.begin(), plain.end());
+    if (momentum.size() > 1) adaptive.insert(adaptive.end(), momentum.begin(), momentum.end());
     return adaptive;
   }
 

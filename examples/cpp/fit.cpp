@@ -16,10 +16,10 @@ int main() try {
 
   scruple::Engine engine;  // "cuda" takes device pointers
   scruple::Optimizer decayed("adamw", {{"lr", 0.01}, {"weight_decay", 1e-4}});
-  scruple::Optimizer plain("adamw", {{"lr", 0.01}, {"weight_decay", 0}});
+  scruple::Optimizer without_decay("adamw", {{"lr", 0.01}, {"weight_decay", 0}});
   std::vector<scruple::Tensor> layers;
   layers.emplace_back(engine, decayed, kOut * kIn, "scruple", 0);
-  layers.emplace_back(engine, plain, kOut, "scruple", 1);
+  layers.emplace_back(engine, without_decay, kOut, "scruple", 1);
 
   std::vector<float> a(kOut * kIn), b(kOut), grad_a(kOut * kIn), grad_b(kOut), x(kIn);
   layers[0].gradient(grad_a.data(), "fp32");
@@ -43,7 +43,7 @@ int main() try {
     if (step % 200 == 0) std::printf("step %3d: squared error %.5f\n", step, loss);
     const scruple::Norm norm = scruple::norm(engine, layers);
     const float clip = norm.value > 10 ? static_cast<float>(10 / norm.value) : 1.0f;
-    for (scruple::Optimizer* optimizer : {&decayed, &plain})
+    for (scruple::Optimizer* optimizer : {&decayed, &without_decay})
       optimizer->set("lr", 0.01 * (1 - 1.0 * step / (kSteps + 1)));
     if (norm.finite) scruple::step(engine, layers, clip);
   }
