@@ -116,10 +116,11 @@ struct Recipe {
 Recipe recipe_of(const std::string& text) {
   const std::size_t colon = text.find(':');
   if (colon == std::string::npos) return {text};
-  const std::string rounding = text.substr(colon + 1);
-  if (rounding != "nearest" && rounding != "stochastic")
-    throw UsageError("--recipe " + text + ": the rounding must be nearest or stochastic");
-  return {text.substr(0, colon), rounding == "nearest" ? SCRUPLE_NEAREST : SCRUPLE_STOCHASTIC};
+  const int rounding = find_rounding(text.substr(colon + 1));
+  if (rounding != SCRUPLE_NEAREST && rounding != SCRUPLE_STOCHASTIC)
+    throw UsageError("--recipe " + text + ": the rounding must be " + scruple_rounding_name(SCRUPLE_NEAREST) +
+                     " or " + scruple_rounding_name(SCRUPLE_STOCHASTIC));
+  return {text.substr(0, colon), rounding};
 }
 
 // Memory for gradients that outlives the step which read them, so that they can be read once more.

@@ -307,17 +307,15 @@ std::vector<float> sixteenths() {
 using Followers = std::vector<std::unique_ptr<Follower>>;
 
 Followers all_followers(scruple_engine* engine, const scruple_optimizer* adamw, double beta2) {
-  constexpr std::pair<int, const char*> kRoundings[] = {{SCRUPLE_NEAREST, "nearest"},
-                                                        {SCRUPLE_STOCHASTIC, "stochastic"}};
   Followers rows;
   for (int i = 0; i < scruple_format_count(); ++i) {
     const scruple_format* format = scruple_format_at(i);
     scruple_format_info info;
     check(scruple_get_format_info(format, &info));
     if ((info.roles & SCRUPLE_ROLE_NONNEG) == 0) continue;
-    for (const auto& [rounding, word] : kRoundings) {
+    for (const int rounding : {SCRUPLE_NEAREST, SCRUPLE_STOCHASTIC}) {
       if ((info.roundings >> rounding & 1) == 0) continue;
-      const std::string name = std::string("`") + info.name + "` " + word;
+      const std::string name = std::string("`") + info.name + "` " + scruple_rounding_name(rounding);
       rows.push_back(std::make_unique<Stored>(engine, adamw, format, rounding, name));
     }
   }

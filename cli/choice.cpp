@@ -49,13 +49,20 @@ void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned rol
   if (!served) use_format(*first, name);
 }
 
+// All but dither, which is for gradients.
+std::vector<std::string> rounding_names() {
+  std::vector<std::string> names;
+  for (int r = 0; scruple_rounding_name(r) != nullptr; ++r)
+    if (r != SCRUPLE_DITHER) names.emplace_back(scruple_rounding_name(r));
+  return names;
+}
+
 int rounding_named(const std::string& name) {
-  const int found = find_rounding(name);
-  if (found >= 0 && found != SCRUPLE_DITHER) return found;
-  throw UsageError("--rounding is '" + name +
-                   "'; it must be nearest, truncate, stochastic or wide, or such a mode for some arrays: "
-                   "weights=wide, moments=nearest, exp_avg_sq=stochastic" +
-                   did_you_mean(name, {"nearest", "truncate", "stochastic", "wide"}));
+  const std::vector<std::string> known = rounding_names();
+  if (std::find(known.begin(), known.end(), name) != known.end()) return find_rounding(name);
+  throw UsageError("--rounding is '" + name + "'; it must be " + either(known) +
+                   ", or such a mode for some arrays: weights=wide, moments=nearest, exp_avg_sq=stochastic" +
+                   did_you_mean(name, known));
 }
 
 // "MODE": every weight and moment that can round this way does. "WHICH=MODE": the weights, the moments, or the slot
@@ -127,7 +134,7 @@ void give_momentum(Optimizer& optimizer) {
 }  // namespace
 
 void Choice::add_options(CLI::App& command) {
-  const auto add = [&](const char* name, auto& value, const char* type, const char* doc) {
+  const auto add = [&](const char* name, auto& value, const char* type, const std::string& doc) {
     return command.add_option(name, value, doc)->type_name(type);
   };
   add("--optimizer", optimizer, "NAME", "update rule, as 'scruple list' names it")->capture_default_str();
@@ -136,9 +143,8 @@ void Choice::add_options(CLI::App& command) {
   add("--moments", moments, "FORMAT", "format of every moment that it can hold");
   add("--second-moments", second_moments, "FORMAT", "format of the non-negative moments");
   add("--rounding", roundings, "[WHICH=]MODE",
-      "nearest, truncate, stochastic or wide, of all that can round so or of weights=, moments= or a slot; "
-      "may be "
-      "repeated")
+      either(rounding_names()) +
+          ", of all that can round so or of weights=, moments= or a slot; may be repeated")
       ->allow_extra_args(false);
   add("--set", hypers, "NAME=VALUE", "a hyperparameter; may be repeated (SGD starts at momentum=0.9)")
       ->allow_extra_args(false);

@@ -98,6 +98,13 @@ std::string joined(const std::vector<std::string>& words, const char* between) {
   return text;
 }
 
+std::string either(std::vector<std::string> words) {
+  if (words.size() < 2) return joined(words);
+  const std::string last = words.back();
+  words.pop_back();
+  return joined(words) + " or " + last;
+}
+
 std::string did_you_mean(const std::string& word, const std::vector<std::string>& known) {
   constexpr std::size_t kLongest = 100;  // no name is longer
   if (word.size() > kLongest) return "";

@@ -369,6 +369,15 @@ class Failures(Case):
         self.fails(2, "formats that can: fp32", "bench", "--params", "1", "--gradient-format", "nf4")
         self.fails(2, "no moment", "plan", "--params", "1", "--optimizer", "sgd", "--second-moments", "log4")
 
+    def test_roundings(self):
+        """The error and the help name every rounding that a weight or a moment can have."""
+        known = {rounding for one in self.json_of("list")["formats"] for rounding in one["roundings"]
+                 if set(one["roles"]) & {"weight", "signed", "nonneg"}} - {"dither"}
+        self.assertGreater(len(known), 3)
+        for said in (run("plan", "--params", "1", "--rounding", "up").stderr, run("plan", "--help").stdout):
+            self.assertEqual({name for name in known if name in said}, known, said)
+        self.fails(2, "--rounding is 'dither'; it must be", "plan", "--params", "1", "--rounding", "dither")
+
     def test_counts(self):
         for text in ["-1", "-8e9", "0", "nan", "inf", "1e30", "1e999", "0.5", "1.5", "", "8Q", "8MM", "0x10",
                      "1 000", "1125899906842625"]:
