@@ -226,9 +226,10 @@ std::vector<scruple_recipe_info> all_recipes() {
 }
 
 void check_name(const std::string& kind, const std::string& name, const std::vector<std::string>& known) {
-  if (std::find(known.begin(), known.end(), name) == known.end())
-    throw UsageError("unknown " + kind + " '" + name + "'; known: " + joined(known) +
-                     did_you_mean(name, known));
+  if (std::find(known.begin(), known.end(), name) != known.end()) return;
+  const std::string meant = did_you_mean(name, known);
+  throw UsageError("unknown " + kind + " '" + name + "'" + meant +
+                   (meant.empty() ? "; known: " : " Known: ") + joined(known));
 }
 
 void check_recipe(const std::string& name) {

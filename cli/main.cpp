@@ -1,6 +1,7 @@
 // The program `scruple`: reads the command line, runs one subcommand, and says on stderr what went wrong.
 #include <algorithm>
 #include <iostream>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,18 @@ std::string help_of(const CLI::App& command) {
   return command.help(above == nullptr ? "" : full_name(*above));
 }
 
+// Where another command has this word as a command of its own, or alone has it as an option.
+std::string meant_elsewhere(const std::string& word, const std::vector<CLI::App*>& commands) {
+  Words options;
+  for (const CLI::App* command : commands) {
+    for (const CLI::App* below : command->get_subcommands({}))
+      if (below->get_name() == word) return command->get_name() + " " + word;
+    if (command->get_option_no_throw("--" + word) != nullptr)
+      options.push_back(command->get_name() + " --" + word);
+  }
+  return options.size() == 1 ? options.front() : "";
+}
+
 // The command that the words lead to. Where one should stand, another word is refused.
 CLI::App& find_command(CLI::App& program, const Words& words) {
   CLI::App* at = &program;
@@ -66,12 +79,26 @@ CLI::App& find_command(CLI::App& program, const Words& words) {
     Words names;
     for (const CLI::App* command : below) names.push_back(command->get_name());
     const auto found = std::find(names.begin(), names.end(), word);
-    if (found == names.end())
-      throw cli::UsageError("'" + word + "' is no command of " + full_name(*at) +
-                            "; there are: " + cli::joined(names) + cli::did_you_mean(word, names));
+    if (found == names.end()) {
+      const std::string meant = meant_elsewhere(word, below);
+      throw cli::UsageError(
+          "'" + word + "' is no command of " + full_name(*at) + "; there are: " + cli::joined(names) +
+          (meant.empty() ? cli::did_you_mean(word, names) : "; did you mean '" + meant + "'?"));
+    }
     at = below[static_cast<std::size_t>(found - names.begin())];
   }
   return *at;
+}
+
+// The values that an option lets one choose from, which its type names: "FORMAT:{fp32,bf16}".
+Words values_of(const CLI::Option& option) {
+  const std::string type = option.get_type_name();
+  const std::size_t begin = type.find('{'), end = type.find('}');
+  Words values;
+  if (end == std::string::npos) return values;
+  std::stringstream list(type.substr(begin + 1, end - begin - 1));
+  for (std::string value; std::getline(list, value, ',');) values.push_back(value);
+  return values;
 }
 
 // The first option that the command does not have, and which one was perhaps meant; "" where it has all.
@@ -84,8 +111,13 @@ std::string unknown_option(const CLI::App& command, const Words& words) {
       continue;
     }
     Words names;
-    for (const CLI::Option* option : command.get_options())
+    for (const CLI::Option* option : command.get_options()) {
       for (const std::string& known : option->get_lnames()) names.push_back("--" + known);
+      const Words values = values_of(*option);
+      if (std::find(values.begin(), values.end(), name.substr(2)) != values.end())
+        return full_name(command) + " has no option " + name + "; did you mean '" + option->get_name() + " " +
+               name.substr(2) + "'?";
+    }
     return full_name(command) + " has no option " + name + cli::did_you_mean(name, names);
   }
   return "";

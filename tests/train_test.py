@@ -375,6 +375,15 @@ class Train(Case):
         self.assertEqual(before, self.weights())
 
 
+class Slips(Case):
+    def test_words_that_belong_elsewhere(self):
+        for word, meant in (("inspect", "checkpoint inspect"), ("export", "checkpoint export"),
+                            ("verify", "checkpoint verify"), ("resume", "train --resume")):
+            self.fails(2, f"; did you mean '{meant}'?\n", word, "run1")
+        self.assertNotIn("did you mean", run("steps").stderr)  # more than one command has that option
+        self.fails(2, "has no option --bf16; did you mean '--to bf16'?\n", "checkpoint", "export", "run1", "--bf16")
+
+
 class Sample(Case):
     def test_from_a_checkpoint(self):
         """The same text as from the weights that the run has written, in every kind of weight."""

@@ -332,10 +332,16 @@ class Slips(Case):
         self.fails(2, "did you mean 'stochastic'?", *plan, "--rounding", "stochasic")
         self.fails(2, "did you mean 'exp_avg_sq'?", *plan, "--rounding", "exp_avgsq=wide")
 
+    def test_values_that_are_no_options(self):
+        self.fails(2, "has no option --released; did you mean '--gradients released'?\n", "plan", "--params", "1", "--released")
+
+    def test_a_suggestion_stands_before_a_long_list(self):
+        self.fails(2, "unknown format 'bf17'; did you mean 'bf16'? Known: fp32, ", "plan", "--params", "1", "--weights", "bf17")
+
     def test_hyperparameters(self):
         plan = ["plan", "--params", "1e6"]
-        self.fails(2, "unknown hyperparameter of adamw 'wieght_decay'; known: lr, ", *plan, "--set", "wieght_decay=1")
-        self.fails(2, "did you mean 'weight_decay'?", *plan, "--set", "wieght_decay=1")
+        self.fails(2, "unknown hyperparameter of adamw 'wieght_decay'; did you mean 'weight_decay'? Known: lr, ", *plan,
+                   "--set", "wieght_decay=1")
         self.fails(2, "did you mean 'beta1' or 'beta2'?", *plan, "--set", "beta=0.9")
         self.fails(2, "did you mean 'momentum'?", *plan, "--optimizer", "sgd", "--set", "Momentm=1")
         self.assertNotIn("did you mean", run(*plan, "--set", "frobnicate=1").stderr)
