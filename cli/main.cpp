@@ -57,7 +57,7 @@ std::string help_of(const CLI::App& command) {
   return command.help(above == nullptr ? "" : full_name(*above));
 }
 
-// Where another command has this word as a command of its own, or alone has it as an option.
+// What else is spelled so: a command of a command, or an option that one command alone has. "": nothing is.
 std::string meant_elsewhere(const std::string& word, const std::vector<CLI::App*>& commands) {
   Words options;
   for (const CLI::App* command : commands) {

@@ -471,6 +471,7 @@ void train_with(const CLI::App& command, Session session) {
   Ledger ledger(free_memory());
   Trainer trainer(job, ledger, session.from.get());
   const std::int64_t params = trainer.state().size();
+  const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {
     make_folder(options.out);
     session.folder = std::make_unique<RunFolder>(options.out);
@@ -494,6 +495,8 @@ void train_with(const CLI::App& command, Session session) {
   if (record.stopped && record.steps.size() == record.resumed) {
     std::cerr << "scruple: stopped by " << Interrupts::name()
               << " before a step was taken; nothing was written\n";
+    std::error_code ignored;
+    if (makes_folder) std::filesystem::remove(options.out, ignored);
     throw Stopped{Interrupts::signal()};
   }
   session.folder->begin();

@@ -181,15 +181,23 @@ class Train(Case):
         self.trained()
         before = (self.metrics(), self.weights())
         large = ("--layers", "4", "--width", "256", "--heads", "4", "--context", "1024", "--batch", "1")  # 64 of them: seconds
-        process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), "--force", *large],
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while not (line := process.stdout.readline()).startswith("total"):
-            self.assertTrue(line)
-        process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=250)[1]
-        self.assertEqual(process.returncode, 128 + signal.SIGTERM, said)
-        self.assertIn("nothing was written", said)
+
+        def stopped(out):
+            process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path(out), "--force", *large],
+                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            while not (line := process.stdout.readline()).startswith("total"):
+                self.assertTrue(line)
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=250)[1]
+            self.assertEqual(process.returncode, 128 + signal.SIGTERM, said)
+            self.assertIn("nothing was written", said)
+        stopped("run")
         self.assertEqual((self.metrics(), self.weights()), before)
+        os.mkdir(self.path("mine"))
+        stopped("mine")
+        self.assertEqual(os.listdir(self.path("mine")), [])
+        stopped("new")
+        self.assertFalse(os.path.exists(self.path("new")))
 
     def test_divergence_is_said(self):
         said = self.trained("--lr", "1e6", steps=12)
