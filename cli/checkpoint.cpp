@@ -23,8 +23,7 @@ using io::TensorState;
 using nlohmann::ordered_json;
 
 constexpr const char* kFooter =
-    "DIR is a checkpoint, or a folder that 'scruple train --save-every N' wrote: its last checkpoint is "
-    "taken.\n"
+    "DIR is a checkpoint, or a run that has some (of --save-every N, or of a stop): the last is taken.\n"
     "docs/checkpoint.md describes the files.\n"
     "\n"
     "Examples:\n"
@@ -146,7 +145,7 @@ ordered_json to_json(const Histogram& histogram) {
 void print(const std::string& name, const Histogram& histogram) {
   constexpr std::int64_t kWidth = 50;
   std::cout << '\n'
-            << name << ": " << grouped(histogram.zeros) << " zeros, " << grouped(histogram.negative)
+            << name << ": " << plural(histogram.zeros, "zero") << ", " << grouped(histogram.negative)
             << " negative, " << grouped(histogram.not_finite) << " not finite\n";
   std::int64_t most = 1;
   for (const auto& [exponent, count] : histogram.exponents) most = std::max(most, count);
@@ -293,9 +292,16 @@ void inspect(const Options& options) {
 
 // ---- verify ----
 
+struct Problems {
+  std::vector<std::string> list;
+  bool weights = false;  // whether any is of a weight
+  bool moments = false;  // whether any moment's bytes are damaged
+};
+
 // Everything that is wrong, not only the first: what else is lost decides what to do.
-std::vector<std::string> problems_of(const Checkpoint& checkpoint) {
-  std::vector<std::string> problems;
+Problems problems_of(const Checkpoint& checkpoint) {
+  Problems found;
+  std::vector<std::string>& problems = found.list;
   const auto attempt = [&](const auto& call) {
     try {
       call();
@@ -310,22 +316,26 @@ std::vector<std::string> problems_of(const Checkpoint& checkpoint) {
   for (const TensorState& state : checkpoint.manifest().tensors) {
     bool whole = decoder != nullptr;
     for (const io::Array& array : state.arrays)
-      for (const io::Plane& plane : array.planes)
-        whole = attempt([&] { checkpoint.verify(state, array, plane); }) && whole;
+      for (const io::Plane& plane : array.planes) {
+        if (attempt([&] { checkpoint.verify(state, array, plane); })) continue;
+        (&array == &state.arrays.front() ? found.weights : found.moments) = true;
+        whole = false;
+      }
     if (!whole) continue;
     attempt([&] {
       const Tensor tensor = decoder->load(state);
       const std::vector<int> arrays = state_arrays(tensor);
       for (std::size_t i = 0; i < arrays.size(); ++i) {
         const std::int64_t bad = histogram_of(values_of(tensor, arrays[i])).not_finite;
-        if (bad > 0)
-          problems.push_back("tensor \"" + state.name + "\": " + grouped(bad) + " of " +
-                             grouped(tensor.size()) + " values of its " + state.arrays[i].name +
-                             " are not finite; the training has diverged");
+        if (bad == 0) continue;
+        if (i == 0) found.weights = true;
+        problems.push_back("tensor \"" + state.name + "\": " + grouped(bad) + " of " +
+                           grouped(tensor.size()) + " values of its " + state.arrays[i].name +
+                           (bad == 1 ? " is" : " are") + " not finite; the training has diverged");
       }
     });
   }
-  return problems;
+  return found;
 }
 
 void verify(const Options& options) {
@@ -337,8 +347,12 @@ void verify(const Options& options) {
     const Checkpoint checkpoint(folder);
     tensors = static_cast<std::int64_t>(checkpoint.manifest().tensors.size());
     bytes = static_cast<std::int64_t>(checkpoint.bytes());
-    problems = problems_of(checkpoint);
+    const Problems found = problems_of(checkpoint);
+    problems = found.list;
     if (!problems.empty()) advice = io::advice_on_damage(folder);
+    if (found.moments && !found.weights)
+      advice = "; its weights are whole, and 'scruple checkpoint export " + folder +
+               " --out FILE' saves them" + advice;
   } catch (const std::runtime_error& error) {
     problems.emplace_back(error.what());
   }
@@ -691,7 +705,7 @@ void print_difference(const Difference& difference) {
   }
   std::cout << '\n'
             << grouped(difference.differing) << " of " << plural(difference.compared, "array")
-            << " differ in their values\n";
+            << (difference.differing == 1 ? " differs in its values\n" : " differ in their values\n");
 }
 
 void diff(const Options& options) {

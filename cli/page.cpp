@@ -88,7 +88,8 @@ train::Figures speed_of(const train::Job& job, const Record& record) {
     speed.rows.push_back({"ms per step", fixed(ms, 1)});
     speed.rows.push_back(
         {"tokens per second", grouped(std::llround(1e3 * static_cast<double>(tokens_per_step(job)) / ms))});
-    speed.rows.push_back({"time of the steps", duration(record.step_seconds)});
+    speed.rows.push_back({before > 0 ? "time of the last session's steps" : "time of the steps",
+                          duration(record.step_seconds)});
   }
   return speed;
 }

@@ -980,8 +980,9 @@ std::string find_checkpoint(const std::string& path) {
         other.starts_with(name + std::string(kPartialName)))
       begun = "; " + other + " beside it is a save that did not end, and can be removed";
   misuse(path,
-         " is no checkpoint (it has no manifest.json), and no run that has a complete one ('scruple train "
-         "--save-every N' saves them)",
+         " is no checkpoint (it has no manifest.json), and no run that has a complete one ('scruple train' "
+         "saves "
+         "them with --save-every N, and where it is stopped)",
          begun);
 }
 

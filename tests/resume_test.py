@@ -273,7 +273,7 @@ class Train(Case):
         self.fails(2, "--force replaces", "train", "--resume", a, "--force")
         self.fails(2, "--out", "train", "--resume", a, "--out", self.path("b"))
         self.fails(2, "--out", "train", "--resume", os.path.join(a, "checkpoints/step-00000004"))
-        self.fails(1, "no checkpoint", "train", "--resume", self.path("nowhere"))
+        self.fails(1, "saves them with --save-every N, and where it is stopped", "train", "--resume", self.path("nowhere"))
         self.fails(2, "--data and --out", "train", "--steps", "1")
         self.fails(1, "earlier run", *self.arguments("a", "--save-every", "2"))
         with open(self.data, "a", encoding="utf-8") as file:
@@ -303,6 +303,7 @@ class Train(Case):
             for name, curve in curves.items():
                 self.assertEqual(curve["x"], [5, 6], name)
                 self.assertNotIn(None, curve["y"], name)
+            self.assertIn("time of the last session's steps", page)
 
     def test_a_finished_run_without_a_checkpoint(self):
         self.trained("a", steps=3)
@@ -480,6 +481,24 @@ class Tools(Case):
         # A step that no gradient check guards makes its weights NaN, visibly.
         self.trained("b", "--recipe", "fp32", "--gradients", "released", "--lr", "1e30", "--save-every", "6")
         self.assertIn("not finite", self.fails(1, "problem", "checkpoint", "verify", self.path("b")).stdout)
+
+    def test_verify_says_what_can_be_saved(self):
+        self.trained("a", "--save-every", "6")
+        one, file = self.path("a/checkpoints/step-00000006"), self.path("a/checkpoints/step-00000006/model.safetensors")
+        places = {name: entry["data_offsets"][0] for name, entry in tensors_of(file)[0].items() if name != "__metadata__"}
+        begin = 8 + struct.unpack("<Q", content(file)[:8])[0]
+
+        def damaged(name):
+            self.flip(file, begin + places[name])
+            said = self.fails(1, "1 problem", "checkpoint", "verify", one).stderr
+            out = self.path(name.replace("/", "_"))
+            exported = run("checkpoint", "export", one, "--out", out).returncode
+            self.flip(file, begin + places[name])
+            return "its weights are whole, and 'scruple checkpoint export " + one in said, exported == 0
+        moment = next(name for name in places if "exp_avg" in name)
+        weight = next(name for name in places if "exp_avg" not in name)
+        self.assertEqual(damaged(moment), (True, True))
+        self.assertEqual(damaged(weight), (False, False))
 
     def test_convert_there_and_back(self):
         self.trained("a", "--recipe", "fp32", "--save-every", "6")
