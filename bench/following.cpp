@@ -155,7 +155,7 @@ int second_moment(const scruple_tensor& row) {
 // `scruple train` with its defaults, but for the gradient's memory.
 Job job_of(const Options& options, const Recipe& recipe, std::uint64_t seed, Planes& planes) {
   Job job;
-  job.shape = options.shape;
+  job.shape = gpt2(options.shape);
   job.batch = options.batch;
   job.seed = seed;
   job.threads = static_cast<int>(options.threads);
@@ -302,7 +302,8 @@ void run(const Options& options) {
   for (const std::string& name : options.recipes) check_recipe(options, name);
   const Data data(options.text, options.shape.context);
   std::int64_t size = 0;
-  for (const train::Parameter& parameter : train::parameters_of(options.shape)) size += parameter.size();
+  for (const train::Parameter& parameter : train::parameters_of(gpt2(options.shape)))
+    size += parameter.size();
   std::printf("%lld parameters, %lld steps of %lld x %lld bytes of %s (%zu)\n", static_cast<long long>(size),
               static_cast<long long>(options.steps), static_cast<long long>(options.batch),
               static_cast<long long>(options.shape.context), options.text.c_str(), data.bytes.size());

@@ -182,7 +182,7 @@ struct Comparison {
 class Comparer {
  public:
   explicit Comparer(const Options& options) : options_(options), text_(text_of(options)) {
-    found_.params = train::parameter_count(options.model.shape);
+    found_.params = train::parameter_count(gpt2(options.model.shape));
   }
 
   // What cannot be run is refused before anything is.
@@ -634,7 +634,7 @@ void compare(const Options& options) {
   if (options.model.batch % options.micro_batches != 0)
     throw UsageError("--micro-batches is " + std::to_string(options.micro_batches) +
                      "; it must divide --batch, " + std::to_string(options.model.batch));
-  if (const std::string problem = problem_with(options.model.shape); !problem.empty())
+  if (const std::string problem = problem_with(gpt2(options.model.shape)); !problem.empty())
     throw UsageError(problem);
   const std::string path = options.out + "/report.html";
   Comparer comparer(options);

@@ -11,8 +11,8 @@
 #include "text.h"
 #include "train/checkpoint.h"
 #include "train/export.h"
-#include "train/gpt.h"
 #include "train/random.h"
+#include "train/transformer.h"
 #include "training.h"
 
 namespace scruple::cli {
@@ -85,13 +85,13 @@ void sample(const Options& options) {
     throw UsageError("--prompt is empty; the model needs at least one byte to continue");
   train::Ledger ledger;
   Threads threads(options.threads > 0 ? options.threads : Engine().threads());
-  train::Gpt gpt(model.shape, 1, train::Precision::fp32, threads, ledger);
+  train::Transformer network(model.shape, 1, train::Precision::fp32, threads, ledger);
   std::vector<std::int32_t> tokens;
   for (const char c : options.prompt) tokens.push_back(static_cast<unsigned char>(c));
   std::vector<float> logits(256);
   for (std::int64_t i = 0; i < options.length; ++i) {
     const auto seen = std::min<std::int64_t>(static_cast<std::int64_t>(tokens.size()), model.shape.context);
-    gpt.next(model, &tokens[tokens.size() - static_cast<std::size_t>(seen)], seen, logits.data());
+    network.next(model, &tokens[tokens.size() - static_cast<std::size_t>(seen)], seen, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
     if (i == 0) std::cout << options.prompt;

@@ -100,7 +100,7 @@ std::string name_of(const std::string& data) {
 }
 
 void print_start(const Options& options, const train::Job& job, std::int64_t params, std::int64_t bytes) {
-  const train::GptShape& s = job.shape;
+  const train::Description& s = job.shape;
   std::cout << "gpt: " << shape_words(s) << "; " << grouped(params) << " parameters\n"
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
             << options.gradients.policy << ", activations " << precision_name(job.activations)
@@ -521,7 +521,7 @@ void run(const CLI::App& command, const Options& given) {
         "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
         "or "
         "--data -");
-  if (const std::string problem = problem_with(options.model.shape); !problem.empty())
+  if (const std::string problem = problem_with(gpt2(options.model.shape)); !problem.empty())
     throw UsageError(problem);
   train_with(command, std::move(session));
 }

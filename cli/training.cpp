@@ -178,7 +178,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   if (gradients.policy == "released" && !choice.gradient.empty())
     throw UsageError("--gradients released keeps no gradient, so --gradient-format has nothing to format");
   train::Job job;
-  job.shape = model.shape;
+  job.shape = gpt2(model.shape);
   job.batch = model.batch;
   job.seed = model.seed;
   job.threads = model.threads;
@@ -202,7 +202,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   return job;
 }
 
-std::string shape_words(const train::GptShape& shape) {
+std::string shape_words(const train::Description& shape) {
   return plural(shape.layers, "layer") + ", width " + grouped(shape.width) + ", " +
          plural(shape.heads, "head") + ", context " + grouped(shape.context);
 }
@@ -222,7 +222,7 @@ std::string gradient_words(const train::Job& job) {
 
 const char* precision_name(train::Precision precision) { return kPrecisions[static_cast<int>(precision)]; }
 
-Memory plan_of(const Choice& choice, const std::string& recipe, const train::GptShape& shape,
+Memory plan_of(const Choice& choice, const std::string& recipe, const train::Description& shape,
                const std::string& policy) {
   const std::vector<train::Parameter> parameters = train::parameters_of(shape);
   Model model;

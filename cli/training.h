@@ -42,13 +42,13 @@ struct GradientOptions {
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
                     const GradientOptions& gradients, const std::string& activations);
 const char* precision_name(train::Precision precision);
-std::string shape_words(const train::GptShape& shape);  // 2 layers, width 64, 4 heads, context 128
+std::string shape_words(const train::Description& shape);  // 2 layers, width 64, 4 heads, context 128
 // What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".
 std::string gradient_words(const train::Job& job);
 
 // What weights, moments and gradients will take: as `scruple plan` says it, and the tile that released gradients
 // pass through.
-Memory plan_of(const Choice& choice, const std::string& recipe, const train::GptShape& shape,
+Memory plan_of(const Choice& choice, const std::string& recipe, const train::Description& shape,
                const std::string& policy);
 // Where every byte of a run will go, counted before any is taken. Where it is more than is free, throws: "WHAT needs
 // 1.1 TiB, and 20.1 GiB are free; choose a smaller model, batch or contextMORE".

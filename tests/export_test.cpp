@@ -44,7 +44,7 @@ std::uint16_t bits16(float value, Dtype dtype) {
 
 struct Weights {
   explicit Weights(const GptShape& shape, const std::vector<Dtype>& dtypes) {
-    const std::vector<Parameter> list = parameters_of(shape);
+    const std::vector<Parameter> list = parameters_of(gpt2(shape));
     for (std::size_t t = 0; t < list.size(); ++t) {
       const Dtype dtype = dtypes[t % dtypes.size()];
       std::string bytes;
@@ -115,7 +115,7 @@ class Folders : public testing::Test {
   }
   void expect_whole() const {
     const Model model = read_model(folder_);
-    const std::vector<Parameter> list = parameters_of(kShape);
+    const std::vector<Parameter> list = parameters_of(gpt2(kShape));
     ASSERT_EQ(model.parameters.size(), list.size());
     for (std::size_t t = 0; t < list.size(); ++t) {
       ASSERT_EQ(static_cast<std::int64_t>(model.parameters[t].size()), list[t].size()) << list[t].name;
@@ -135,7 +135,7 @@ TEST_F(Export, EveryTypeComesBack) {
        {std::vector{Dtype::f32}, {Dtype::bf16}, {Dtype::f16}, {Dtype::bf16, Dtype::f32, Dtype::f16}}) {
     write(dtypes);
     expect_whole();
-    const GptShape shape = read_model(folder_).shape;
+    const scruple::train::Description shape = read_model(folder_).shape;
     EXPECT_EQ(shape.layers, kShape.layers);
     EXPECT_EQ(shape.width, kShape.width);
     EXPECT_EQ(shape.heads, kShape.heads);

@@ -1,8 +1,6 @@
 // The native model against an independent reference (gpt_reference.h): loss, logits and the gradient of
 // every value of every parameter; and what it promises beside: the same bits on any number of threads,
 // 16-bit activations, one layer's weights at a time.
-#include "train/gpt.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,6 +17,7 @@
 #include "train/blas.h"
 #include "train/layers.h"
 #include "train/math.h"
+#include "train/transformer.h"
 
 namespace scruple::train {
 namespace {
@@ -28,7 +27,7 @@ constexpr Precision kPrecisions[] = {Precision::fp32, Precision::bf16, Precision
 
 // Weights in fp32. Handed out as copies in the caller's scratch, as a low-bit store would.
 struct Store : Weights {
-  explicit Store(const GptShape& shape, unsigned seed = 1) {
+  explicit Store(const Description& shape, unsigned seed = 1) {
     std::mt19937 random(seed);
     for (const Parameter& p : parameters_of(shape)) {
       // Far from the initial values, so that every path matters: norms and biases too.
@@ -50,7 +49,7 @@ struct Store : Weights {
 
 // Keeps every gradient, asking for `tile_rows` rows at a time.
 struct Keep : Gradients {
-  Keep(const GptShape& shape, std::int64_t rows) : list(parameters_of(shape)), tile_rows(rows) {
+  Keep(const Description& shape, std::int64_t rows) : list(parameters_of(shape)), tile_rows(rows) {
     for (const Parameter& p : list)
       all.emplace_back(static_cast<std::size_t>(p.size()), std::numeric_limits<float>::quiet_NaN());
   }
@@ -76,7 +75,7 @@ struct Keep : Gradients {
 };
 
 struct Batch {
-  Batch(const GptShape& shape, std::int64_t sequences, unsigned seed = 7) : size(sequences) {
+  Batch(const Description& shape, std::int64_t sequences, unsigned seed = 7) : size(sequences) {
     std::mt19937 random(seed);
     std::uniform_int_distribution<std::int32_t> token(0, static_cast<std::int32_t>(shape.vocabulary) - 1);
     for (std::int64_t i = 0; i < sequences * shape.context; ++i)
@@ -91,11 +90,11 @@ struct Result {
   Values gradients;
 };
 
-Result run(const GptShape& shape, const Batch& batch, Precision precision, int threads = 2, float scale = 1,
-           std::int64_t tile_rows = 0, bool direct = false) {
+Result run(const Description& shape, const Batch& batch, Precision precision, int threads = 2,
+           float scale = 1, std::int64_t tile_rows = 0, bool direct = false) {
   Threads pool(threads);
   Ledger ledger;
-  Gpt model(shape, batch.size, precision, pool, ledger);
+  Transformer model(shape, batch.size, precision, pool, ledger);
   Store store(shape);
   store.direct = direct;
   Keep keep(shape, tile_rows);
@@ -123,7 +122,7 @@ bool same_bits(const Result& a, const Result& b) {
   return true;
 }
 
-gpt_reference::Shape plain(const GptShape& s) {
+gpt_reference::Shape plain(const Description& s) {
   return {static_cast<int>(s.layers), static_cast<int>(s.width), static_cast<int>(s.heads),
           static_cast<int>(s.context), static_cast<int>(s.vocabulary)};
 }
@@ -134,13 +133,13 @@ gpt_reference::Parameters<double> in_double(const Store& store) {
   return p;
 }
 
-const GptShape kOdd = {2, 12, 3, 7, 11};
+const Description kOdd = gpt2({2, 12, 3, 7, 11});
 // More than one chunk of tokens, of queries and of gradient tiles.
-const GptShape kLarge = {2, 160, 5, 150, 300};
+const Description kLarge = gpt2({2, 160, 5, 150, 300});
 
 TEST(GptReference, LossAndEveryGradient) {
-  const GptShape shapes[] = {kOdd, {1, 6, 1, 5, 4}, {1, 10, 5, 1, 3}, {1, 1, 1, 2, 2}};
-  for (const GptShape& shape : shapes) {
+  const Description shapes[] = {kOdd, gpt2({1, 6, 1, 5, 4}), gpt2({1, 10, 5, 1, 3}), gpt2({1, 1, 1, 2, 2})};
+  for (const Description& shape : shapes) {
     SCOPED_TRACE("width " + std::to_string(shape.width));
     const Batch batch(shape, 2);
     const Result got = run(shape, batch, Precision::fp32, 2, 1, 0);
@@ -161,7 +160,7 @@ TEST(GptReference, LossAndEveryGradient) {
 }
 
 // The derivative along a random direction in each parameter.
-void check_directions(const GptShape& shape, std::int64_t sequences) {
+void check_directions(const Description& shape, std::int64_t sequences) {
   const Batch batch(shape, sequences);
   const Result got = run(shape, batch, Precision::fp32, 2, 1, 500);
   const auto p = in_double(Store(shape));
@@ -188,8 +187,8 @@ void check_directions(const GptShape& shape, std::int64_t sequences) {
 // Beyond one piece of work there are too many derivatives for the reference to take each. Here: several
 // chunks of tokens, blocks of queries and blocks of logits; then several tiles of a weight's gradient, down
 // and across.
-TEST(GptReference, ManyTokens) { check_directions({1, 32, 2, 150, 1100}, 2); }
-TEST(GptReference, WideLayers) { check_directions({1, 260, 2, 5, 140}, 1); }
+TEST(GptReference, ManyTokens) { check_directions(gpt2({1, 32, 2, 150, 1100}), 2); }
+TEST(GptReference, WideLayers) { check_directions(gpt2({1, 260, 2, 5, 140}), 1); }
 
 TEST(GptBits, SameOnAnyNumberOfThreads) {
   const Batch batch(kLarge, 3);
@@ -211,7 +210,7 @@ TEST(GptBits, ASecondPassIsLikeTheFirst) {
   for (const Precision precision : kPrecisions) {
     Threads pool(2);
     Ledger ledger;
-    Gpt model(kOdd, 2, precision, pool, ledger);
+    Transformer model(kOdd, 2, precision, pool, ledger);
     Store store(kOdd);
     const Batch batch(kOdd, 2), other(kOdd, 2, 99);
     Result result[2];
@@ -245,7 +244,7 @@ TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
     const Result want = run(kOdd, batch, Precision::fp32);
     Threads pool(2);
     Ledger ledger;
-    Gpt model(kOdd, 2, Precision::fp32, pool, ledger);
+    Transformer model(kOdd, 2, Precision::fp32, pool, ledger);
     Store store(kOdd);
     store.direct = direct;
     Keep keep(kOdd, 0);
@@ -309,7 +308,7 @@ TEST(GptPrecision, ANaNReachesTheLossAndTheGradients) {
   for (const Precision precision : kPrecisions) {
     Threads pool(1);
     Ledger ledger;
-    Gpt model(kOdd, 1, precision, pool, ledger);
+    Transformer model(kOdd, 1, precision, pool, ledger);
     Store store(kOdd);
     store.values_of[4][0] = std::numeric_limits<float>::quiet_NaN();
     const Batch batch(kOdd, 1);
@@ -345,7 +344,7 @@ TEST(GptPrecision, HalvesTheActivations) {
   std::int64_t bytes[3] = {};
   for (int i = 0; i < 3; ++i) {
     Ledger ledger;
-    const Gpt model(kLarge, 4, kPrecisions[i], pool, ledger);
+    const Transformer model(kLarge, 4, kPrecisions[i], pool, ledger);
     bytes[i] = ledger.peak("activations");
     EXPECT_GT(ledger.peak("workspace"), 0);
   }
@@ -356,7 +355,7 @@ TEST(GptPrecision, HalvesTheActivations) {
 TEST(GptNext, IsTheReferenceAfterAnyPrefix) {
   Threads pool(2);
   Ledger ledger;
-  Gpt model(kOdd, 1, Precision::fp32, pool, ledger);
+  Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
   Store store(kOdd);
   const Batch batch(kOdd, 1);
   const auto p = in_double(store);
@@ -374,7 +373,7 @@ TEST(GptNext, AgreesWithForward) {
   for (const Precision precision : kPrecisions) {
     Threads pool(2);
     Ledger ledger;
-    Gpt model(kLarge, 1, precision, pool, ledger);
+    Transformer model(kLarge, 1, precision, pool, ledger);
     Store store(kLarge);
     const Batch batch(kLarge, 1);
     const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
@@ -394,7 +393,7 @@ TEST(GptNext, AgreesWithForward) {
 TEST(GptErrors, BackwardNeedsItsForward) {
   Threads pool(1);
   Ledger ledger;
-  Gpt model(kOdd, 1, Precision::fp32, pool, ledger);
+  Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
   Store store(kOdd);
   Keep keep(kOdd, 0);
   const Batch batch(kOdd, 1);
@@ -411,7 +410,7 @@ TEST(GptErrors, BackwardNeedsItsForward) {
 TEST(GptErrors, TokensOutsideTheVocabularyAndCountsOutsideTheContext) {
   Threads pool(1);
   Ledger ledger;
-  Gpt model(kOdd, 1, Precision::fp32, pool, ledger);
+  Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
   Store store(kOdd);
   std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
   for (const std::int32_t bad : {-1, 11}) {
@@ -425,29 +424,31 @@ TEST(GptErrors, TokensOutsideTheVocabularyAndCountsOutsideTheContext) {
   const Batch batch(kOdd, 2);
   for (const std::int64_t count : {0, 8})
     EXPECT_THROW(model.next(store, batch.tokens.data(), count, logits.data()), std::invalid_argument);
-  EXPECT_THROW(Gpt(kOdd, 0, Precision::fp32, pool, ledger), std::invalid_argument);
-  EXPECT_THROW(Gpt(kOdd, std::int64_t{1} << 40, Precision::fp32, pool, ledger), std::invalid_argument);
+  EXPECT_THROW(Transformer(kOdd, 0, Precision::fp32, pool, ledger), std::invalid_argument);
+  EXPECT_THROW(Transformer(kOdd, std::int64_t{1} << 40, Precision::fp32, pool, ledger),
+               std::invalid_argument);
 }
 
 TEST(GptShapes, ProblemsAreNamed) {
-  EXPECT_EQ(problem_with({}), "");
+  EXPECT_EQ(problem_with(gpt2({})), "");
   EXPECT_EQ(problem_with(kOdd), "");
-  EXPECT_NE(problem_with({0, 12, 3, 7, 11}).find("layers = 0"), std::string::npos);
-  EXPECT_NE(problem_with({1, -4, 3, 7, 11}).find("width = -4"), std::string::npos);
-  EXPECT_NE(problem_with({1, 12, 0, 7, 11}).find("heads = 0"), std::string::npos);
-  EXPECT_NE(problem_with({1, 12, 3, 0, 11}).find("context = 0"), std::string::npos);
-  EXPECT_NE(problem_with({1, 12, 3, 7, 1}).find("vocabulary = 1"), std::string::npos);
-  EXPECT_NE(problem_with({1, 13, 3, 7, 11}).find("multiple of the heads, such as 15"), std::string::npos);
+  EXPECT_NE(problem_with(gpt2({0, 12, 3, 7, 11})).find("layers = 0"), std::string::npos);
+  EXPECT_NE(problem_with(gpt2({1, -4, 3, 7, 11})).find("width = -4"), std::string::npos);
+  EXPECT_NE(problem_with(gpt2({1, 12, 0, 7, 11})).find("heads = 0"), std::string::npos);
+  EXPECT_NE(problem_with(gpt2({1, 12, 3, 0, 11})).find("context = 0"), std::string::npos);
+  EXPECT_NE(problem_with(gpt2({1, 12, 3, 7, 1})).find("vocabulary = 1"), std::string::npos);
+  EXPECT_NE(problem_with(gpt2({1, 13, 3, 7, 11})).find("multiple of the heads, such as 15"),
+            std::string::npos);
   const std::int64_t huge = std::int64_t{1} << 40;
-  EXPECT_NE(problem_with({huge, 12, 3, 7, 11}), "");
-  EXPECT_NE(problem_with({1, huge, 1, 7, 11}), "");
-  EXPECT_NE(problem_with({1, 12, 3, huge, 11}), "");
-  EXPECT_NE(problem_with({1, 12, 3, 7, huge}), "");
+  EXPECT_NE(problem_with(gpt2({huge, 12, 3, 7, 11})), "");
+  EXPECT_NE(problem_with(gpt2({1, huge, 1, 7, 11})), "");
+  EXPECT_NE(problem_with(gpt2({1, 12, 3, huge, 11})), "");
+  EXPECT_NE(problem_with(gpt2({1, 12, 3, 7, huge})), "");
 }
 
 TEST(GptShapes, ParametersAreGpt2s) {
   std::int64_t size = 0;
-  const std::vector<Parameter> list = parameters_of({12, 768, 12, 1024, 50257});
+  const std::vector<Parameter> list = parameters_of(gpt2({12, 768, 12, 1024, 50257}));
   std::set<std::string> names;
   for (const Parameter& p : list) {
     size += p.size();

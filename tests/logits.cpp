@@ -12,8 +12,8 @@ int main(int argc, char** argv) {
   for (const char* c = argv[2]; *c != 0; ++c) tokens.push_back(static_cast<unsigned char>(*c));
   train::Ledger ledger;
   Threads threads(1);
-  train::Gpt gpt(model.shape, 1, train::Precision::fp32, threads, ledger);
+  train::Transformer network(model.shape, 1, train::Precision::fp32, threads, ledger);
   std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
-  gpt.next(model, tokens.data(), static_cast<std::int64_t>(tokens.size()), logits.data());
+  network.next(model, tokens.data(), static_cast<std::int64_t>(tokens.size()), logits.data());
   for (const float value : logits) std::printf("%.9g\n", static_cast<double>(value));
 }

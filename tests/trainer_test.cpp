@@ -34,7 +34,7 @@ Describe describe_by(const std::string& recipe, const std::string& gradient = ""
 Job job_of(const std::string& recipe, scruple_policy policy = SCRUPLE_STORED,
            const std::string& gradient = "fp32") {
   Job job;
-  job.shape = kSmall;
+  job.shape = gpt2(kSmall);
   job.batch = 8;
   job.threads = 2;
   const bool sgd = recipe == "lpmm";
@@ -109,7 +109,7 @@ TEST(Policies, StoredReleasedAndCompressedGiveTheSameBits) {
 TEST(Policies, TheSameBitsInSeveralTiles) {
   const auto with = [&](scruple_policy policy) {
     Job job = job_of("scruple", policy);
-    job.shape = {1, 256, 2, 24, 2048};
+    job.shape = gpt2({1, 256, 2, 24, 2048});
     job.batch = 2;
     return planes_after(job, 2);
   };
@@ -120,7 +120,7 @@ TEST(Policies, TheSameBitsInSeveralTiles) {
 
 TEST(Policies, ReleasedHoldsOneTileOfGradients) {
   Job job = job_of("scruple", SCRUPLE_RELEASED);
-  job.shape = {1, 256, 2, 24, 4096};
+  job.shape = gpt2({1, 256, 2, 24, 4096});
   job.batch = 2;
   Ledger ledger;
   Trainer trainer(job, ledger);
@@ -145,7 +145,7 @@ TEST(Policies, CompressedGivesItsAccumulatorsBackAfterEachStep) {
 // changes nothing.
 TEST(Policies, MeasuringFirstChangesNoBit) {
   Job job = job_of("scruple", SCRUPLE_RELEASED);
-  job.shape = {1, 256, 2, 24, 2048};
+  job.shape = gpt2({1, 256, 2, 24, 2048});
   job.batch = 2;
   const std::vector<char> plain = planes_after(job, 2);
   job.gradients.tensor_norm = 1e6;
@@ -386,7 +386,7 @@ TEST(Memory, CompressedGradientsThatWillNotFitAreRefusedAtOnce) {
 
 TEST(Memory, WhatDoesNotFitIsRefusedBeforeItIsTouched) {
   Job job = job_of("fp32");
-  job.shape = {96, 12288, 96, 2048, 256};
+  job.shape = gpt2({96, 12288, 96, 2048, 256});
   Ledger ledger(std::int64_t{1} << 30);
   try {
     Trainer trainer(job, ledger);

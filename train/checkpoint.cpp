@@ -193,7 +193,7 @@ GptShape shape_of(const io::Checkpoint& checkpoint) {
   };
   read("--layers", shape.layers), read("--width", shape.width);
   read("--heads", shape.heads), read("--context", shape.context);
-  if (const std::string problem = problem_with(shape); !problem.empty())
+  if (const std::string problem = problem_with(gpt2(shape)); !problem.empty())
     fail(checkpoint.folder(), ": ", problem);
   return shape;
 }
@@ -202,7 +202,7 @@ GptShape shape_of(const io::Checkpoint& checkpoint) {
 
 Model model_of(Engine& engine, const io::Checkpoint& checkpoint) {
   Model model;
-  model.shape = shape_of(checkpoint);
+  model.shape = gpt2(shape_of(checkpoint));
   const io::Manifest& manifest = checkpoint.manifest();
   const std::vector<Parameter> parameters = parameters_of(model.shape);
   if (manifest.tensors.size() != parameters.size())

@@ -108,7 +108,7 @@ GptShape shape_of(const ordered_json& config, const std::string& path) {
            "; it must be an integer");
     shape.*size.field = found->get<std::int64_t>();
   }
-  if (const std::string problem = problem_with(shape); !problem.empty()) fail(path, ": ", problem);
+  if (const std::string problem = problem_with(gpt2(shape)); !problem.empty()) fail(path, ": ", problem);
   const auto inner = config.find("n_inner");
   if (inner != config.end() && !inner->is_null() && *inner != 4 * shape.width)
     fail(path, ": n_inner is ", inner->dump().substr(0, 80), "; this trainer's is 4 * n_embd, ",
@@ -176,7 +176,7 @@ std::vector<float> as_floats(const io::StoredTensor& tensor) {
 
 void check_request(const std::string& folder, const GptShape& shape,
                    const std::vector<ParameterData>& parameters, std::size_t wanted) {
-  if (const std::string problem = problem_with(shape); !problem.empty())
+  if (const std::string problem = problem_with(gpt2(shape)); !problem.empty())
     fail("cannot write ", folder, ": ", problem);
   if (parameters.size() != wanted)
     fail("cannot write ", folder, ": a model of this shape has ", wanted, " parameters, but ",
@@ -192,7 +192,7 @@ void check_request(const std::string& folder, const GptShape& shape,
 void write_model(const std::string& folder, const GptShape& shape,
                  const std::vector<ParameterData>& parameters, io::Metadata notes) {
   const std::vector<Parameter> list =
-      problem_with(shape).empty() ? parameters_of(shape) : std::vector<Parameter>();
+      problem_with(gpt2(shape)).empty() ? parameters_of(gpt2(shape)) : std::vector<Parameter>();
   check_request(folder, shape, parameters, list.size());
   std::error_code error;
   std::filesystem::create_directories(folder, error);
@@ -214,7 +214,7 @@ Model read_model(const std::string& folder) {
   const ordered_json config = parse_config(config_path(folder));
   check_settings(config, config_path(folder));
   Model model;
-  model.shape = shape_of(config, config_path(folder));
+  model.shape = gpt2(shape_of(config, config_path(folder)));
   const io::Safetensors file(weights_path(folder));
   const std::vector<Parameter> list = parameters_of(model.shape);
   for (const Parameter& parameter : list) check_tensor(file, parameter);

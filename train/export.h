@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "io/safetensors.h"
-#include "train/gpt.h"
+#include "train/transformer.h"
 
 namespace scruple::train {
 
@@ -24,7 +24,7 @@ void write_model(const std::string& folder, const GptShape& shape,
                  const std::vector<ParameterData>& parameters, io::Metadata notes = {});
 
 struct Model final : Weights {
-  GptShape shape;
+  Description shape;
   std::vector<std::vector<float>> parameters;  // in the order of parameters_of(shape)
   const float* values(int parameter, float*) override {
     return parameters[static_cast<std::size_t>(parameter)].data();

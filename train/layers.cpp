@@ -55,9 +55,9 @@ void Crew::chunks(Index rows, const std::function<void(Index, Index, Lease&)>& p
          [&](Index i, Lease& lease) { piece(i * kChunk, std::min(kChunk, rows - i * kChunk), lease); });
 }
 
-Index workspace_of(const GptShape& shape) {
-  const Index width = padded(shape.width), wide = 4 * width, head_width = padded(shape.width / shape.heads);
-  const Index length = padded(shape.context), vocabulary = padded(shape.vocabulary);
+Index workspace_of(const Description& model) {
+  const Index width = padded(model.width), wide = padded(model.inner), head_width = padded(model.head_width);
+  const Index length = padded(model.context), vocabulary = padded(model.vocabulary);
   const Index chunk = kChunk * (2 * wide + 3 * width);  // activated_backward takes the most
   const Index head = kChunk * (3 * width + std::min(kHeadColumns, vocabulary)) + vocabulary;
   const Index attention = 6 * length * head_width + 2 * kQueries * length + 4 * kQueries * head_width;

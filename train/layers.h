@@ -1,4 +1,4 @@
-// The layers of GPT-2, forward and backward, over activations that are stored in 16 or 32 bits. Work is cut
+// The layers of a model, forward and backward, over activations that are stored in 16 or 32 bits. Work is cut
 // into pieces by shape alone, never by the number of threads, and every sum has a fixed order: the bits are
 // the same on any number.
 #pragma once
@@ -9,8 +9,8 @@
 
 #include "engine/threads.h"
 #include "train/blas.h"
-#include "train/gpt.h"
 #include "train/ledger.h"
+#include "train/transformer.h"
 
 namespace scruple::train {
 
@@ -59,7 +59,7 @@ struct Crew {
 };
 
 // Floats of scratch that the largest piece of any layer takes.
-Index workspace_of(const GptShape& shape);
+Index workspace_of(const Description& model);
 
 // ---- Activations ----
 

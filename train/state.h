@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "include/scruple/scruple.hpp"
-#include "train/gpt.h"
 #include "train/ledger.h"
+#include "train/transformer.h"
 
 namespace scruple::train {
 

@@ -169,7 +169,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
     position = take_up(*from);
   else
     state_->start(job.seed, ledger);
-  model_ = std::make_unique<Gpt>(job.shape, job.batch, job.activations, threads_, ledger);
+  model_ = std::make_unique<Transformer>(job.shape, job.batch, job.activations, threads_, ledger);
   if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler;
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
@@ -191,7 +191,7 @@ Ledger memory_of(const Job& job) {
     Threads threads(engine.threads());
     const Optimizer decaying = job.optimizer(), undecayed = without_decay(job.optimizer());
     const State state(engine, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
-    const Gpt model(job.shape, job.batch, job.activations, threads, ledger);
+    const Transformer model(job.shape, job.batch, job.activations, threads, ledger);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
     const Block tile(ledger, released ? "gradients" : "workspace", tile_bytes(state.parameters()));
     const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));

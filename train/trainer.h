@@ -10,9 +10,9 @@
 #include "include/scruple/scruple.hpp"
 #include "io/checkpoint.h"
 #include "train/data.h"
-#include "train/gpt.h"
 #include "train/ledger.h"
 #include "train/state.h"
+#include "train/transformer.h"
 
 namespace scruple::train {
 
@@ -29,7 +29,7 @@ struct Schedule {
 };
 
 struct Job {
-  GptShape shape;
+  Description shape = gpt2({});
   std::int64_t batch = 16;  // windows in a micro-batch
   Precision activations = Precision::fp32;
   std::function<Optimizer()> optimizer;
@@ -92,7 +92,7 @@ class Trainer {
   Threads threads_;
   Optimizer decaying_, undecayed_;
   std::unique_ptr<State> state_;
-  std::unique_ptr<Gpt> model_;
+  std::unique_ptr<Transformer> model_;
   std::unique_ptr<Tiles> tiles_;
   Block tokens_, targets_;
   std::int64_t taken_ = 0;

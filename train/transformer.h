@@ -1,43 +1,21 @@
-// GPT-2 (Radford et al., 2019) with an explicit forward and backward pass per layer. The model knows
-// neither how weights are stored nor what becomes of gradients: it asks for the one and hands over the
-// other.
+// The forward and backward pass of whatever a description describes, written out per layer. It knows neither
+// how weights are stored nor what becomes of gradients: it asks for the one and hands over the other.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "engine/threads.h"
+#include "train/description.h"
 #include "train/ledger.h"
 
 namespace scruple::train {
-
-struct GptShape {
-  std::int64_t layers = 4, width = 128, heads = 4, context = 128, vocabulary = 256;
-};
 
 // What activations and their gradients are stored in between layers, and between forward and backward
 // (Micikevicius et al., 1710.03740). Products and reductions accumulate in fp32; softmax, the norms'
 // statistics and the loss stay fp32.
 enum class Precision { fp32, bf16, fp16 };
-
-struct Parameter {
-  std::string name;                 // Hugging Face's: "transformer.h.0.attn.c_attn.weight"
-  std::vector<std::int64_t> shape;  // {rows, columns}, or {size} for a bias or a norm
-  bool decays;                      // weight decay is for matrices alone
-  double deviation;  // of the normal distribution that it starts from; 0: every value is `mean`
-  double mean;
-  std::int64_t size() const;
-};
-
-// Every parameter once, in Hugging Face's order; the output head is tied to the token embedding.
-std::vector<Parameter> parameters_of(const GptShape& shape);
-std::int64_t parameter_count(const GptShape& shape);
-
-// Why no model has this shape, or "".
-std::string problem_with(const GptShape& shape);
 
 // Whoever keeps the weights.
 struct Weights {
@@ -58,12 +36,13 @@ struct Gradients {
   virtual void take(int parameter, const FillRows& fill) = 0;
 };
 
-class Gpt {
+class Transformer {
  public:
   // Activations and workspace are allocated here, once. Throws std::invalid_argument where problem_with()
   // finds one.
-  Gpt(const GptShape& shape, std::int64_t batch, Precision activations, Threads& threads, Ledger& ledger);
-  ~Gpt();
+  Transformer(const Description& model, std::int64_t batch, Precision activations, Threads& threads,
+              Ledger& ledger);
+  ~Transformer();
 
   // The mean loss in nats over batch x context tokens; tokens and targets are batch rows of `context`.
   // Keeps what backward needs.

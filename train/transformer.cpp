@@ -1,0 +1,272 @@
+#include "train/transformer.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "train/layers.h"
+
+namespace scruple::train {
+namespace {
+
+std::string text(Index number) { return std::to_string(number); }
+
+}  // namespace
+
+struct Transformer::State {
+  // What one layer keeps from forward to backward. Norms, GELU and attention weights are computed again.
+  struct Layer {
+    Layer(Ledger& ledger, Precision precision, const Description& model, Index rows)
+        : x(ledger, precision, rows, model.width),
+          qkv(ledger, precision, rows, 3 * model.attention_width()),
+          attended(ledger, precision, rows, model.attention_width()),
+          middle(ledger, precision, rows, model.width),
+          expanded(ledger, precision, rows, model.inner),
+          x_statistics(ledger, rows),
+          middle_statistics(ledger, rows),
+          log_sums(ledger, "activations", rows * model.heads * static_cast<Index>(sizeof(float))) {}
+    Matrix x, qkv, attended, middle, expanded;
+    Statistics x_statistics, middle_statistics;
+    Block log_sums;
+  };
+
+  State(const Description& m, Index batch, Precision precision, Threads& threads, Ledger& ledger)
+      : model(m),
+        places(places_of(m)),
+        sequences(batch),
+        rows(batch * m.context),
+        x(ledger, precision, rows, m.width),
+        hidden(ledger, precision, rows, m.width),
+        logits(ledger, precision, rows, m.vocabulary),
+        x_statistics(ledger, rows),
+        log_sums(ledger, "activations", rows * 4),
+        tokens(ledger, "activations", rows * 4),
+        targets(ledger, "activations", rows * 4),
+        g(ledger, precision, rows, m.width),
+        g_attended(ledger, precision, rows, m.attention_width()),
+        g_qkv(ledger, precision, rows, 3 * m.attention_width()),
+        g_expanded(ledger, precision, rows, m.inner),
+        norm_sums(ledger, "workspace", chunks_of(rows) * 2 * m.width * 4),
+        chunk_losses(ledger, "workspace", chunks_of(rows) * 8),
+        matrix_scratch(ledger, "workspace", largest_matrix(m) * 4),
+        vector_scratch(ledger, "workspace", (2 * m.width + longest_bias(m)) * 4),
+        workspace(ledger, threads.count(), workspace_of(m)),
+        crew{threads, workspace} {
+    layers.reserve(static_cast<std::size_t>(m.layers));
+    for (Index i = 0; i < m.layers; ++i) layers.emplace_back(ledger, precision, m, rows);
+  }
+
+  // Both embeddings are wanted at once, every other matrix alone.
+  static Index largest_matrix(const Description& m) {
+    return std::max((m.vocabulary + m.context) * m.width, m.width * longest_bias(m));
+  }
+  static Index longest_bias(const Description& m) { return std::max(3 * m.attention_width(), m.inner); }
+
+  // ---- Weights, each asked for where it is needed ----
+  Norm norm(Weights& weights, const NormPlace& at) {
+    float* scratch = vector_scratch.as<float>();
+    return {weights.values(at.weight, scratch), weights.values(at.bias, scratch + model.width)};
+  }
+  Linear linear_at(Weights& weights, const LinearPlace& at) {
+    return {at.in, at.out, weights.values(at.weight, matrix_scratch.as<float>()),
+            weights.values(at.bias, vector_scratch.as<float>() + 2 * model.width)};
+  }
+  Linear without_bias(Weights& weights, const LinearPlace& at) {
+    return {at.in, at.out, weights.values(at.weight, matrix_scratch.as<float>()), nullptr};
+  }
+  const float* token_table(Weights& weights) {
+    return weights.values(places.tokens, matrix_scratch.as<float>());
+  }
+
+  Matrix& output_of(Index layer) {
+    return layer + 1 < model.layers ? layers[static_cast<std::size_t>(layer + 1)].x : x;
+  }
+  Statistics& statistics_after(Index layer) {
+    return layer + 1 < model.layers ? layers[static_cast<std::size_t>(layer + 1)].x_statistics : x_statistics;
+  }
+
+  void run(Weights& weights, const std::int32_t* input, Index count, Index length);
+  void run_layer(Weights& weights, Index index, const Attention& attention);
+  void back_through_head(Weights& weights, Gradients& gradients, float scale);
+  void back_through_mlp(Weights& weights, Gradients& gradients, Index index);
+  void back_through_attention(Weights& weights, Gradients& gradients, Index index);
+  void take_linear(Gradients& gradients, const LinearPlace& at, const Source& in, const Matrix& dy);
+  void take_norm(Gradients& gradients, const NormPlace& at);
+  void take_embeddings(Gradients& gradients);
+  void check(const std::int32_t* list, Index count, const char* what) const;
+
+  const Description model;
+  const Places places;
+  const Index sequences, rows;
+  Matrix x, hidden,
+      logits;  // the last layer's output, the same normalised, and what backward turns into gradients
+  Statistics x_statistics;
+  Block log_sums, tokens, targets;
+  Matrix g, g_attended, g_qkv, g_expanded;  // gradients; g is that of the residual stream
+  Block norm_sums, chunk_losses, matrix_scratch, vector_scratch;
+  Workspace workspace;
+  Crew crew;
+  std::vector<Layer> layers;
+  bool ready = false;  // for backward
+};
+
+// ---- Forward ----
+
+void Transformer::State::run(Weights& weights, const std::int32_t* input, Index count, Index length) {
+  Layer& first = layers.front();
+  const float* tokens_at = token_table(weights);
+  const float* positions_at =
+      weights.values(places.positions, matrix_scratch.as<float>() + model.vocabulary * model.width);
+  embed(crew, input, count * length, length, tokens_at, positions_at, first.x, first.x_statistics);
+  for (Index i = 0; i < model.layers; ++i)
+    run_layer(weights, i, {count, length, model.heads, model.attention_width()});
+  const Norm last = norm(weights, places.last_norm);
+  normalise(crew, Normed(x, x_statistics, last), count * length, hidden);
+}
+
+void Transformer::State::run_layer(Weights& weights, Index index, const Attention& attention) {
+  Layer& layer = layers[static_cast<std::size_t>(index)];
+  const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
+  const Index count = attention.sequences * attention.length;
+  const Norm first = norm(weights, at.attention_norm);
+  linear(crew, Normed(layer.x, layer.x_statistics, first), linear_at(weights, at.attention_in), count,
+         layer.qkv);
+  attend(crew, attention, layer.qkv, layer.attended, layer.log_sums.as<float>());
+  linear_residual(crew, Stored(layer.attended), linear_at(weights, at.attention_out), count, layer.x,
+                  layer.middle, layer.middle_statistics);
+  const Norm second = norm(weights, at.mlp_norm);
+  linear(crew, Normed(layer.middle, layer.middle_statistics, second), linear_at(weights, at.mlp_in), count,
+         layer.expanded);
+  linear_residual(crew, Activated(layer.expanded), linear_at(weights, at.mlp_out), count, layer.middle,
+                  output_of(index), statistics_after(index));
+}
+
+void Transformer::State::check(const std::int32_t* list, Index count, const char* what) const {
+  for (Index i = 0; i < count; ++i)
+    if (list[i] < 0 || list[i] >= model.vocabulary)
+      throw std::invalid_argument(std::string(what) + " " + text(i) + " is " + text(list[i]) +
+                                  "; the model's vocabulary is 0 to " + text(model.vocabulary - 1));
+}
+
+// ---- Backward ----
+
+void Transformer::State::take_linear(Gradients& gradients, const LinearPlace& at, const Source& in,
+                                     const Matrix& dy) {
+  gradients.take(at.weight, [&](Index first, Index count, float* tile) {
+    weight_gradient(crew, in, dy, rows, first, count, tile);
+  });
+  gradients.take(at.bias, [&](Index first, Index count, float* tile) {
+    bias_gradient(crew, dy, rows, first, count, tile);
+  });
+}
+
+void Transformer::State::take_norm(Gradients& gradients, const NormPlace& at) {
+  for (const bool bias : {false, true})
+    gradients.take(bias ? at.bias : at.weight, [&](Index first, Index count, float* tile) {
+      norm_gradient(norm_sums.as<float>(), rows, model.width, bias, first, count, tile);
+    });
+}
+
+void Transformer::State::back_through_head(Weights& weights, Gradients& gradients, float scale) {
+  const Normed in(x, x_statistics, norm(weights, places.last_norm));
+  head_backward(crew, token_table(weights), targets.as<std::int32_t>(), rows,
+                scale / static_cast<float>(rows), log_sums.as<float>(), logits, in, g, norm_sums.as<float>());
+  take_norm(gradients, places.last_norm);
+}
+
+// A weight may change when its gradient is taken: what reads it comes first. A norm's weight is read for
+// the gradient of the linear layer after it.
+void Transformer::State::back_through_mlp(Weights& weights, Gradients& gradients, Index index) {
+  Layer& layer = layers[static_cast<std::size_t>(index)];
+  const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
+  activated_backward(crew, g, without_bias(weights, at.mlp_out), rows, layer.expanded, g_expanded);
+  take_linear(gradients, at.mlp_out, Activated(layer.expanded), g);
+  const Normed in(layer.middle, layer.middle_statistics, norm(weights, at.mlp_norm));
+  normed_backward(crew, g_expanded, without_bias(weights, at.mlp_in), rows, in, g, norm_sums.as<float>());
+  take_linear(gradients, at.mlp_in, in, g_expanded);
+  take_norm(gradients, at.mlp_norm);
+}
+
+void Transformer::State::back_through_attention(Weights& weights, Gradients& gradients, Index index) {
+  Layer& layer = layers[static_cast<std::size_t>(index)];
+  const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
+  linear_backward(crew, g, without_bias(weights, at.attention_out), rows, g_attended);
+  take_linear(gradients, at.attention_out, Stored(layer.attended), g);
+  attend_backward(crew, {sequences, model.context, model.heads, model.attention_width()}, layer.qkv,
+                  layer.attended, layer.log_sums.as<float>(), g_attended, g_qkv);
+  const Normed in(layer.x, layer.x_statistics, norm(weights, at.attention_norm));
+  normed_backward(crew, g_qkv, without_bias(weights, at.attention_in), rows, in, g, norm_sums.as<float>());
+  take_linear(gradients, at.attention_in, in, g_qkv);
+  take_norm(gradients, at.attention_norm);
+}
+
+// The token table is the output head as well (Press & Wolf, 1608.05859): its gradient is the sum of both.
+void Transformer::State::take_embeddings(Gradients& gradients) {
+  gradients.take(places.positions, [&](Index first, Index count, float* tile) {
+    position_gradient(crew, g, sequences, model.context, first, count, tile);
+  });
+  gradients.take(places.tokens, [&](Index first, Index count, float* tile) {
+    weight_gradient(crew, Stored(logits), hidden, rows, first, count, tile);
+    token_gradient(crew, g, tokens.as<std::int32_t>(), rows, first, count, tile);
+  });
+}
+
+// ---- The model ----
+
+Transformer::Transformer(const Description& model, std::int64_t batch, Precision activations,
+                         Threads& threads, Ledger& ledger) {
+  if (const std::string problem = problem_with(model); !problem.empty()) throw std::invalid_argument(problem);
+  const Index most = (Index{1} << 31) / model.context;
+  if (batch < 1 || batch > most)
+    throw std::invalid_argument("a batch of " + text(batch) + " sequences was asked for; with a context of " +
+                                text(model.context) + " choose from 1 to " + text(most));
+  state_ = std::make_unique<State>(model, batch, activations, threads, ledger);
+}
+
+Transformer::~Transformer() = default;
+
+double Transformer::forward(Weights& weights, const std::int32_t* tokens, const std::int32_t* targets) {
+  State& s = *state_;
+  s.ready = false;
+  s.check(tokens, s.rows, "token");
+  s.check(targets, s.rows, "target");
+  std::copy_n(tokens, s.rows, s.tokens.as<std::int32_t>());
+  std::copy_n(targets, s.rows, s.targets.as<std::int32_t>());
+  s.run(weights, tokens, s.sequences, s.model.context);
+  const double loss = head(s.crew, s.hidden, s.token_table(weights), targets, s.rows, s.logits,
+                           s.log_sums.as<float>(), s.chunk_losses.as<double>());
+  s.ready = true;
+  return loss / static_cast<double>(s.rows);
+}
+
+void Transformer::backward(Weights& weights, Gradients& gradients, float scale) {
+  State& s = *state_;
+  if (!s.ready)
+    throw std::logic_error(
+        "backward was called without a forward pass before it; each forward serves one "
+        "backward, and next() uses the same memory: call forward first");
+  s.ready = false;
+  s.back_through_head(weights, gradients, scale);
+  for (Index i = s.model.layers - 1; i >= 0; --i) {
+    s.back_through_mlp(weights, gradients, i);
+    s.back_through_attention(weights, gradients, i);
+  }
+  s.take_embeddings(gradients);
+}
+
+void Transformer::next(Weights& weights, const std::int32_t* tokens, std::int64_t count, float* logits) {
+  State& s = *state_;
+  s.ready = false;
+  if (count < 1 || count > s.model.context)
+    throw std::invalid_argument("the logits after " + text(count) +
+                                " tokens were asked for; the context is 1 to " + text(s.model.context) +
+                                ": pass the last ones");
+  s.check(tokens, count, "token");
+  s.run(weights, tokens, 1, count);
+  const Index width = s.model.width;
+  Lease lease(s.workspace);
+  const View last = s.hidden.read(count - 1, 1, 0, width, lease.floats(width));
+  const float* table = s.token_table(weights);
+  product(1, s.model.vocabulary, width, 1, last, transposed({table, width}), 0, {logits, s.model.vocabulary});
+}
+
+}  // namespace scruple::train
