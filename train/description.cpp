@@ -1,6 +1,7 @@
 #include "train/description.h"
 
 #include <cmath>
+#include <initializer_list>
 
 namespace scruple::train {
 namespace {
@@ -9,9 +10,12 @@ using Index = std::int64_t;
 
 std::string text(Index number) { return std::to_string(number); }
 
+// Queries, keys and values are one product.
+bool is_joined(const Description& model) { return model.names->attention_in.size() == 1; }
+
 // Lists the parameters and remembers where each stands.
 struct Inventory {
-  explicit Inventory(const Description& model);
+  explicit Inventory(const Description& description);
 
   int matrix(const std::string& name, Index rows, Index columns, double deviation) {
     list.push_back({name + ".weight", {rows, columns}, true, deviation, 0});
@@ -21,40 +25,75 @@ struct Inventory {
     list.push_back({name, {size}, false, 0, mean});
     return static_cast<int>(list.size()) - 1;
   }
-  NormPlace norm(const std::string& name, Index size) {
+  NormPlace norm(const std::string& name, NormKind kind, Index size) {
     const int weight = vector(name + ".weight", size, 1);
-    return {weight, vector(name + ".bias", size, 0)};
+    return {weight, kind == NormKind::layer ? vector(name + ".bias", size, 0) : -1};
   }
-  LinearPlace linear(const std::string& name, Index in, Index out, double deviation) {
-    const int weight = matrix(name, in, out, deviation);
-    return {weight, vector(name + ".bias", out, 0), in, out};
+  // Products of one input; `outs` are their widths.
+  LinearPlaces linear(const std::string& prefix, const std::vector<const char*>& names, Index in,
+                      const std::vector<Index>& outs, bool bias, double deviation) {
+    LinearPlaces at;
+    Index column = 0;
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const std::string name = prefix + names[i];
+      const Index out = outs[i];
+      const int weight =
+          model.outputs_first ? matrix(name, out, in, deviation) : matrix(name, in, out, deviation);
+      at.push_back({weight, bias ? vector(name + ".bias", out, 0) : -1, in, out, column});
+      column += out;
+    }
+    return at;
   }
-  LayerPlaces layer(const Description& model, const std::string& prefix);
+  LayerPlaces layer(const std::string& prefix);
 
+  const Description& model;
   std::vector<Parameter> list;
   Places places;
 };
 
-Inventory::Inventory(const Description& model) {
+Inventory::Inventory(const Description& description) : model(description) {
   const Names& names = *model.names;
   places.tokens = matrix(names.tokens, model.vocabulary, model.width, model.deviation);
-  places.positions = matrix(names.positions, model.context, model.width, 0.5 * model.deviation);
-  for (Index i = 0; i < model.layers; ++i)
-    places.layers.push_back(layer(model, names.layers + text(i) + "."));
-  places.last_norm = norm(names.last_norm, model.width);
+  places.positions =
+      model.positions > 0 ? matrix(names.positions, model.positions, model.width, 0.5 * model.deviation) : -1;
+  for (Index i = 0; i < model.layers; ++i) places.layers.push_back(layer(names.layers + text(i) + "."));
+  places.last_norm = norm(names.last_norm, model.norm, model.width);
+  places.head =
+      model.tied ? places.tokens : matrix(names.head, model.vocabulary, model.width, model.deviation);
 }
 
-LayerPlaces Inventory::layer(const Description& model, const std::string& prefix) {
+LayerPlaces Inventory::layer(const std::string& prefix) {
   const Names& names = *model.names;
-  const Index width = model.width, heads = model.attention_width();
+  const Index width = model.width, queries = model.query_width(), keys = model.key_width();
+  const std::vector<Index> joined = {model.qkv_width()}, apart = {queries, keys, keys};
   LayerPlaces at;
-  at.attention_norm = norm(prefix + names.attention_norm, width);
-  at.attention_in = linear(prefix + names.attention_in, width, 3 * heads, model.deviation);
-  at.attention_out = linear(prefix + names.attention_out, heads, width, model.residual);
-  at.mlp_norm = norm(prefix + names.mlp_norm, width);
-  at.mlp_in = linear(prefix + names.mlp_in, width, model.inner, model.deviation);
-  at.mlp_out = linear(prefix + names.mlp_out, model.inner, width, model.residual);
+  at.attention_norm = norm(prefix + names.attention_norm, model.norm, width);
+  at.attention_in = linear(prefix, names.attention_in, width, is_joined(model) ? joined : apart,
+                           model.qkv_bias, model.deviation);
+  if (model.head_norms) {
+    at.query_norm = norm(prefix + names.query_norm, NormKind::rms, model.head_width);
+    at.key_norm = norm(prefix + names.key_norm, NormKind::rms, model.head_width);
+  }
+  at.attention_out =
+      linear(prefix, {names.attention_out}, queries, {width}, model.attention_out_bias, model.residual);
+  at.mlp_norm = norm(prefix + names.mlp_norm, model.norm, width);
+  at.mlp_in =
+      linear(prefix, names.mlp_in, width, {model.inner, model.inner}, model.mlp_bias, model.deviation);
+  at.mlp_out = linear(prefix, {names.mlp_out}, model.inner, {width}, model.mlp_bias, model.residual);
   return at;
+}
+
+struct Bound {
+  const char* name;
+  Index value, least, most;
+};
+
+std::string beyond(std::initializer_list<Bound> bounds) {
+  for (const Bound& b : bounds)
+    if (b.value < b.least || b.value > b.most)
+      return std::string("a model with ") + b.name + " = " + text(b.value) + " was asked for; choose " +
+             b.name + " from " + text(b.least) + " to " + text(b.most);
+  return "";
 }
 
 }  // namespace
@@ -76,41 +115,64 @@ std::int64_t parameter_count(const Description& model) {
 }
 
 std::string problem_with(const Description& model) {
-  struct Bound {
-    const char* name;
-    Index value, least, most;
-  };
   // Together these keep every product of sizes within 64 bits, and every side of a matrix within BLAS's 32.
-  const Bound bounds[] = {{"layers", model.layers, 1, 1 << 14},
-                          {"width", model.width, 1, 1 << 17},
-                          {"heads", model.heads, 1, 1 << 17},
-                          {"context", model.context, 1, 1 << 20},
-                          {"vocabulary", model.vocabulary, 2, 1 << 24}};
-  for (const Bound& b : bounds)
-    if (b.value < b.least || b.value > b.most)
-      return std::string("a model with ") + b.name + " = " + text(b.value) + " was asked for; choose " +
-             b.name + " from " + text(b.least) + " to " + text(b.most);
-  if (model.attention_width() != model.width)
+  if (const std::string problem = beyond({{"layers", model.layers, 1, 1 << 14},
+                                          {"width", model.width, 1, 1 << 17},
+                                          {"heads", model.heads, 1, 1 << 17},
+                                          {"context", model.context, 1, 1 << 20},
+                                          {"vocabulary", model.vocabulary, 2, 1 << 24}});
+      !problem.empty())
+    return problem;
+  if (is_joined(model) && model.qkv_width() != 3 * model.width)
     return "a width of " + text(model.width) + " cannot be shared by " + text(model.heads) +
            " heads; choose a width that is a multiple of the heads, such as " +
            text((model.width / model.heads + 1) * model.heads);
+  if (const std::string problem = beyond({{"key-value heads", model.kv_heads, 1, model.heads},
+                                          {"head width", model.head_width, 1, (1 << 19) / model.heads},
+                                          {"MLP width", model.inner, 1, 1 << 19}});
+      !problem.empty())
+    return problem;
+  if (model.heads % model.kv_heads != 0)
+    return text(model.heads) + " heads cannot share " + text(model.kv_heads) +
+           " key-value heads; choose heads that are a multiple of the key-value heads";
+  if (model.rotary.base > 0 && model.head_width % 2 != 0)
+    return "rotary positions turn pairs of values, and a head is " + text(model.head_width) +
+           " wide; choose an even head width";
+  if (model.positions > 0 && model.context > model.positions)
+    return "a context of " + text(model.context) + " was asked for, and the model has " +
+           text(model.positions) + " positions; choose a context up to that";
+  if (model.window > 0 && model.context > model.window)
+    return "a context of " + text(model.context) +
+           " was asked for, and a token of this model sees the last " + text(model.window) +
+           " (its sliding window); choose a context up to that";
   return "";
 }
 
 // Radford et al. (2019), section 2.3, and the code they published: normal(0, 0.02), positions normal(0,
 // 0.01), and the projections into the residual stream smaller by the square root of their number.
 Description gpt2(const GptShape& shape) {
-  static constexpr Names kNames = {"transformer.wte", "transformer.wpe", "transformer.h.", "ln_1",
-                                   "attn.c_attn",     "attn.c_proj",     "ln_2",           "mlp.c_fc",
-                                   "mlp.c_proj",      "transformer.ln_f"};
-  Description model{};
-  model.layers = shape.layers, model.width = shape.width, model.heads = shape.heads;
-  model.context = shape.context, model.vocabulary = shape.vocabulary;
-  model.head_width = shape.heads > 0 ? shape.width / shape.heads : 0;  // problem_with() finds the rest
+  static const Names names = {.tokens = "transformer.wte",
+                              .positions = "transformer.wpe",
+                              .layers = "transformer.h.",
+                              .attention_norm = "ln_1",
+                              .attention_in = {"attn.c_attn"},
+                              .query_norm = nullptr,
+                              .key_norm = nullptr,
+                              .attention_out = "attn.c_proj",
+                              .mlp_norm = "ln_2",
+                              .mlp_in = {"mlp.c_fc"},
+                              .mlp_out = "mlp.c_proj",
+                              .last_norm = "transformer.ln_f",
+                              .head = "lm_head"};
+  Description model;
+  model.layers = shape.layers, model.width = shape.width, model.heads = model.kv_heads = shape.heads;
+  model.context = model.positions = shape.context, model.vocabulary = shape.vocabulary;
+  model.head_width = shape.heads > 0 ? shape.width / shape.heads : 0;
   model.inner = 4 * shape.width;
-  model.deviation = 0.02;
-  model.residual = 0.02 / std::sqrt(2.0 * static_cast<double>(shape.layers));
-  model.names = &kNames;
+  model.qkv_bias = model.attention_out_bias = model.mlp_bias = true;
+  model.outputs_first = false;
+  model.residual = model.deviation / std::sqrt(2.0 * static_cast<double>(shape.layers));
+  model.names = &names;
   return model;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numbers>
 
 #include "formats/bf16.h"
 #include "formats/fp16.h"
@@ -10,7 +11,6 @@
 namespace scruple::train {
 namespace {
 
-constexpr float kEpsilon = 1e-5f;                      // of the norms
 constexpr Index kLine = 16;                            // floats to a cache line
 constexpr Index kTileRows = 128, kTileColumns = 1024;  // of a weight's gradient to a piece of work, at most
 
@@ -56,12 +56,14 @@ void Crew::chunks(Index rows, const std::function<void(Index, Index, Lease&)>& p
 }
 
 Index workspace_of(const Description& model) {
-  const Index width = padded(model.width), wide = padded(model.inner), head_width = padded(model.head_width);
+  const Index width = padded(model.width), inner = padded(model.inner), qkv = padded(model.qkv_width());
+  const Index wide = padded(model.expanded_width()), head_width = padded(model.head_width);
   const Index length = padded(model.context), vocabulary = padded(model.vocabulary);
-  const Index chunk = kChunk * (2 * wide + 3 * width);  // activated_backward takes the most
+  const Index activated = model.mlp == Mlp::gated_silu ? 4 * inner : 2 * inner;  // in activated_backward
+  const Index chunk = kChunk * (std::max({activated, wide, qkv}) + 3 * width);
   const Index head = kChunk * (3 * width + std::min(kHeadColumns, vocabulary)) + vocabulary;
   const Index attention = 6 * length * head_width + 2 * kQueries * length + 4 * kQueries * head_width;
-  const Index gradient = kDepth * (kTileRows + std::min(kTileColumns, wide));
+  const Index gradient = kDepth * (kTileRows + std::min(kTileColumns, std::max({wide, qkv, width})));
   return std::max({chunk, head, attention, gradient}) + 16 * kLine;
 }
 
@@ -104,8 +106,11 @@ void Matrix::keep(Index row, Index rows, Index column, Index columns, Target val
   }
 }
 
-Statistics::Statistics(Ledger& ledger, Index count)
-    : memory(ledger, "activations", 2 * count * static_cast<Index>(sizeof(float))), rows(count) {}
+Statistics::Statistics(Ledger& ledger, const Description& model, Index count)
+    : memory(ledger, "activations", 2 * count * static_cast<Index>(sizeof(float))),
+      rows(count),
+      kind(model.norm),
+      epsilon(static_cast<float>(model.epsilon)) {}
 
 View Stored::read(Index row, Index rows, Index column, Index columns, float* scratch) const {
   return matrix.read(row, rows, column, columns, scratch);
@@ -125,20 +130,45 @@ float* in_scratch(View view, Index r, Index columns, float* scratch) {
 
 View Normed::read(Index row, Index rows, Index column, Index columns, float* scratch) const {
   const View x = matrix.read(row, rows, column, columns, scratch);
-  const float *weight = norm.weight + column, *bias = norm.bias + column;
+  const float* weight = norm.weight + column;
   for (Index r = 0; r < rows; ++r) {
     const float mean = statistics.mean()[row + r], rstd = statistics.rstd()[row + r];
     float* to = in_scratch(x, r, columns, scratch);
-    for (Index i = 0; i < columns; ++i) to[i] = (to[i] - mean) * rstd * weight[i] + bias[i];
+    if (statistics.kind == NormKind::rms) {
+      for (Index i = 0; i < columns; ++i) to[i] *= rstd * weight[i];
+    } else {
+      const float* bias = norm.bias + column;
+      for (Index i = 0; i < columns; ++i) to[i] = (to[i] - mean) * rstd * weight[i] + bias[i];
+    }
   }
   return {scratch, columns};
 }
+
+namespace {
+
+// silu(gates) times what stands beside them in the right half of the row.
+void gate_row(const Matrix& matrix, Index row, Index column, Index columns, float* gates) {
+  constexpr Index kPart = 512;
+  float decoded[kPart];
+  for (Index first = 0; first < columns; first += kPart) {
+    const Index count = std::min(kPart, columns - first);
+    const Index from = matrix.columns() / 2 + column + first;
+    const float* __restrict values = matrix.read(row, 1, from, count, decoded).data;
+    float* __restrict to = gates + first;
+    for (Index i = 0; i < count; ++i) to[i] = silu(to[i]) * values[i];
+  }
+}
+
+}  // namespace
 
 View Activated::read(Index row, Index rows, Index column, Index columns, float* scratch) const {
   const View x = matrix.read(row, rows, column, columns, scratch);
   for (Index r = 0; r < rows; ++r) {
     float* to = in_scratch(x, r, columns, scratch);
-    for (Index i = 0; i < columns; ++i) to[i] = gelu(to[i]);
+    if (kind == Mlp::gated_silu)
+      gate_row(matrix, row + r, column, columns, to);
+    else
+      for (Index i = 0; i < columns; ++i) to[i] = gelu(to[i]);
   }
   return {scratch, columns};
 }
@@ -151,10 +181,12 @@ void measure(const Matrix& x, Index first, Index rows, float* scratch, Statistic
   const View view = x.read(first, rows, 0, width, scratch);
   for (Index r = 0; r < rows; ++r) {
     const float* row = view.data + r * view.stride;
-    const float mean = sum_of(width, [&](Index i) { return row[i]; }) / static_cast<float>(width);
+    float mean = 0;
+    if (statistics.kind == NormKind::layer)
+      mean = sum_of(width, [&](Index i) { return row[i]; }) / static_cast<float>(width);
     const float squares = sum_of(width, [&](Index i) { return (row[i] - mean) * (row[i] - mean); });
     statistics.mean()[first + r] = mean;
-    statistics.rstd()[first + r] = 1.0f / std::sqrt(squares / static_cast<float>(width) + kEpsilon);
+    statistics.rstd()[first + r] = 1.0f / std::sqrt(squares / static_cast<float>(width) + statistics.epsilon);
   }
 }
 
@@ -170,22 +202,43 @@ void embed(const Crew& crew, const std::int32_t* tokens, Index rows, Index lengt
     const Target out = x.open(first, 0, width, scratch);
     for (Index r = 0; r < count; ++r) {
       const float* token = token_table + tokens[first + r] * width;
-      const float* position = position_table + (first + r) % length * width;
       float* to = out.data + r * out.stride;
-      for (Index i = 0; i < width; ++i) to[i] = token[i] + position[i];
+      if (position_table == nullptr) {
+        std::copy_n(token, width, to);
+      } else {
+        const float* position = position_table + (first + r) % length * width;
+        for (Index i = 0; i < width; ++i) to[i] = token[i] + position[i];
+      }
     }
     x.keep(first, count, 0, width, out);
     measure(x, first, count, scratch, statistics);
   });
 }
 
-void linear(const Crew& crew, const Source& x, const Linear& layer, Index rows, Matrix& y) {
+namespace {
+
+// A layer's weight, and the same turned over, as factors of a product.
+Factor weight_of(const Linear& layer) {
+  return layer.outputs_first ? transposed({layer.weight, layer.in}) : Factor(View{layer.weight, layer.out});
+}
+Factor weight_transposed(const Linear& layer) {
+  return layer.outputs_first ? Factor(View{layer.weight, layer.in}) : transposed({layer.weight, layer.out});
+}
+
+}  // namespace
+
+void linear(const Crew& crew, const Source& x, std::span<const Linear> layers, Index rows, Matrix& y) {
   crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    const View in = x.read(first, count, 0, layer.in, lease.floats(count * layer.in));
-    const Target out = y.open(first, 0, layer.out, lease.floats(count * layer.out));
-    for (Index r = 0; r < count; ++r) std::copy_n(layer.bias, layer.out, out.data + r * out.stride);
-    product(count, layer.out, layer.in, 1, in, View{layer.weight, layer.out}, 1, out);
-    y.keep(first, count, 0, layer.out, out);
+    const Index width = layers.front().in;
+    const View in = x.read(first, count, 0, width, lease.floats(count * width));
+    for (const Linear& layer : layers) {
+      const Target out = y.open(first, layer.column, layer.out, lease.floats(count * layer.out));
+      const bool biased = layer.bias != nullptr;
+      for (Index r = 0; biased && r < count; ++r)
+        std::copy_n(layer.bias, layer.out, out.data + r * out.stride);
+      product(count, layer.out, layer.in, 1, in, weight_of(layer), biased ? 1.0f : 0.0f, out);
+      y.keep(first, count, layer.column, layer.out, out);
+    }
   });
 }
 
@@ -199,35 +252,134 @@ void linear_residual(const Crew& crew, const Source& x, const Linear& layer, Ind
     for (Index r = 0; r < count; ++r) {
       const float* from = old.data + r * old.stride;
       float* to = out.data + r * out.stride;
-      for (Index i = 0; i < layer.out; ++i) to[i] = from[i] + layer.bias[i];
+      if (layer.bias == nullptr)
+        std::copy_n(from, layer.out, to);
+      else
+        for (Index i = 0; i < layer.out; ++i) to[i] = from[i] + layer.bias[i];
     }
-    product(count, layer.out, layer.in, 1, in, View{layer.weight, layer.out}, 1, out);
+    product(count, layer.out, layer.in, 1, in, weight_of(layer), 1, out);
     y.keep(first, count, 0, layer.out, out);
     measure(y, first, count, scratch, statistics);
   });
 }
 
+// ---- Attention ----
+
+Index rotation_floats(const Description& model) {
+  return model.rotary.base > 0 ? model.context * model.head_width : 0;
+}
+
+// The angle of position p and pair i is p base^(-2i/d) (Su et al., 2104.09864, eq. 15), in fp32 as everyone
+// trains with. Llama 3's stretch is that of its published code.
+void rotation_of(const Description& model, float* table) {
+  const Rotary& rotary = model.rotary;
+  const Index pairs = model.head_width / 2;
+  for (Index i = 0; i < pairs; ++i) {
+    double frequency = std::pow(rotary.base, -static_cast<double>(i) / static_cast<double>(pairs));
+    if (rotary.factor != 1) {
+      const double turns = static_cast<double>(rotary.first_context) * frequency / (2 * std::numbers::pi);
+      const double stay = std::clamp((turns - rotary.slow) / (rotary.fast - rotary.slow), 0.0, 1.0);
+      frequency *= stay + (1 - stay) / rotary.factor;
+    }
+    for (Index p = 0; p < model.context; ++p) {
+      const double angle = static_cast<double>(static_cast<float>(p) * static_cast<float>(frequency));
+      table[2 * p * pairs + i] = static_cast<float>(std::cos(angle));
+      table[(2 * p + 1) * pairs + i] = static_cast<float>(std::sin(angle));
+    }
+  }
+}
+
 namespace {
 
-// One head of one sequence: its queries, keys and values, [length, head_width] each.
-struct Head {
-  Head(const Attention& s, const Matrix& qkv, Index piece, Lease& lease)
-      : shape(s), row(piece / s.heads * s.length), column(piece % s.heads * s.head_width()), number(piece) {
-    const Index width = shape.head_width(), size = shape.length * width;
-    q = qkv.read(row, shape.length, column, width, lease.floats(size));
-    k = qkv.read(row, shape.length, shape.width + column, width, lease.floats(size));
-    v = qkv.read(row, shape.length, 2 * shape.width + column, width, lease.floats(size));
-    scale = 1.0f / std::sqrt(static_cast<float>(width));
+// Turns the pairs (i, i + d/2) of a row by the angles of its position; back, where `sign` is -1.
+void turn(const float* rotation, Index position, Index width, float sign, float* row) {
+  const Index pairs = width / 2;
+  const float* __restrict cosine = rotation + position * width;
+  const float* __restrict sine = cosine + pairs;
+  float* __restrict left = row, * __restrict right = row + pairs;
+  for (Index i = 0; i < pairs; ++i) {
+    const float a = left[i], b = right[i], s = sign * sine[i];
+    left[i] = a * cosine[i] - b * s;
+    right[i] = b * cosine[i] + a * s;
   }
-  View query(Index first) const { return {q.data + first * q.stride, q.stride}; }
-  float* log_sums(float* all) const { return all + number * shape.length; }
-  const float* log_sums(const float* all) const { return all + number * shape.length; }
+}
+
+float rms_rstd(const float* x, Index width, float epsilon) {
+  const float squares = sum_of(width, [&](Index i) { return x[i] * x[i]; });
+  return 1.0f / std::sqrt(squares / static_cast<float>(width) + epsilon);
+}
+
+// The queries of one head of one sequence, or the keys of one: [length, head_width] from `column` of qkv.
+struct Turned {
+  const Attention& shape;
+  const Matrix& qkv;
+  const float* norm;  // or nullptr
+  Index row, column;
+
+  // As attention sees them.
+  View read(float* scratch) const {
+    const Index width = shape.head_width;
+    const View x = qkv.read(row, shape.length, column, width, scratch);
+    if (norm == nullptr && shape.rotation == nullptr) return x;
+    for (Index r = 0; r < shape.length; ++r) {
+      float* to = in_scratch(x, r, width, scratch);
+      if (norm != nullptr) {
+        const float rstd = rms_rstd(to, width, shape.epsilon);
+        for (Index i = 0; i < width; ++i) to[i] *= rstd * norm[i];
+      }
+      if (shape.rotation != nullptr) turn(shape.rotation, r, width, 1, to);
+    }
+    return {scratch, width};
+  }
+
+  // From the gradient of rows first, first + 1... as attention sees them to that of qkv, in place. Adds the
+  // norm's own gradient to `sums`.
+  void back(Index first, Index count, Target g, float* scratch, float* sums) const {
+    const Index width = shape.head_width;
+    if (shape.rotation != nullptr)
+      for (Index r = 0; r < count; ++r) turn(shape.rotation, first + r, width, -1, g.data + r * g.stride);
+    if (norm == nullptr) return;
+    const View x = qkv.read(row + first, count, column, width, scratch);
+    for (Index r = 0; r < count; ++r) rms_row(x.data + r * x.stride, g.data + r * g.stride, sums);
+  }
+
+  // The backward pass of RMS norm (Zhang & Sennrich, 1910.07467), per row: with h = x rstd and a = g weight,
+  // dx = rstd (a - h mean(a h)).
+  void rms_row(const float* __restrict x, float* __restrict g, float* __restrict sums) const {
+    const Index width = shape.head_width;
+    const float rstd = rms_rstd(x, width, shape.epsilon);
+    const float mean =
+        sum_of(width, [&](Index i) { return g[i] * norm[i] * x[i]; }) * rstd / static_cast<float>(width);
+    for (Index i = 0; i < width; ++i) sums[i] += g[i] * x[i] * rstd;
+    for (Index i = 0; i < width; ++i) g[i] = rstd * (g[i] * norm[i] - x[i] * rstd * mean);
+  }
+};
+
+// The heads of one sequence that share keys and values.
+struct Group {
+  Group(const Attention& s, const Matrix& m, Index piece)
+      : shape(s),
+        qkv(m),
+        sequence(piece / s.kv_heads),
+        kv_head(piece % s.kv_heads),
+        row(sequence * s.length),
+        scale(1.0f / std::sqrt(static_cast<float>(s.head_width))) {}
+
+  Index first_head() const { return kv_head * shape.group(); }
+  Turned keys() const { return {shape, qkv, shape.key_norm, row, shape.key(kv_head)}; }
+  Turned queries(Index head) const { return {shape, qkv, shape.query_norm, row, shape.query(head)}; }
+  View values(float* scratch) const {
+    return qkv.read(row, shape.length, shape.value(kv_head), shape.head_width, scratch);
+  }
+  Index log_sums(Index head) const { return (sequence * shape.heads + head) * shape.length; }
 
   const Attention& shape;
-  Index row, column, number;
-  View q{}, k{}, v{};
+  const Matrix& qkv;
+  Index sequence, kv_head, row;
   float scale;
 };
+
+View from_row(View view, Index row) { return {view.data + row * view.stride, view.stride}; }
 
 // Softmax of queries first, first + 1... over the keys that each may see; the rest of a row is cleared for
 // the products.
@@ -249,18 +401,24 @@ void causal_softmax(Target scores, Index first, Index count, float* log_sums) {
 
 // softmax(q k^T / sqrt(d)) v (Vaswani et al., 1706.03762, eq. 1), a few queries at a time.
 void attend(const Crew& crew, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums) {
-  const Index width = shape.head_width();
-  crew.pieces(shape.sequences * shape.heads, [&](Index piece, Lease& lease) {
-    const Head head(shape, qkv, piece, lease);
-    const Target scores = {lease.floats(kQueries * shape.length), shape.length};
+  const Index width = shape.head_width, length = shape.length;
+  crew.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Lease& lease) {
+    const Group group(shape, qkv, piece);
+    const View k = group.keys().read(lease.floats(length * width));
+    const View v = group.values(lease.floats(length * width));
+    float* q_scratch = lease.floats(length * width);
+    const Target scores = {lease.floats(kQueries * length), length};
     float* scratch = lease.floats(kQueries * width);
-    for (Index first = 0; first < shape.length; first += kQueries) {
-      const Index count = std::min(kQueries, shape.length - first), seen = first + count;
-      product(count, seen, width, head.scale, head.query(first), transposed(head.k), 0, scores);
-      causal_softmax(scores, first, count, head.log_sums(log_sums));
-      const Target out = y.open(head.row + first, head.column, width, scratch);
-      product(count, width, seen, 1, scores, head.v, 0, out);
-      y.keep(head.row + first, count, head.column, width, out);
+    for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
+      const View q = group.queries(head).read(q_scratch);
+      for (Index first = 0; first < length; first += kQueries) {
+        const Index count = std::min(kQueries, length - first), seen = first + count;
+        product(count, seen, width, group.scale, from_row(q, first), transposed(k), 0, scores);
+        causal_softmax(scores, first, count, log_sums + group.log_sums(head));
+        const Target out = y.open(group.row + first, shape.query(head), width, scratch);
+        product(count, width, seen, 1, scores, v, 0, out);
+        y.keep(group.row + first, count, shape.query(head), width, out);
+      }
     }
   });
 }
@@ -309,14 +467,16 @@ double head(const Crew& crew, const Matrix& hidden, const float* table, const st
 
 namespace {
 
-// The backward pass of layer norm (Ba et al., 1607.06450, eq. 4), per row: with h = (x - mean) rstd and a =
-// g weight, dx = rstd (a - mean(a) - h mean(a h)). Adds g h and g to the chunk's two rows of `sums`.
-void norm_row(const float* __restrict x, float mean, float rstd, const float* __restrict weight,
-              const float* __restrict g, Index width, bool add, float* __restrict dx,
-              float* __restrict sums) {
+// The backward pass of a norm, per row: with h = (x - mean) rstd and a = g weight, dx = rstd (a - mean(a) - h
+// mean(a h)) (Ba et al., 1607.06450, eq. 4); RMS norm subtracts no mean, neither from x nor from a (Zhang &
+// Sennrich, 1910.07467). Adds g h and g to the chunk's two rows of `sums`.
+void norm_row(NormKind kind, const float* __restrict x, float mean, float rstd,
+              const float* __restrict weight, const float* __restrict g, Index width, bool add,
+              float* __restrict dx, float* __restrict sums) {
   const auto h = [&](Index i) { return (x[i] - mean) * rstd; };
   const float n = static_cast<float>(width);
-  const float mean_a = sum_of(width, [&](Index i) { return g[i] * weight[i]; }) / n;
+  float mean_a = 0;
+  if (kind == NormKind::layer) mean_a = sum_of(width, [&](Index i) { return g[i] * weight[i]; }) / n;
   const float mean_ah = sum_of(width, [&](Index i) { return g[i] * weight[i] * h(i); }) / n;
   for (Index i = 0; i < width; ++i) sums[i] += g[i] * h(i);
   for (Index i = 0; i < width; ++i) sums[width + i] += g[i];
@@ -335,8 +495,9 @@ void norm_rows(const Normed& x, Index first, Index count, View g, bool add, Matr
   float* own = sums + first / kChunk * 2 * width;
   std::fill_n(own, 2 * width, 0.0f);
   for (Index r = 0; r < count; ++r)
-    norm_row(in.data + r * in.stride, x.statistics.mean()[first + r], x.statistics.rstd()[first + r],
-             x.norm.weight, g.data + r * g.stride, width, add, to.data + r * to.stride, own);
+    norm_row(x.statistics.kind, in.data + r * in.stride, x.statistics.mean()[first + r],
+             x.statistics.rstd()[first + r], x.norm.weight, g.data + r * g.stride, width, add,
+             to.data + r * to.stride, own);
   out.keep(first, count, 0, width, to);
 }
 
@@ -376,33 +537,57 @@ void linear_backward(const Crew& crew, const Matrix& g, const Linear& layer, Ind
   crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
     const View dy = g.read(first, count, 0, layer.out, lease.floats(count * layer.out));
     const Target out = dx.open(first, 0, layer.in, lease.floats(count * layer.in));
-    product(count, layer.in, layer.out, 1, dy, transposed({layer.weight, layer.out}), 0, out);
+    product(count, layer.in, layer.out, 1, dy, weight_transposed(layer), 0, out);
     dx.keep(first, count, 0, layer.in, out);
   });
 }
 
-void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows, const Matrix& x,
-                        Matrix& dx) {
+void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows,
+                        const Activated& x, Matrix& dx) {
+  const Index inner = layer.in;
+  const bool gated = x.kind == Mlp::gated_silu;
   crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
     const View dy = g.read(first, count, 0, layer.out, lease.floats(count * layer.out));
-    const View in = x.read(first, count, 0, layer.in, lease.floats(count * layer.in));
-    const Target out = dx.open(first, 0, layer.in, lease.floats(count * layer.in));
-    product(count, layer.in, layer.out, 1, dy, transposed({layer.weight, layer.out}), 0, out);
-    for (Index r = 0; r < count; ++r) {
-      const float* __restrict from = in.data + r * in.stride;
-      float* __restrict to = out.data + r * out.stride;
-      for (Index i = 0; i < layer.in; ++i) to[i] *= gelu_slope(from[i]);
+    const View in = x.matrix.read(first, count, 0, inner, lease.floats(count * inner));
+    const Target out = dx.open(first, 0, inner, lease.floats(count * inner));
+    if (!gated) {
+      product(count, inner, layer.out, 1, dy, weight_transposed(layer), 0, out);
+      for (Index r = 0; r < count; ++r) {
+        const float* __restrict from = in.data + r * in.stride;
+        float* __restrict to = out.data + r * out.stride;
+        for (Index i = 0; i < inner; ++i) to[i] *= gelu_slope(from[i]);
+      }
+    } else {
+      const View beside = x.matrix.read(first, count, inner, inner, lease.floats(count * inner));
+      const Target right = dx.open(first, inner, inner, lease.floats(count * inner));
+      product(count, inner, layer.out, 1, dy, weight_transposed(layer), 0, right);
+      for (Index r = 0; r < count; ++r) {
+        const float* __restrict gate = in.data + r * in.stride, * __restrict value =
+                                                                    beside.data + r * beside.stride;
+        float* __restrict to = out.data + r * out.stride, * __restrict both = right.data + r * right.stride;
+        for (Index i = 0; i < inner; ++i) {
+          const float d = both[i];
+          to[i] = d * value[i] * silu_slope(gate[i]);
+          both[i] = d * silu(gate[i]);
+        }
+      }
+      dx.keep(first, count, inner, inner, right);
     }
-    dx.keep(first, count, 0, layer.in, out);
+    dx.keep(first, count, 0, inner, out);
   });
 }
 
-void normed_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows, const Normed& x,
-                     Matrix& residual, float* sums) {
+void normed_backward(const Crew& crew, const Matrix& g, std::span<const Linear> layers, Index rows,
+                     const Normed& x, Matrix& residual, float* sums) {
   crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    const View dy = g.read(first, count, 0, layer.out, lease.floats(count * layer.out));
-    const Target dh = {lease.floats(count * layer.in), layer.in};
-    product(count, layer.in, layer.out, 1, dy, transposed({layer.weight, layer.out}), 0, dh);
+    const Index width = layers.front().in;
+    const Target dh = {lease.floats(count * width), width};
+    float beta = 0;
+    for (const Linear& layer : layers) {
+      const View dy = g.read(first, count, layer.column, layer.out, lease.floats(count * layer.out));
+      product(count, width, layer.out, 1, dy, weight_transposed(layer), beta, dh);
+      beta = 1;
+    }
     norm_rows(x, first, count, dh, true, residual, sums, lease);
   });
 }
@@ -429,35 +614,48 @@ void softmax_backward(Target scores, Target dp, Index first, Index count, const 
 }  // namespace
 
 void attend_backward(const Crew& crew, const Attention& shape, const Matrix& qkv, const Matrix& y,
-                     const float* log_sums, const Matrix& dy, Matrix& dqkv) {
-  const Index width = shape.head_width(), length = shape.length;
-  crew.pieces(shape.sequences * shape.heads, [&](Index piece, Lease& lease) {
-    const Head head(shape, qkv, piece, lease);
+                     const float* log_sums, const Matrix& dy, Matrix& dqkv, float* sums) {
+  const Index width = shape.head_width, length = shape.length;
+  crew.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Lease& lease) {
+    const Group group(shape, qkv, piece);
+    const Turned keys = group.keys();
+    const View k = keys.read(lease.floats(length * width)), v = group.values(lease.floats(length * width));
+    float* q_scratch = lease.floats(length * width);
     const Target p = {lease.floats(kQueries * length), length},
                  dp = {lease.floats(kQueries * length), length};
-    const Target dk = dqkv.open(head.row, shape.width + head.column, width, lease.floats(length * width));
-    const Target dv = dqkv.open(head.row, 2 * shape.width + head.column, width, lease.floats(length * width));
+    const Index k_column = shape.key(group.kv_head), v_column = shape.value(group.kv_head);
+    const Target dk = dqkv.open(group.row, k_column, width, lease.floats(length * width));
+    const Target dv = dqkv.open(group.row, v_column, width, lease.floats(length * width));
     float *y_scratch = lease.floats(kQueries * width), *dy_scratch = lease.floats(kQueries * width);
-    float* dq_scratch = lease.floats(kQueries * width);
+    float *dq_scratch = lease.floats(kQueries * width), *raw = lease.floats(length * width);
+    float *q_sums = sums + 2 * piece * width, *k_sums = q_sums + width;
+    if (shape.query_norm != nullptr) std::fill_n(q_sums, 2 * width, 0.0f);
     for (Index r = 0; r < length; ++r) {
       std::fill_n(dk.data + r * dk.stride, width, 0.0f);
       std::fill_n(dv.data + r * dv.stride, width, 0.0f);
     }
-    for (Index first = 0; first < length; first += kQueries) {
-      const Index count = std::min(kQueries, length - first), seen = first + count, row = head.row + first;
-      const View out = y.read(row, count, head.column, width, y_scratch);
-      const View g = dy.read(row, count, head.column, width, dy_scratch);
-      product(count, seen, width, head.scale, head.query(first), transposed(head.k), 0, p);
-      product(count, seen, width, 1, g, transposed(head.v), 0, dp);
-      softmax_backward(p, dp, first, count, head.log_sums(log_sums), out, g, width, head.scale);
-      product(seen, width, count, 1, transposed(p), g, 1, dv);
-      product(seen, width, count, 1, transposed(dp), head.query(first), 1, dk);
-      const Target dq = dqkv.open(row, head.column, width, dq_scratch);
-      product(count, width, seen, 1, dp, head.k, 0, dq);
-      dqkv.keep(row, count, head.column, width, dq);
+    for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
+      const Turned queries = group.queries(head);
+      const View q = queries.read(q_scratch);
+      const Index column = shape.query(head);
+      for (Index first = 0; first < length; first += kQueries) {
+        const Index count = std::min(kQueries, length - first), seen = first + count, row = group.row + first;
+        const View out = y.read(row, count, column, width, y_scratch);
+        const View g = dy.read(row, count, column, width, dy_scratch);
+        product(count, seen, width, group.scale, from_row(q, first), transposed(k), 0, p);
+        product(count, seen, width, 1, g, transposed(v), 0, dp);
+        softmax_backward(p, dp, first, count, log_sums + group.log_sums(head), out, g, width, group.scale);
+        product(seen, width, count, 1, transposed(p), g, 1, dv);
+        product(seen, width, count, 1, transposed(dp), from_row(q, first), 1, dk);
+        const Target dq = dqkv.open(row, column, width, dq_scratch);
+        product(count, width, seen, 1, dp, k, 0, dq);
+        queries.back(first, count, dq, raw, q_sums);
+        dqkv.keep(row, count, column, width, dq);
+      }
     }
-    dqkv.keep(head.row, length, shape.width + head.column, width, dk);
-    dqkv.keep(head.row, length, 2 * shape.width + head.column, width, dv);
+    keys.back(0, length, dk, raw, k_sums);
+    dqkv.keep(group.row, length, k_column, width, dk);
+    dqkv.keep(group.row, length, v_column, width, dv);
   });
 }
 
@@ -471,22 +669,22 @@ void add_row(const float* __restrict from, Index count, float* __restrict to) {
 
 }  // namespace
 
-// Pieces are broad, for a column of x may have to be computed, and high, for g may have to be decoded; but
+// Pieces are broad, for a column of a may have to be computed, and high, for b may have to be decoded; but
 // there should be enough of them for several threads.
-void weight_gradient(const Crew& crew, const Source& x, const Matrix& g, Index tokens, Index first,
-                     Index rows, float* tile) {
-  const Index columns = g.columns(), most = rows < 4 * kTileRows ? kTileRows / 2 : kTileRows;
+void weight_gradient(const Crew& crew, const Part& a, const Part& b, Index tokens, Index first, Index rows,
+                     float* tile) {
+  const Index columns = b.columns, most = rows < 4 * kTileRows ? kTileRows / 2 : kTileRows;
   const Index across = (columns + kTileColumns - 1) / kTileColumns, down = (rows + most - 1) / most;
   crew.pieces(across * down, [&](Index piece, Lease& lease) {
     const Index row = piece / across * most, column = piece % across * kTileColumns;
     const Index height = std::min(most, rows - row), breadth = std::min(kTileColumns, columns - column);
-    float *x_scratch = lease.floats(kDepth * height), *g_scratch = lease.floats(kDepth * breadth);
+    float *a_scratch = lease.floats(kDepth * height), *b_scratch = lease.floats(kDepth * breadth);
     const Target out = {tile + row * columns + column, columns};
     for (Index token = 0; token < tokens; token += kDepth) {
       const Index depth = std::min(kDepth, tokens - token);
-      const View in = x.read(token, depth, first + row, height, x_scratch);
-      const View dy = g.read(token, depth, column, breadth, g_scratch);
-      product(height, breadth, depth, 1, transposed(in), dy, token == 0 ? 0.0f : 1.0f, out);
+      const View left = a.source.read(token, depth, a.column + first + row, height, a_scratch);
+      const View right = b.source.read(token, depth, b.column + column, breadth, b_scratch);
+      product(height, breadth, depth, 1, transposed(left), right, token == 0 ? 0.0f : 1.0f, out);
     }
   });
 }
@@ -506,13 +704,11 @@ void bias_gradient(const Crew& crew, const Matrix& g, Index tokens, Index first,
   });
 }
 
-void norm_gradient(const float* sums, Index tokens, Index width, bool bias, Index first, Index count,
+void norm_gradient(const float* sums, Index parts, Index width, bool second, Index first, Index count,
                    float* tile) {
   std::fill_n(tile, count, 0.0f);
-  for (Index chunk = 0; chunk < chunks_of(tokens); ++chunk) {
-    const float* part = sums + (2 * chunk + (bias ? 1 : 0)) * width + first;
-    add_row(part, count, tile);
-  }
+  for (Index part = 0; part < parts; ++part)
+    add_row(sums + (2 * part + (second ? 1 : 0)) * width + first, count, tile);
 }
 
 void position_gradient(const Crew& crew, const Matrix& g, Index sequences, Index length, Index first,
@@ -523,6 +719,7 @@ void position_gradient(const Crew& crew, const Matrix& g, Index sequences, Index
     for (Index r = row; r < row + count; ++r) {
       float* sum = tile + r * width;
       std::fill_n(sum, width, 0.0f);
+      if (first + r >= length) continue;  // a position beyond the context
       for (Index s = 0; s < sequences; ++s) {
         const float* from = g.read(s * length + first + r, 1, 0, width, scratch).data;
         add_row(from, width, sum);

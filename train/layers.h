@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "engine/threads.h"
@@ -85,14 +86,15 @@ class Matrix {
   Index columns_ = 0;
 };
 
-// Mean and 1 / deviation of each row.
+// Mean and 1 / deviation of each row, as its norm wants them: RMS norm takes the mean to be 0.
 struct Statistics {
-  Statistics() = default;
-  Statistics(Ledger& ledger, Index rows);
+  Statistics(Ledger& ledger, const Description& model, Index rows);
   float* mean() const { return memory.as<float>(); }
   float* rstd() const { return memory.as<float>() + rows; }
   Block memory;
-  Index rows = 0;
+  Index rows;
+  NormKind kind;
+  float epsilon;
 };
 
 // Where a linear layer's input comes from: activations as they were stored, or what is cheaper to compute
@@ -108,7 +110,7 @@ struct Stored final : Source {
   const Matrix& matrix;
 };
 
-// A layer norm's weight and bias (Ba et al., 1607.06450).
+// A norm's weight and bias; RMS norm has no bias.
 struct Norm {
   const float *weight, *bias;
 };
@@ -121,34 +123,47 @@ struct Normed final : Source {
   Norm norm;
 };
 
-struct Activated final : Source {  // by GELU
-  explicit Activated(const Matrix& m) : matrix(m) {}
+// GELU of the values, or SiLU of the left half of each row times the right half.
+struct Activated final : Source {
+  Activated(const Matrix& m, Mlp k) : matrix(m), kind(k) {}
   View read(Index row, Index rows, Index column, Index columns, float* scratch) const override;
   const Matrix& matrix;
+  Mlp kind;
 };
 
 // ---- Forward ----
 
 struct Linear {
   Index in, out;
-  const float *weight, *bias;  // [in, out] as Hugging Face's Conv1D; the backward pass needs no bias
+  Index column;                // of its first output in y
+  const float *weight, *bias;  // no bias: nullptr, as in the backward pass, which needs none
+  bool outputs_first;          // the weight lies [out, in], else [in, out]
 };
 
-// x = token embedding + position embedding.
+// x = token embedding + position embedding, where there is a table of positions.
 void embed(const Crew& crew, const std::int32_t* tokens, Index rows, Index length, const float* token_table,
            const float* position_table, Matrix& x, Statistics& statistics);
-// y = x w + b.
-void linear(const Crew& crew, const Source& x, const Linear& layer, Index rows, Matrix& y);
+// y = x w + b, for each of the layers.
+void linear(const Crew& crew, const Source& x, std::span<const Linear> layers, Index rows, Matrix& y);
 // y = residual + x w + b, and the statistics of y's rows for the norm that follows.
 void linear_residual(const Crew& crew, const Source& x, const Linear& layer, Index rows,
                      const Matrix& residual, Matrix& y, Statistics& statistics);
 
 struct Attention {
-  Index sequences, length, heads, width;
-  Index head_width() const { return width / heads; }
+  Index sequences, length, heads, kv_heads, head_width;
+  const float* rotation;               // cosines and sines (rotation_of), or nullptr
+  const float *query_norm, *key_norm;  // weights of RMS norms, or nullptr
+  float epsilon;
+  Index group() const { return heads / kv_heads; }
+  Index query(Index head) const { return head * head_width; }  // columns of `qkv`
+  Index key(Index kv_head) const { return (heads + kv_head) * head_width; }
+  Index value(Index kv_head) const { return (heads + kv_heads + kv_head) * head_width; }
 };
-// Causal attention of `qkv` [rows, 3 width] into `y` [rows, width]. Keeps the logarithm of each softmax's
-// sum.
+// For each position, cosines and then sines of head_width / 2 angles; what it takes, and its values.
+Index rotation_floats(const Description& model);
+void rotation_of(const Description& model, float* table);
+// Causal attention of `qkv` (queries, keys and values beside each other) into `y`, a column for each query.
+// Keys and queries are normed and turned as they are read. Keeps the logarithm of each softmax's sum.
 void attend(const Crew& crew, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums);
 
 // The final norm, into `hidden`.
@@ -166,24 +181,32 @@ void head_backward(const Crew& crew, const float* table, const std::int32_t* tar
                    const float* log_sums, Matrix& logits, const Normed& x, Matrix& g, float* sums);
 // dx = g w^T.
 void linear_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows, Matrix& dx);
-// dx = g w^T gelu'(x).
-void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows, const Matrix& x,
-                        Matrix& dx);
-// residual += the gradient of the input of the norm before `layer`, whose output's gradient is g w^T.
-void normed_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows, const Normed& x,
-                     Matrix& residual, float* sums);
+// dx = the gradient of what `x` activates, whose own is g w^T.
+void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows,
+                        const Activated& x, Matrix& dx);
+// residual += the gradient of the input of the norm before `layers`, whose output's gradient is the sum of
+// each layer's g w^T.
+void normed_backward(const Crew& crew, const Matrix& g, std::span<const Linear> layers, Index rows,
+                     const Normed& x, Matrix& residual, float* sums);
+// Leaves the gradients of both head norms, where there are any, in `sums`.
 void attend_backward(const Crew& crew, const Attention& shape, const Matrix& qkv, const Matrix& y,
-                     const float* log_sums, const Matrix& dy, Matrix& dqkv);
+                     const float* log_sums, const Matrix& dy, Matrix& dqkv, float* sums);
 
 // ---- Gradients of parameters ----
 
-// x^T g
-void weight_gradient(const Crew& crew, const Source& x, const Matrix& g, Index tokens, Index first,
-                     Index rows, float* tile);
+// Columns of a matrix of activations, or of one that is computed from it.
+struct Part {
+  const Source& source;
+  Index column, columns;
+};
+// Rows [first, first + rows) of a^T b.
+void weight_gradient(const Crew& crew, const Part& a, const Part& b, Index tokens, Index first, Index rows,
+                     float* tile);
 // The sum of g's rows.
 void bias_gradient(const Crew& crew, const Matrix& g, Index tokens, Index first, Index count, float* tile);
-// `sums` holds two rows (weight, bias) of `width` per chunk of tokens.
-void norm_gradient(const float* sums, Index tokens, Index width, bool bias, Index first, Index count,
+// `sums` holds two rows of `width` (weight and bias; of head norms those of the queries and the keys) for
+// each of `parts`: chunks of tokens, or groups of heads.
+void norm_gradient(const float* sums, Index parts, Index width, bool second, Index first, Index count,
                    float* tile);
 void position_gradient(const Crew& crew, const Matrix& g, Index sequences, Index length, Index first,
                        Index rows, float* tile);

@@ -40,6 +40,14 @@ SCRUPLE_HD float gelu_slope(float x) {
   return gate + x * gate * (1.0f - gate) * 2.0f * du;
 }
 
+// SiLU (Hendrycks & Gimpel, 1606.08415): x / (1 + e^-x)
+SCRUPLE_HD float logistic(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+SCRUPLE_HD float silu(float x) { return x * logistic(x); }
+SCRUPLE_HD float silu_slope(float x) {
+  const float gate = logistic(x);
+  return gate + x * gate * (1.0f - gate);
+}
+
 // term(0) + ... + term(n - 1) in 16 lanes, folded in halves. Compilers may not reorder a plain sum, nor
 // vectorise it.
 template <class Term>

@@ -17,12 +17,12 @@ struct Transformer::State {
   struct Layer {
     Layer(Ledger& ledger, Precision precision, const Description& model, Index rows)
         : x(ledger, precision, rows, model.width),
-          qkv(ledger, precision, rows, 3 * model.attention_width()),
-          attended(ledger, precision, rows, model.attention_width()),
+          qkv(ledger, precision, rows, model.qkv_width()),
+          attended(ledger, precision, rows, model.query_width()),
           middle(ledger, precision, rows, model.width),
-          expanded(ledger, precision, rows, model.inner),
-          x_statistics(ledger, rows),
-          middle_statistics(ledger, rows),
+          expanded(ledger, precision, rows, model.expanded_width()),
+          x_statistics(ledger, model, rows),
+          middle_statistics(ledger, model, rows),
           log_sums(ledger, "activations", rows * model.heads * static_cast<Index>(sizeof(float))) {}
     Matrix x, qkv, attended, middle, expanded;
     Statistics x_statistics, middle_statistics;
@@ -37,44 +37,75 @@ struct Transformer::State {
         x(ledger, precision, rows, m.width),
         hidden(ledger, precision, rows, m.width),
         logits(ledger, precision, rows, m.vocabulary),
-        x_statistics(ledger, rows),
+        x_statistics(ledger, m, rows),
         log_sums(ledger, "activations", rows * 4),
         tokens(ledger, "activations", rows * 4),
         targets(ledger, "activations", rows * 4),
         g(ledger, precision, rows, m.width),
-        g_attended(ledger, precision, rows, m.attention_width()),
-        g_qkv(ledger, precision, rows, 3 * m.attention_width()),
-        g_expanded(ledger, precision, rows, m.inner),
+        g_attended(ledger, precision, rows, m.query_width()),
+        g_qkv(ledger, precision, rows, m.qkv_width()),
+        g_expanded(ledger, precision, rows, m.expanded_width()),
         norm_sums(ledger, "workspace", chunks_of(rows) * 2 * m.width * 4),
+        head_norm_sums(ledger, "workspace", m.head_norms ? batch * m.kv_heads * 2 * m.head_width * 4 : 0),
+        rotation(ledger, "workspace", rotation_floats(m) * 4),
         chunk_losses(ledger, "workspace", chunks_of(rows) * 8),
         matrix_scratch(ledger, "workspace", largest_matrix(m) * 4),
-        vector_scratch(ledger, "workspace", (2 * m.width + longest_bias(m)) * 4),
+        vector_scratch(ledger, "workspace", vector_floats(m) * 4),
         workspace(ledger, threads.count(), workspace_of(m)),
         crew{threads, workspace} {
     layers.reserve(static_cast<std::size_t>(m.layers));
     for (Index i = 0; i < m.layers; ++i) layers.emplace_back(ledger, precision, m, rows);
+    if (m.rotary.base > 0 && !ledger.only_counts()) rotation_of(m, rotation.as<float>());
   }
 
-  // Both embeddings are wanted at once, every other matrix alone.
+  // Both embeddings are wanted at once, and all matrices of one input.
   static Index largest_matrix(const Description& m) {
-    return std::max((m.vocabulary + m.context) * m.width, m.width * longest_bias(m));
+    return std::max((m.vocabulary + m.positions) * m.width, m.width * widest_outputs(m));
   }
-  static Index longest_bias(const Description& m) { return std::max(3 * m.attention_width(), m.inner); }
+  static Index widest_outputs(const Description& m) {
+    return std::max({m.width, m.qkv_width(), m.expanded_width()});
+  }
+  // A norm, the norms of heads, and the biases of all products of one input.
+  static Index vector_floats(const Description& m) {
+    return 2 * m.width + (m.head_norms ? 2 * m.head_width : 0) + widest_outputs(m);
+  }
 
   // ---- Weights, each asked for where it is needed ----
+  const float* values(Weights& weights, int parameter, float* scratch) {
+    return parameter < 0 ? nullptr : weights.values(parameter, scratch);
+  }
   Norm norm(Weights& weights, const NormPlace& at) {
     float* scratch = vector_scratch.as<float>();
-    return {weights.values(at.weight, scratch), weights.values(at.bias, scratch + model.width)};
+    return {values(weights, at.weight, scratch), values(weights, at.bias, scratch + model.width)};
   }
-  Linear linear_at(Weights& weights, const LinearPlace& at) {
-    return {at.in, at.out, weights.values(at.weight, matrix_scratch.as<float>()),
-            weights.values(at.bias, vector_scratch.as<float>() + 2 * model.width)};
+  std::vector<Linear> linear_at(Weights& weights, const LinearPlaces& places_at, bool biases = true) {
+    std::vector<Linear> layers_at;
+    float *matrix = matrix_scratch.as<float>(),
+          *vector = vector_scratch.as<float>() + vector_floats(model) - widest_outputs(model);
+    for (const LinearPlace& at : places_at) {
+      layers_at.push_back({at.in, at.out, at.column, weights.values(at.weight, matrix),
+                           biases ? values(weights, at.bias, vector) : nullptr, model.outputs_first});
+      matrix += at.in * at.out, vector += at.out;
+    }
+    return layers_at;
   }
-  Linear without_bias(Weights& weights, const LinearPlace& at) {
-    return {at.in, at.out, weights.values(at.weight, matrix_scratch.as<float>()), nullptr};
+  std::vector<Linear> without_biases(Weights& weights, const LinearPlaces& at) {
+    return linear_at(weights, at, false);
   }
-  const float* token_table(Weights& weights) {
-    return weights.values(places.tokens, matrix_scratch.as<float>());
+  const float* head_table(Weights& weights) {
+    return weights.values(places.head, matrix_scratch.as<float>());
+  }
+  Attention attention(Weights& weights, const LayerPlaces& at, Index count, Index length) {
+    float* scratch = vector_scratch.as<float>() + 2 * model.width;
+    return {count,
+            length,
+            model.heads,
+            model.kv_heads,
+            model.head_width,
+            model.rotary.base > 0 ? rotation.as<float>() : nullptr,
+            values(weights, at.query_norm.weight, scratch),
+            values(weights, at.key_norm.weight, scratch + model.head_width),
+            static_cast<float>(model.epsilon)};
   }
 
   Matrix& output_of(Index layer) {
@@ -85,12 +116,14 @@ struct Transformer::State {
   }
 
   void run(Weights& weights, const std::int32_t* input, Index count, Index length);
-  void run_layer(Weights& weights, Index index, const Attention& attention);
+  void run_layer(Weights& weights, Index index, Index count, Index length);
   void back_through_head(Weights& weights, Gradients& gradients, float scale);
   void back_through_mlp(Weights& weights, Gradients& gradients, Index index);
   void back_through_attention(Weights& weights, Gradients& gradients, Index index);
-  void take_linear(Gradients& gradients, const LinearPlace& at, const Source& in, const Matrix& dy);
+  void take_linear(Gradients& gradients, const LinearPlaces& places_at, const Source& in, const Matrix& dy);
   void take_norm(Gradients& gradients, const NormPlace& at);
+  void take_head_norms(Gradients& gradients, const LayerPlaces& at);
+  void head_gradient(Index first, Index count, float* tile);
   void take_embeddings(Gradients& gradients);
   void check(const std::int32_t* list, Index count, const char* what) const;
 
@@ -102,7 +135,7 @@ struct Transformer::State {
   Statistics x_statistics;
   Block log_sums, tokens, targets;
   Matrix g, g_attended, g_qkv, g_expanded;  // gradients; g is that of the residual stream
-  Block norm_sums, chunk_losses, matrix_scratch, vector_scratch;
+  Block norm_sums, head_norm_sums, rotation, chunk_losses, matrix_scratch, vector_scratch;
   Workspace workspace;
   Crew crew;
   std::vector<Layer> layers;
@@ -113,31 +146,30 @@ struct Transformer::State {
 
 void Transformer::State::run(Weights& weights, const std::int32_t* input, Index count, Index length) {
   Layer& first = layers.front();
-  const float* tokens_at = token_table(weights);
-  const float* positions_at =
-      weights.values(places.positions, matrix_scratch.as<float>() + model.vocabulary * model.width);
+  float* scratch = matrix_scratch.as<float>();
+  const float* tokens_at = weights.values(places.tokens, scratch);
+  const float* positions_at = values(weights, places.positions, scratch + model.vocabulary * model.width);
   embed(crew, input, count * length, length, tokens_at, positions_at, first.x, first.x_statistics);
-  for (Index i = 0; i < model.layers; ++i)
-    run_layer(weights, i, {count, length, model.heads, model.attention_width()});
+  for (Index i = 0; i < model.layers; ++i) run_layer(weights, i, count, length);
   const Norm last = norm(weights, places.last_norm);
   normalise(crew, Normed(x, x_statistics, last), count * length, hidden);
 }
 
-void Transformer::State::run_layer(Weights& weights, Index index, const Attention& attention) {
+void Transformer::State::run_layer(Weights& weights, Index index, Index count, Index length) {
   Layer& layer = layers[static_cast<std::size_t>(index)];
   const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
-  const Index count = attention.sequences * attention.length;
+  const Index tokens_read = count * length;
   const Norm first = norm(weights, at.attention_norm);
-  linear(crew, Normed(layer.x, layer.x_statistics, first), linear_at(weights, at.attention_in), count,
+  linear(crew, Normed(layer.x, layer.x_statistics, first), linear_at(weights, at.attention_in), tokens_read,
          layer.qkv);
-  attend(crew, attention, layer.qkv, layer.attended, layer.log_sums.as<float>());
-  linear_residual(crew, Stored(layer.attended), linear_at(weights, at.attention_out), count, layer.x,
-                  layer.middle, layer.middle_statistics);
+  attend(crew, attention(weights, at, count, length), layer.qkv, layer.attended, layer.log_sums.as<float>());
+  linear_residual(crew, Stored(layer.attended), linear_at(weights, at.attention_out).front(), tokens_read,
+                  layer.x, layer.middle, layer.middle_statistics);
   const Norm second = norm(weights, at.mlp_norm);
-  linear(crew, Normed(layer.middle, layer.middle_statistics, second), linear_at(weights, at.mlp_in), count,
-         layer.expanded);
-  linear_residual(crew, Activated(layer.expanded), linear_at(weights, at.mlp_out), count, layer.middle,
-                  output_of(index), statistics_after(index));
+  linear(crew, Normed(layer.middle, layer.middle_statistics, second), linear_at(weights, at.mlp_in),
+         tokens_read, layer.expanded);
+  linear_residual(crew, Activated(layer.expanded, model.mlp), linear_at(weights, at.mlp_out).front(),
+                  tokens_read, layer.middle, output_of(index), statistics_after(index));
 }
 
 void Transformer::State::check(const std::int32_t* list, Index count, const char* what) const {
@@ -149,28 +181,51 @@ void Transformer::State::check(const std::int32_t* list, Index count, const char
 
 // ---- Backward ----
 
-void Transformer::State::take_linear(Gradients& gradients, const LinearPlace& at, const Source& in,
+// As the matrix lies: x^T dy, or dy^T x.
+void Transformer::State::take_linear(Gradients& gradients, const LinearPlaces& places_at, const Source& in,
                                      const Matrix& dy) {
-  gradients.take(at.weight, [&](Index first, Index count, float* tile) {
-    weight_gradient(crew, in, dy, rows, first, count, tile);
-  });
-  gradients.take(at.bias, [&](Index first, Index count, float* tile) {
-    bias_gradient(crew, dy, rows, first, count, tile);
-  });
+  const Stored out(dy);
+  for (const LinearPlace& at : places_at) {
+    const Part inputs = {in, 0, at.in}, outputs = {out, at.column, at.out};
+    gradients.take(at.weight, [&](Index first, Index count, float* tile) {
+      if (model.outputs_first)
+        weight_gradient(crew, outputs, inputs, rows, first, count, tile);
+      else
+        weight_gradient(crew, inputs, outputs, rows, first, count, tile);
+    });
+    if (at.bias < 0) continue;
+    gradients.take(at.bias, [&](Index first, Index count, float* tile) {
+      bias_gradient(crew, dy, rows, at.column + first, count, tile);
+    });
+  }
 }
 
 void Transformer::State::take_norm(Gradients& gradients, const NormPlace& at) {
-  for (const bool bias : {false, true})
+  for (const bool bias : {false, true}) {
+    if (bias && at.bias < 0) continue;
     gradients.take(bias ? at.bias : at.weight, [&](Index first, Index count, float* tile) {
-      norm_gradient(norm_sums.as<float>(), rows, model.width, bias, first, count, tile);
+      norm_gradient(norm_sums.as<float>(), chunks_of(rows), model.width, bias, first, count, tile);
     });
+  }
+}
+
+void Transformer::State::take_head_norms(Gradients& gradients, const LayerPlaces& at) {
+  for (const bool key : {false, true})
+    gradients.take(key ? at.key_norm.weight : at.query_norm.weight,
+                   [&](Index first, Index count, float* tile) {
+                     norm_gradient(head_norm_sums.as<float>(), sequences * model.kv_heads, model.head_width,
+                                   key, first, count, tile);
+                   });
 }
 
 void Transformer::State::back_through_head(Weights& weights, Gradients& gradients, float scale) {
   const Normed in(x, x_statistics, norm(weights, places.last_norm));
-  head_backward(crew, token_table(weights), targets.as<std::int32_t>(), rows,
-                scale / static_cast<float>(rows), log_sums.as<float>(), logits, in, g, norm_sums.as<float>());
+  head_backward(crew, head_table(weights), targets.as<std::int32_t>(), rows, scale / static_cast<float>(rows),
+                log_sums.as<float>(), logits, in, g, norm_sums.as<float>());
   take_norm(gradients, places.last_norm);
+  if (!model.tied)
+    gradients.take(places.head,
+                   [&](Index first, Index count, float* tile) { head_gradient(first, count, tile); });
 }
 
 // A weight may change when its gradient is taken: what reads it comes first. A norm's weight is read for
@@ -178,10 +233,11 @@ void Transformer::State::back_through_head(Weights& weights, Gradients& gradient
 void Transformer::State::back_through_mlp(Weights& weights, Gradients& gradients, Index index) {
   Layer& layer = layers[static_cast<std::size_t>(index)];
   const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
-  activated_backward(crew, g, without_bias(weights, at.mlp_out), rows, layer.expanded, g_expanded);
-  take_linear(gradients, at.mlp_out, Activated(layer.expanded), g);
+  const Activated activated(layer.expanded, model.mlp);
+  activated_backward(crew, g, without_biases(weights, at.mlp_out).front(), rows, activated, g_expanded);
+  take_linear(gradients, at.mlp_out, activated, g);
   const Normed in(layer.middle, layer.middle_statistics, norm(weights, at.mlp_norm));
-  normed_backward(crew, g_expanded, without_bias(weights, at.mlp_in), rows, in, g, norm_sums.as<float>());
+  normed_backward(crew, g_expanded, without_biases(weights, at.mlp_in), rows, in, g, norm_sums.as<float>());
   take_linear(gradients, at.mlp_in, in, g_expanded);
   take_norm(gradients, at.mlp_norm);
 }
@@ -189,23 +245,33 @@ void Transformer::State::back_through_mlp(Weights& weights, Gradients& gradients
 void Transformer::State::back_through_attention(Weights& weights, Gradients& gradients, Index index) {
   Layer& layer = layers[static_cast<std::size_t>(index)];
   const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
-  linear_backward(crew, g, without_bias(weights, at.attention_out), rows, g_attended);
+  linear_backward(crew, g, without_biases(weights, at.attention_out).front(), rows, g_attended);
   take_linear(gradients, at.attention_out, Stored(layer.attended), g);
-  attend_backward(crew, {sequences, model.context, model.heads, model.attention_width()}, layer.qkv,
-                  layer.attended, layer.log_sums.as<float>(), g_attended, g_qkv);
+  attend_backward(crew, attention(weights, at, sequences, model.context), layer.qkv, layer.attended,
+                  layer.log_sums.as<float>(), g_attended, g_qkv, head_norm_sums.as<float>());
+  if (model.head_norms) take_head_norms(gradients, at);
   const Normed in(layer.x, layer.x_statistics, norm(weights, at.attention_norm));
-  normed_backward(crew, g_qkv, without_bias(weights, at.attention_in), rows, in, g, norm_sums.as<float>());
+  normed_backward(crew, g_qkv, without_biases(weights, at.attention_in), rows, in, g, norm_sums.as<float>());
   take_linear(gradients, at.attention_in, in, g_qkv);
   take_norm(gradients, at.attention_norm);
 }
 
-// The token table is the output head as well (Press & Wolf, 1608.05859): its gradient is the sum of both.
+void Transformer::State::head_gradient(Index first, Index count, float* tile) {
+  const Stored outputs(logits), inputs(hidden);
+  weight_gradient(crew, {outputs, 0, model.vocabulary}, {inputs, 0, model.width}, rows, first, count, tile);
+}
+
+// The gradient of a table that is the output head as well is the sum of both.
 void Transformer::State::take_embeddings(Gradients& gradients) {
-  gradients.take(places.positions, [&](Index first, Index count, float* tile) {
-    position_gradient(crew, g, sequences, model.context, first, count, tile);
-  });
+  if (places.positions >= 0)
+    gradients.take(places.positions, [&](Index first, Index count, float* tile) {
+      position_gradient(crew, g, sequences, model.context, first, count, tile);
+    });
   gradients.take(places.tokens, [&](Index first, Index count, float* tile) {
-    weight_gradient(crew, Stored(logits), hidden, rows, first, count, tile);
+    if (model.tied)
+      head_gradient(first, count, tile);
+    else
+      std::fill_n(tile, count * model.width, 0.0f);
     token_gradient(crew, g, tokens.as<std::int32_t>(), rows, first, count, tile);
   });
 }
@@ -232,7 +298,7 @@ double Transformer::forward(Weights& weights, const std::int32_t* tokens, const 
   std::copy_n(tokens, s.rows, s.tokens.as<std::int32_t>());
   std::copy_n(targets, s.rows, s.targets.as<std::int32_t>());
   s.run(weights, tokens, s.sequences, s.model.context);
-  const double loss = head(s.crew, s.hidden, s.token_table(weights), targets, s.rows, s.logits,
+  const double loss = head(s.crew, s.hidden, s.head_table(weights), targets, s.rows, s.logits,
                            s.log_sums.as<float>(), s.chunk_losses.as<double>());
   s.ready = true;
   return loss / static_cast<double>(s.rows);
@@ -265,7 +331,7 @@ void Transformer::next(Weights& weights, const std::int32_t* tokens, std::int64_
   const Index width = s.model.width;
   Lease lease(s.workspace);
   const View last = s.hidden.read(count - 1, 1, 0, width, lease.floats(width));
-  const float* table = s.token_table(weights);
+  const float* table = s.head_table(weights);
   product(1, s.model.vocabulary, width, 1, last, transposed({table, width}), 0, {logits, s.model.vocabulary});
 }
 
