@@ -215,15 +215,18 @@ TEST_F(Export, OtherArchitecturesAreRefused) {
     expect_refused(words);
     set_config(old.dump());
   };
-  refused("model_type", "llama", "model_type is \"llama\"; this trainer computes with \"gpt2\" only");
+  refused("model_type", "falcon",
+          "model_type is \"falcon\"; this trainer knows gpt2, llama, mistral, qwen2, qwen3");
+  refused("model_type", "llama", "num_hidden_layers is missing");
   refused("model_type", nullptr, "model_type is null");
   refused("activation_function", "relu", "activation_function is \"relu\"");
-  refused("layer_norm_epsilon", 1e-6, "layer_norm_epsilon");
-  refused("tie_word_embeddings", false, "tie_word_embeddings");
+  refused("layer_norm_epsilon", 0, "layer_norm_epsilon is 0; it must be a number above 0");
+  refused("tie_word_embeddings", "no", "tie_word_embeddings is \"no\"; it must be true or false");
+  refused("tie_word_embeddings", false, "no tensor \"lm_head.weight\"");
   refused("scale_attn_weights", false, "scale_attn_weights");
   refused("scale_attn_by_inverse_layer_idx", true, "scale_attn_by_inverse_layer_idx");
   refused("add_cross_attention", true, "add_cross_attention");
-  refused("n_inner", 100, "n_inner is 100; this trainer's is 4 * n_embd, 64");
+  refused("n_inner", 100, "has shape [16, 64], and the config asks for [16, 100]");
   refused("n_embd", "16", "n_embd is \"16\"; it must be an integer");
   refused("n_embd", 16.5, "n_embd is 16.5");
   refused("n_embd", 0, "width");

@@ -15,6 +15,7 @@
 
 #include "tests/gpt_reference.h"
 #include "train/blas.h"
+#include "train/families/gpt2.h"
 #include "train/layers.h"
 #include "train/math.h"
 #include "train/transformer.h"

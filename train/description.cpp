@@ -1,6 +1,5 @@
 #include "train/description.h"
 
-#include <cmath>
 #include <initializer_list>
 
 namespace scruple::train {
@@ -146,34 +145,6 @@ std::string problem_with(const Description& model) {
            " was asked for, and a token of this model sees the last " + text(model.window) +
            " (its sliding window); choose a context up to that";
   return "";
-}
-
-// Radford et al. (2019), section 2.3, and the code they published: normal(0, 0.02), positions normal(0,
-// 0.01), and the projections into the residual stream smaller by the square root of their number.
-Description gpt2(const GptShape& shape) {
-  static const Names names = {.tokens = "transformer.wte",
-                              .positions = "transformer.wpe",
-                              .layers = "transformer.h.",
-                              .attention_norm = "ln_1",
-                              .attention_in = {"attn.c_attn"},
-                              .query_norm = nullptr,
-                              .key_norm = nullptr,
-                              .attention_out = "attn.c_proj",
-                              .mlp_norm = "ln_2",
-                              .mlp_in = {"mlp.c_fc"},
-                              .mlp_out = "mlp.c_proj",
-                              .last_norm = "transformer.ln_f",
-                              .head = "lm_head"};
-  Description model;
-  model.layers = shape.layers, model.width = shape.width, model.heads = model.kv_heads = shape.heads;
-  model.context = model.positions = shape.context, model.vocabulary = shape.vocabulary;
-  model.head_width = shape.heads > 0 ? shape.width / shape.heads : 0;
-  model.inner = 4 * shape.width;
-  model.qkv_bias = model.attention_out_bias = model.mlp_bias = true;
-  model.outputs_first = false;
-  model.residual = model.deviation / std::sqrt(2.0 * static_cast<double>(shape.layers));
-  model.names = &names;
-  return model;
 }
 
 }  // namespace scruple::train

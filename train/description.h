@@ -60,12 +60,6 @@ struct Description {
   std::int64_t expanded_width() const { return mlp == Mlp::gated_silu ? 2 * inner : inner; }
 };
 
-// The sizes of a GPT-2 that one may choose.
-struct GptShape {
-  std::int64_t layers = 4, width = 128, heads = 4, context = 128, vocabulary = 256;
-};
-Description gpt2(const GptShape& shape);
-
 // Why no model has this description, or "".
 std::string problem_with(const Description& model);
 

@@ -2,21 +2,19 @@
 
 #include <cstring>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "formats/bf16.h"
 #include "formats/fp16.h"
+#include "train/families/families.h"
 
 namespace scruple::train {
 namespace {
 
 using io::Dtype;
 using io::fail;
-using nlohmann::ordered_json;
 
-constexpr std::string_view kPrefix = "transformer.";
-constexpr std::size_t kMaxConfig = 1 << 20;
+constexpr std::string_view kPrefix = "transformer.", kHead = "lm_head.weight";
 
 std::string config_path(const std::string& folder) { return folder + "/config.json"; }
 std::string weights_path(const std::string& folder) { return folder + "/model.safetensors"; }
@@ -33,94 +31,12 @@ std::string written(const std::vector<std::int64_t>& shape) {
   return "[" + text + "]";
 }
 
-// ---- The config ----
-
-// What decides the arithmetic and has one right value here: the trainer knows no other.
-struct Fixed {
-  const char* key;
-  ordered_json value;
-  bool required;  // otherwise transformers' default is this value too
-};
-
-const std::vector<Fixed>& fixed_settings() {
-  static const std::vector<Fixed> settings = {
-      {"model_type", "gpt2", true},          {"activation_function", "gelu_new", false},
-      {"layer_norm_epsilon", 1e-5, false},   {"tie_word_embeddings", true, false},
-      {"scale_attn_weights", true, false},   {"scale_attn_by_inverse_layer_idx", false, false},
-      {"add_cross_attention", false, false},
-  };
-  return settings;
-}
-
-struct Size {
-  const char* key;
-  std::int64_t GptShape::*field;
-};
-constexpr Size kSizes[] = {{"n_embd", &GptShape::width},
-                           {"n_layer", &GptShape::layers},
-                           {"n_head", &GptShape::heads},
-                           {"n_positions", &GptShape::context},
-                           {"vocab_size", &GptShape::vocabulary}};
-
-// Where text ends: the line feed for models of bytes, the last token for others, as in GPT-2's own
-// vocabulary.
-std::int64_t end_token(std::int64_t vocabulary) {
-  constexpr std::int64_t kBytes = 256;
-  return vocabulary == kBytes ? '\n' : vocabulary - 1;
-}
-
-std::string config_of(const GptShape& shape, Dtype dtype) {
-  ordered_json config = {{"architectures", {"GPT2LMHeadModel"}}};
-  for (const Fixed& setting : fixed_settings()) config[setting.key] = setting.value;
-  for (const Size& size : kSizes) config[size.key] = shape.*size.field;
-  config["n_ctx"] = shape.context;
-  config["n_inner"] = nullptr;  // four times n_embd
-  for (const char* dropout : {"resid_pdrop", "embd_pdrop", "attn_pdrop"}) config[dropout] = 0.0;
-  for (const char* token : {"bos_token_id", "eos_token_id"}) config[token] = end_token(shape.vocabulary);
-  config["torch_dtype"] = torch_name(dtype);
-  return config.dump(2) + "\n";
-}
-
-ordered_json parse_config(const std::string& path) {
-  ordered_json config =
-      ordered_json::parse(io::read_text(path, kMaxConfig), nullptr, /*allow_exceptions=*/false);
-  if (!config.is_object())
-    fail(path, " is not a JSON object; it should be a Hugging Face config of a GPT-2 model");
-  return config;
-}
-
-void check_settings(const ordered_json& config, const std::string& path) {
-  for (const Fixed& setting : fixed_settings()) {
-    const auto found = config.find(setting.key);
-    if (found == config.end() && !setting.required) continue;
-    if (found == config.end() || *found != setting.value)
-      fail(path, ": ", setting.key, " is ", found == config.end() ? "missing" : found->dump().substr(0, 80),
-           "; this trainer computes with ", setting.value.dump(), " only");
-  }
-}
-
-GptShape shape_of(const ordered_json& config, const std::string& path) {
-  GptShape shape;
-  for (const Size& size : kSizes) {
-    const auto found = config.find(size.key);
-    if (found == config.end() || !found->is_number_integer())
-      fail(path, ": ", size.key, " is ", found == config.end() ? "missing" : found->dump().substr(0, 80),
-           "; it must be an integer");
-    shape.*size.field = found->get<std::int64_t>();
-  }
-  if (const std::string problem = problem_with(gpt2(shape)); !problem.empty()) fail(path, ": ", problem);
-  const auto inner = config.find("n_inner");
-  if (inner != config.end() && !inner->is_null() && *inner != 4 * shape.width)
-    fail(path, ": n_inner is ", inner->dump().substr(0, 80), "; this trainer's is 4 * n_embd, ",
-         4 * shape.width);
-  return shape;
-}
-
 // ---- The weights ----
 
 // The hub's own GPT-2 files lack the prefix.
 const io::StoredTensor& stored(const io::Safetensors& file, const std::string& name) {
-  const io::StoredTensor* const bare = file.find(name.substr(kPrefix.size()));
+  const bool prefixed = name.starts_with(kPrefix);
+  const io::StoredTensor* const bare = prefixed ? file.find(name.substr(kPrefix.size())) : nullptr;
   return bare != nullptr ? *bare : file.at(name);
 }
 
@@ -135,27 +51,29 @@ void check_tensor(const io::Safetensors& file, const Parameter& parameter) {
 }
 
 // A head of its own is no harm where it is the embedding once more.
-bool repeats_embedding(const io::Safetensors& file, const io::StoredTensor& tensor) {
-  const io::StoredTensor& embedding = stored(file, std::string(kPrefix) + "wte.weight");
-  return tensor.name == "lm_head.weight" && tensor.dtype == embedding.dtype &&
-         tensor.shape == embedding.shape &&
+bool repeats_embedding(const io::StoredTensor& tensor, const io::StoredTensor& embedding) {
+  return tensor.name == kHead && tensor.dtype == embedding.dtype && tensor.shape == embedding.shape &&
          std::memcmp(tensor.data.data(), embedding.data.data(), embedding.data.size()) == 0;
 }
 
-// Old files carry the causal mask of each layer as a tensor.
-bool is_mask(std::string_view name) {
-  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
+// What old files carry beside the weights: GPT-2's the causal mask of each layer, Llama's its frequencies.
+bool is_buffer(std::string_view name) {
+  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
+         name.ends_with(".rotary_emb.inv_freq");
 }
 
 // A tensor that nobody asks for means that the file is of another model.
-void check_rest(const io::Safetensors& file, const std::vector<Parameter>& parameters) {
+void check_rest(const io::Safetensors& file, const Description& model) {
   std::set<std::string_view> known;
-  for (const Parameter& parameter : parameters) known.insert(stored(file, parameter.name).name);
+  const std::vector<Parameter> list = parameters_of(model);
+  for (const Parameter& parameter : list) known.insert(stored(file, parameter.name).name);
+  const io::StoredTensor& embedding =
+      stored(file, list[static_cast<std::size_t>(places_of(model).tokens)].name);
   for (const io::StoredTensor& tensor : file.tensors())
-    if (!known.contains(tensor.name) && !is_mask(tensor.name) && !repeats_embedding(file, tensor))
+    if (!known.contains(tensor.name) && !is_buffer(tensor.name) && !repeats_embedding(tensor, embedding))
       fail(file.path(), ": tensor \"", tensor.name.substr(0, 80),
            "\" has no place in the model that config.json describes",
-           tensor.name == "lm_head.weight" ? "; its head is not tied to the embedding" : "");
+           tensor.name == kHead ? "; its head is not tied to the embedding" : "");
 }
 
 std::vector<float> as_floats(const io::StoredTensor& tensor) {
@@ -207,18 +125,16 @@ void write_model(const std::string& folder, const GptShape& shape,
     writer.write(i, {static_cast<const std::byte*>(parameters[i].values()),
                      static_cast<std::size_t>(tensors[i].bytes())});
   writer.finish();
-  io::write_text(config_path(folder), config_of(shape, parameters[0].dtype));
+  io::write_text(config_path(folder), gpt2_config(shape, torch_name(parameters[0].dtype)));
 }
 
-Model read_model(const std::string& folder) {
-  const ordered_json config = parse_config(config_path(folder));
-  check_settings(config, config_path(folder));
+Model read_model(const std::string& folder, std::int64_t context) {
   Model model;
-  model.shape = gpt2(shape_of(config, config_path(folder)));
+  model.shape = describe(config_path(folder), context);
   const io::Safetensors file(weights_path(folder));
   const std::vector<Parameter> list = parameters_of(model.shape);
   for (const Parameter& parameter : list) check_tensor(file, parameter);
-  check_rest(file, list);
+  check_rest(file, model.shape);
   for (const Parameter& parameter : list) model.parameters.push_back(as_floats(stored(file, parameter.name)));
   return model;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "io/safetensors.h"
+#include "train/families/gpt2.h"
 #include "train/transformer.h"
 
 namespace scruple::train {
@@ -31,8 +32,9 @@ struct Model final : Weights {
   }
 };
 
-// Reads such a folder, and those of GPT-2's family on the Hugging Face hub; refuses whatever this trainer
-// would compute differently.
-Model read_model(const std::string& folder);
+// Reads such a folder, and those of every family (train/families/families.h) on the Hugging Face hub that have
+// one file of weights; refuses whatever this trainer would compute differently.
+// `context` as in describe().
+Model read_model(const std::string& folder, std::int64_t context = 0);
 
 }  // namespace scruple::train

@@ -10,6 +10,7 @@
 #include "include/scruple/scruple.hpp"
 #include "io/checkpoint.h"
 #include "train/data.h"
+#include "train/families/gpt2.h"
 #include "train/ledger.h"
 #include "train/state.h"
 #include "train/transformer.h"

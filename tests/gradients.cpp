@@ -1,0 +1,79 @@
+// What the trainer computes for a model folder of any family, for a comparison with torch's.
+// usage: gradients FOLDER CONTEXT TOKENS OUT
+// TOKENS is a safetensors file with the I32 tensors `tokens` and `targets`, [sequences, CONTEXT]. OUT becomes
+// one with `loss`, `logits` after every prefix of the first sequence, and every gradient by its parameter's
+// name.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+
+#include "train/export.h"
+#include "train/families/families.h"
+
+using namespace scruple;
+
+namespace {
+
+std::vector<std::int32_t> integers(const io::Safetensors& file, const char* name) {
+  const io::StoredTensor& tensor = file.at(name);
+  std::vector<std::int32_t> values(tensor.data.size() / sizeof(std::int32_t));
+  std::memcpy(values.data(), tensor.data.data(), tensor.data.size());
+  return values;
+}
+
+struct Keep final : train::Gradients {
+  explicit Keep(const train::Description& model) : parameters(train::parameters_of(model)) {
+    for (const train::Parameter& p : parameters) all.emplace_back(static_cast<std::size_t>(p.size()), -1.0f);
+  }
+  // In tiles of two rows, as a released gradient comes.
+  void take(int parameter, const train::FillRows& fill) override {
+    const train::Parameter& p = parameters[static_cast<std::size_t>(parameter)];
+    const std::int64_t rows = p.shape[0], columns = p.size() / rows;
+    for (std::int64_t first = 0; first < rows; first += 2)
+      fill(first, std::min<std::int64_t>(2, rows - first),
+           all[static_cast<std::size_t>(parameter)].data() + first * columns);
+  }
+  std::vector<train::Parameter> parameters;
+  std::vector<std::vector<float>> all;
+};
+
+void run(const std::string& folder, std::int64_t context, const std::string& from, const std::string& to) {
+  train::Model model = train::read_model(folder, context);
+  const io::Safetensors file(from);
+  const std::vector<std::int32_t> tokens = integers(file, "tokens"), targets = integers(file, "targets");
+  train::Ledger ledger;
+  Threads threads(2);
+  const auto size = static_cast<std::int64_t>(tokens.size());
+  train::Transformer network(model.shape, size / context, train::Precision::fp32, threads, ledger);
+  Keep keep(model.shape);
+  const auto loss = static_cast<float>(network.forward(model, tokens.data(), targets.data()));
+  network.backward(model, keep, 1);
+  const std::int64_t vocabulary = model.shape.vocabulary;
+  std::vector<float> logits(static_cast<std::size_t>(context * vocabulary));
+  for (std::int64_t i = 0; i < context; ++i)
+    network.next(model, tokens.data(), i + 1, logits.data() + i * vocabulary);
+
+  std::vector<io::TensorInfo> list = {{"loss", io::Dtype::f32, {1}},
+                                      {"logits", io::Dtype::f32, {context, vocabulary}}};
+  for (const train::Parameter& p : keep.parameters) list.push_back({p.name, io::Dtype::f32, p.shape});
+  io::SafetensorsWriter writer(to, list, {});
+  const auto write = [&](std::size_t i, const float* values) {
+    writer.write(i, {reinterpret_cast<const std::byte*>(values), static_cast<std::size_t>(list[i].bytes())});
+  };
+  write(0, &loss), write(1, logits.data());
+  for (std::size_t i = 0; i < keep.all.size(); ++i) write(i + 2, keep.all[i].data());
+  writer.finish();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 2;
+  try {
+    run(argv[1], std::atoll(argv[2]), argv[3], argv[4]);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}

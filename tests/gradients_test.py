@@ -1,0 +1,101 @@
+"""Every family computes what Hugging Face's transformers computes: loss, logits after every prefix and the gradient of every
+parameter of tiny random models, which transformers writes and the trainer reads.
+
+Usage: gradients_test.py PATH_TO_GRADIENTS   (a small program, tests/gradients.cpp)
+"""
+import os
+import subprocess
+import sys
+import tempfile
+
+try:
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers.utils import logging
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+VOCABULARY, LONGEST, SEQUENCES = 37, 70, 3  # more than one block of 64 queries, more than one chunk of 128 tokens
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32, "rope_theta": 500.0}
+
+
+def gpt2(**more):
+    return GPT2Config(**dict(n_embd=24, n_layer=2, n_head=3, n_positions=LONGEST, vocab_size=VOCABULARY, resid_pdrop=0.0,
+                             embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, **more))
+
+
+def decoder(kind, **more):
+    sizes = dict(hidden_size=24, intermediate_size=34, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3,
+                 head_dim=10, max_position_embeddings=LONGEST, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
+                 pad_token_id=None)
+    chosen = {**sizes, **more}
+    if chosen["head_dim"] is None:
+        del chosen["head_dim"]  # hidden_size / num_attention_heads
+    return kind(**chosen)
+
+
+CASES = {
+    "gpt2": gpt2(),
+    "gpt2, untied, MLP of another width, another epsilon": gpt2(tie_word_embeddings=False, n_inner=50, layer_norm_epsilon=1e-3),
+    "llama": decoder(LlamaConfig),
+    "llama, tied, without head_dim, every head its own keys": decoder(LlamaConfig, tie_word_embeddings=True, head_dim=None,
+                                                                      num_attention_heads=4, num_key_value_heads=4),
+    "llama, one key-value head": decoder(LlamaConfig, num_key_value_heads=1),
+    "llama, biases": decoder(LlamaConfig, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3),
+    "llama, stretched as Llama 3": decoder(LlamaConfig, rope_parameters=LLAMA3, tie_word_embeddings=True),
+    "mistral": decoder(MistralConfig, sliding_window=None),
+    "mistral, a window as long as the context": decoder(MistralConfig, sliding_window=LONGEST, tie_word_embeddings=True),
+    "qwen2": decoder(Qwen2Config, head_dim=None, num_attention_heads=6, num_key_value_heads=2),
+    "qwen2, tied, a large base": decoder(Qwen2Config, tie_word_embeddings=True,
+                                         rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3": decoder(Qwen3Config),
+    "qwen3, tied, biases": decoder(Qwen3Config, tie_word_embeddings=True, attention_bias=True),
+}
+
+
+def random_model(config):
+    """Far from the initial values, so that every path matters: norms and biases too."""
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            normal = torch.randn(parameter.shape)
+            parameter.copy_(normal * 0.2 if parameter.dim() == 2 else 0.3 * normal + (0 if name.endswith("bias") else 1))
+    return model.eval()
+
+
+def check(program, name, config, context):
+    torch.manual_seed(1)
+    model = random_model(config)
+    tokens, targets = (torch.randint(0, VOCABULARY, (SEQUENCES, context)) for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        source, result = os.path.join(folder, "tokens"), os.path.join(folder, "gradients")
+        save_file({"tokens": tokens.int(), "targets": targets.int()}, source)
+        subprocess.run([program, folder, str(context), source, result], check=True)
+        ours = load_file(result)
+    model.double()  # torch's own rounding is no part of the difference
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    off = (ours.pop("logits") - logits[0]).abs().max().item()
+    assert abs(ours.pop("loss").item() - loss.item()) < 1e-5, (ours, loss)
+    worst = 0.0
+    for parameter, value in model.named_parameters():
+        got = ours.pop(parameter)
+        assert got.shape == value.grad.shape, parameter
+        error = ((got - value.grad).norm() / max(value.grad.norm(), 1e-6)).item()  # a key's bias has no gradient
+        assert error < 1e-4, (name, parameter, error)
+        worst = max(worst, error)
+    assert not ours, f"parameters that torch does not have: {list(ours)}"
+    print(f"{name}, context {context}: logits up to {logits.abs().max():.1f}, off by {off:.1e}; gradients by {worst:.1e} of "
+          "their norms")
+    assert off < 1e-5, off
+
+
+logging.disable_progress_bar()
+for case, settings in CASES.items():
+    for length in (LONGEST, 9):
+        check(sys.argv[1], case, settings, length)
