@@ -16,6 +16,7 @@
 #include "tests/gpt_reference.h"
 #include "train/blas.h"
 #include "train/families/gpt2.h"
+#include "train/families/llama.h"
 #include "train/layers.h"
 #include "train/math.h"
 #include "train/transformer.h"
@@ -138,6 +139,21 @@ const Description kOdd = gpt2({2, 12, 3, 7, 11});
 // More than one chunk of tokens, of queries and of gradient tiles.
 const Description kLarge = gpt2({2, 160, 5, 150, 300});
 
+// Every part that GPT-2 does not have. What these compute is compared with torch in gradients_test.py.
+Description other_parts(const GptShape& sizes, std::int64_t kv_heads, std::int64_t head_width) {
+  Description model = gpt2(sizes);
+  model.names = &llama_names();
+  model.kv_heads = kv_heads, model.head_width = head_width, model.inner = 3 * sizes.width + 1;
+  model.norm = NormKind::rms, model.head_norms = true;
+  model.positions = 0, model.rotary.base = 100;
+  model.mlp = Mlp::gated_silu;
+  model.attention_out_bias = model.mlp_bias = model.tied = false;
+  model.outputs_first = true;
+  return model;
+}
+const Description kSmallOnes[] = {kOdd, other_parts({2, 12, 6, 7, 11}, 3, 10)};
+const Description kLargeOnes[] = {kLarge, other_parts({2, 160, 4, 150, 300}, 2, 34)};
+
 TEST(GptReference, LossAndEveryGradient) {
   const Description shapes[] = {kOdd, gpt2({1, 6, 1, 5, 4}), gpt2({1, 10, 5, 1, 3}), gpt2({1, 1, 1, 2, 2})};
   for (const Description& shape : shapes) {
@@ -192,69 +208,78 @@ TEST(GptReference, ManyTokens) { check_directions(gpt2({1, 32, 2, 150, 1100}), 2
 TEST(GptReference, WideLayers) { check_directions(gpt2({1, 260, 2, 5, 140}), 1); }
 
 TEST(GptBits, SameOnAnyNumberOfThreads) {
-  const Batch batch(kLarge, 3);
-  for (const Precision precision : kPrecisions) {
-    const Result one = run(kLarge, batch, precision, 1, 64);
-    EXPECT_TRUE(std::isfinite(one.loss));
-    for (const int threads : {2, 3, 5})
-      EXPECT_TRUE(same_bits(one, run(kLarge, batch, precision, threads, 64))) << threads << " threads";
-  }
+  for (const Description& shape : kLargeOnes)
+    for (const Precision precision : kPrecisions) {
+      const Batch batch(shape, 3);
+      const Result one = run(shape, batch, precision, 1, 64);
+      EXPECT_TRUE(std::isfinite(one.loss));
+      for (const int threads : {2, 3, 5})
+        EXPECT_TRUE(same_bits(one, run(shape, batch, precision, threads, 64))) << threads << " threads";
+    }
 }
 
 TEST(GptBits, SameForDirectWeights) {
-  const Batch batch(kOdd, 2);
-  EXPECT_TRUE(same_bits(run(kOdd, batch, Precision::fp32, 2, 1, 0, false),
-                        run(kOdd, batch, Precision::fp32, 2, 1, 0, true)));
+  for (const Description& shape : kSmallOnes) {
+    const Batch batch(shape, 2);
+    EXPECT_TRUE(same_bits(run(shape, batch, Precision::fp32, 2, 1, 0, false),
+                          run(shape, batch, Precision::fp32, 2, 1, 0, true)));
+  }
 }
 
 TEST(GptBits, ASecondPassIsLikeTheFirst) {
-  for (const Precision precision : kPrecisions) {
-    Threads pool(2);
-    Ledger ledger;
-    Transformer model(kOdd, 2, precision, pool, ledger);
-    Store store(kOdd);
-    const Batch batch(kOdd, 2), other(kOdd, 2, 99);
-    Result result[2];
-    for (Result& r : result) {
-      Keep keep(kOdd, 0), ignored(kOdd, 0);
-      r.loss = model.forward(store, batch.tokens.data(), batch.targets.data());
-      model.backward(store, keep, 1);
-      r.gradients = keep.all;
-      model.forward(store, other.tokens.data(), other.targets.data());
-      model.backward(store, ignored, 1);
+  for (const Description& shape : kSmallOnes) {
+    for (const Precision precision : kPrecisions) {
+      Threads pool(2);
+      Ledger ledger;
+      Transformer model(shape, 2, precision, pool, ledger);
+      Store store(shape);
+      const Batch batch(shape, 2), other(shape, 2, 99);
+      Result result[2];
+      for (Result& r : result) {
+        Keep keep(shape, 0), ignored(shape, 0);
+        r.loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+        model.backward(store, keep, 1);
+        r.gradients = keep.all;
+        model.forward(store, other.tokens.data(), other.targets.data());
+        model.backward(store, ignored, 1);
+      }
+      EXPECT_TRUE(same_bits(result[0], result[1]));
     }
-    EXPECT_TRUE(same_bits(result[0], result[1]));
   }
 }
 
 TEST(GptGradients, TilesChangeRoundingOnly) {
-  const Batch batch(kLarge, 2);
-  const Result whole = run(kLarge, batch, Precision::fp32);
-  for (const std::int64_t rows : {7, 64}) {
-    const Result tiled = run(kLarge, batch, Precision::fp32, 2, 1, rows);
-    for (std::size_t i = 0; i < whole.gradients.size(); ++i)
-      EXPECT_LE(relative_error(tiled.gradients[i], whole.gradients[i]), 1e-6) << i;
+  for (const Description& shape : kLargeOnes) {
+    const Batch batch(shape, 2);
+    const Result whole = run(shape, batch, Precision::fp32);
+    for (const std::int64_t rows : {7, 64}) {
+      const Result tiled = run(shape, batch, Precision::fp32, 2, 1, rows);
+      for (std::size_t i = 0; i < whole.gradients.size(); ++i)
+        EXPECT_LE(relative_error(tiled.gradients[i], whole.gradients[i]), 1e-6) << i;
+    }
   }
 }
 
 // A policy may step a weight as soon as its gradient has been taken. No gradient that follows may see the
 // new value.
 TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
-  for (const bool direct : {false, true}) {
-    const Batch batch(kOdd, 2);
-    const Result want = run(kOdd, batch, Precision::fp32);
-    Threads pool(2);
-    Ledger ledger;
-    Transformer model(kOdd, 2, Precision::fp32, pool, ledger);
-    Store store(kOdd);
-    store.direct = direct;
-    Keep keep(kOdd, 0);
-    keep.after = [&](int parameter) {
-      for (float& x : store.values_of[static_cast<std::size_t>(parameter)]) x = 1e9f;
-    };
-    const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
-    model.backward(store, keep, 1);
-    EXPECT_TRUE(same_bits(want, {loss, keep.all}));
+  for (const Description& shape : kSmallOnes) {
+    for (const bool direct : {false, true}) {
+      const Batch batch(shape, 2);
+      const Result want = run(shape, batch, Precision::fp32);
+      Threads pool(2);
+      Ledger ledger;
+      Transformer model(shape, 2, Precision::fp32, pool, ledger);
+      Store store(shape);
+      store.direct = direct;
+      Keep keep(shape, 0);
+      keep.after = [&](int parameter) {
+        for (float& x : store.values_of[static_cast<std::size_t>(parameter)]) x = 1e9f;
+      };
+      const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+      model.backward(store, keep, 1);
+      EXPECT_TRUE(same_bits(want, {loss, keep.all}));
+    }
   }
 }
 
@@ -269,54 +294,62 @@ TEST(GptGradients, TheTokenTableIsTied) {
 }
 
 TEST(GptGradients, ScaleIsAFactor) {
-  const Batch batch(kOdd, 2);
-  const Result one = run(kOdd, batch, Precision::fp32), many = run(kOdd, batch, Precision::fp32, 2, 1024);
-  EXPECT_EQ(one.loss, many.loss);
-  for (std::size_t i = 0; i < one.gradients.size(); ++i)
-    for (std::size_t j = 0; j < one.gradients[i].size(); ++j)
-      EXPECT_EQ(one.gradients[i][j] * 1024, many.gradients[i][j]);
+  for (const Description& shape : kSmallOnes) {
+    const Batch batch(shape, 2);
+    const Result one = run(shape, batch, Precision::fp32), many = run(shape, batch, Precision::fp32, 2, 1024);
+    EXPECT_EQ(one.loss, many.loss);
+    for (std::size_t i = 0; i < one.gradients.size(); ++i)
+      for (std::size_t j = 0; j < one.gradients[i].size(); ++j)
+        EXPECT_EQ(one.gradients[i][j] * 1024, many.gradients[i][j]);
+  }
 }
 
 TEST(GptPrecision, SixteenBitsAreCloseAndAreSixteenBits) {
-  const Batch batch(kOdd, 2);
-  const Result exact = run(kOdd, batch, Precision::fp32, 2, 256);
-  for (const Precision precision : {Precision::bf16, Precision::fp16}) {
-    const double tolerance = precision == Precision::bf16 ? 0.1 : 0.0125;
-    const Result got = run(kOdd, batch, precision, 2, 256);
-    EXPECT_NEAR(got.loss, exact.loss, tolerance * exact.loss);
-    EXPECT_NE(got.loss, exact.loss);
-    for (std::size_t i = 0; i < exact.gradients.size(); ++i) {
-      const double error = relative_error(got.gradients[i], exact.gradients[i]);
-      EXPECT_LE(error, tolerance) << i;
-      EXPECT_GE(error, precision == Precision::bf16 ? 1e-4 : 1e-5) << i;
+  for (const Description& shape : kSmallOnes) {
+    const Batch batch(shape, 2);
+    const Result exact = run(shape, batch, Precision::fp32, 2, 256);
+    for (const Precision precision : {Precision::bf16, Precision::fp16}) {
+      const double tolerance = precision == Precision::bf16 ? 0.1 : 0.0125;
+      const Result got = run(shape, batch, precision, 2, 256);
+      EXPECT_NEAR(got.loss, exact.loss, tolerance * exact.loss);
+      EXPECT_NE(got.loss, exact.loss);
+      for (std::size_t i = 0; i < exact.gradients.size(); ++i) {
+        const double error = relative_error(got.gradients[i], exact.gradients[i]);
+        EXPECT_LE(error, tolerance) << i;
+        EXPECT_GE(error, precision == Precision::bf16 ? 1e-4 : 1e-5) << i;
+      }
     }
   }
 }
 
 TEST(GptPrecision, Fp16UnderflowsAndOverflows) {
-  const Batch batch(kOdd, 2);
-  for (const std::vector<float>& gradient : run(kOdd, batch, Precision::fp16, 2, 1e-9f).gradients)
-    for (const float g : gradient) EXPECT_EQ(g, 0.0f);
-  bool finite = true;
-  for (const std::vector<float>& gradient : run(kOdd, batch, Precision::fp16, 2, 1e9f).gradients)
-    for (const float g : gradient) finite = finite && std::isfinite(g);
-  EXPECT_FALSE(finite);
-  for (const std::vector<float>& gradient : run(kOdd, batch, Precision::bf16, 2, 1e9f).gradients)
-    for (const float g : gradient) EXPECT_TRUE(std::isfinite(g));
+  for (const Description& shape : kSmallOnes) {
+    const Batch batch(shape, 2);
+    for (const std::vector<float>& gradient : run(shape, batch, Precision::fp16, 2, 1e-9f).gradients)
+      for (const float g : gradient) EXPECT_EQ(g, 0.0f);
+    bool finite = true;
+    for (const std::vector<float>& gradient : run(shape, batch, Precision::fp16, 2, 1e9f).gradients)
+      for (const float g : gradient) finite = finite && std::isfinite(g);
+    EXPECT_FALSE(finite);
+    for (const std::vector<float>& gradient : run(shape, batch, Precision::bf16, 2, 1e9f).gradients)
+      for (const float g : gradient) EXPECT_TRUE(std::isfinite(g));
+  }
 }
 
 TEST(GptPrecision, ANaNReachesTheLossAndTheGradients) {
-  for (const Precision precision : kPrecisions) {
-    Threads pool(1);
-    Ledger ledger;
-    Transformer model(kOdd, 1, precision, pool, ledger);
-    Store store(kOdd);
-    store.values_of[4][0] = std::numeric_limits<float>::quiet_NaN();
-    const Batch batch(kOdd, 1);
-    Keep keep(kOdd, 0);
-    EXPECT_TRUE(std::isnan(model.forward(store, batch.tokens.data(), batch.targets.data())));
-    model.backward(store, keep, 1);
-    EXPECT_TRUE(std::isnan(keep.all[0][0]));
+  for (const Description& shape : kSmallOnes) {
+    for (const Precision precision : kPrecisions) {
+      Threads pool(1);
+      Ledger ledger;
+      Transformer model(shape, 1, precision, pool, ledger);
+      Store store(shape);
+      store.values_of[4][0] = std::numeric_limits<float>::quiet_NaN();
+      const Batch batch(shape, 1);
+      Keep keep(shape, 0);
+      EXPECT_TRUE(std::isnan(model.forward(store, batch.tokens.data(), batch.targets.data())));
+      model.backward(store, keep, 1);
+      EXPECT_TRUE(std::isnan(keep.all[2][0]));
+    }
   }
 }
 
@@ -341,16 +374,18 @@ TEST(GptPrecision, ActivationsAreRoundedToNearest) {
 }
 
 TEST(GptPrecision, HalvesTheActivations) {
-  Threads pool(1);
-  std::int64_t bytes[3] = {};
-  for (int i = 0; i < 3; ++i) {
-    Ledger ledger;
-    const Transformer model(kLarge, 4, kPrecisions[i], pool, ledger);
-    bytes[i] = ledger.peak("activations");
-    EXPECT_GT(ledger.peak("workspace"), 0);
+  for (const Description& shape : kLargeOnes) {
+    Threads pool(1);
+    std::int64_t bytes[3] = {};
+    for (int i = 0; i < 3; ++i) {
+      Ledger ledger;
+      const Transformer model(shape, 4, kPrecisions[i], pool, ledger);
+      bytes[i] = ledger.peak("activations");
+      EXPECT_GT(ledger.peak("workspace"), 0);
+    }
+    EXPECT_NEAR(static_cast<double>(bytes[1]) / static_cast<double>(bytes[0]), 0.5, 0.02);
+    EXPECT_EQ(bytes[1], bytes[2]);
   }
-  EXPECT_NEAR(static_cast<double>(bytes[1]) / static_cast<double>(bytes[0]), 0.5, 0.02);
-  EXPECT_EQ(bytes[1], bytes[2]);
 }
 
 TEST(GptNext, IsTheReferenceAfterAnyPrefix) {
@@ -371,23 +406,25 @@ TEST(GptNext, IsTheReferenceAfterAnyPrefix) {
 
 // The loss of forward from the logits of next().
 TEST(GptNext, AgreesWithForward) {
-  for (const Precision precision : kPrecisions) {
-    Threads pool(2);
-    Ledger ledger;
-    Transformer model(kLarge, 1, precision, pool, ledger);
-    Store store(kLarge);
-    const Batch batch(kLarge, 1);
-    const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
-    double mean = 0;
-    for (std::int64_t t = 0; t < kLarge.context; ++t) {
-      std::vector<float> logits(static_cast<std::size_t>(kLarge.vocabulary));
-      model.next(store, batch.tokens.data(), t + 1, logits.data());
-      double sum = 0;
-      for (const float l : logits) sum += std::exp(static_cast<double>(l));
-      const auto target = static_cast<std::size_t>(batch.targets[static_cast<std::size_t>(t)]);
-      mean += (std::log(sum) - static_cast<double>(logits[target])) / static_cast<double>(kLarge.context);
+  for (const Description& shape : kLargeOnes) {
+    for (const Precision precision : kPrecisions) {
+      Threads pool(2);
+      Ledger ledger;
+      Transformer model(shape, 1, precision, pool, ledger);
+      Store store(shape);
+      const Batch batch(shape, 1);
+      const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+      double mean = 0;
+      for (std::int64_t t = 0; t < shape.context; ++t) {
+        std::vector<float> logits(static_cast<std::size_t>(shape.vocabulary));
+        model.next(store, batch.tokens.data(), t + 1, logits.data());
+        double sum = 0;
+        for (const float l : logits) sum += std::exp(static_cast<double>(l));
+        const auto target = static_cast<std::size_t>(batch.targets[static_cast<std::size_t>(t)]);
+        mean += (std::log(sum) - static_cast<double>(logits[target])) / static_cast<double>(shape.context);
+      }
+      EXPECT_NEAR(loss, mean, precision == Precision::fp32 ? 1e-5 : 1e-2);
     }
-    EXPECT_NEAR(loss, mean, precision == Precision::fp32 ? 1e-5 : 1e-2);
   }
 }
 

@@ -28,7 +28,7 @@ Rotary rotary_of(const Config& config) {
 
 }  // namespace
 
-Description llama_like(const Config& config, const LlamaDefaults& defaults) {
+const Names& llama_names() {
   static const Names names = {.tokens = "model.embed_tokens",
                               .positions = nullptr,
                               .layers = "model.layers.",
@@ -42,6 +42,10 @@ Description llama_like(const Config& config, const LlamaDefaults& defaults) {
                               .mlp_out = "mlp.down_proj",
                               .last_norm = "model.norm",
                               .head = "lm_head"};
+  return names;
+}
+
+Description llama_like(const Config& config, const LlamaDefaults& defaults) {
   config.expect("hidden_act", "silu");
   Description model;
   model.layers = config.integer("num_hidden_layers");
@@ -65,7 +69,7 @@ Description llama_like(const Config& config, const LlamaDefaults& defaults) {
   model.mlp = Mlp::gated_silu;
   model.tied = config.flag("tie_word_embeddings", false);
   model.deviation = model.residual = config.positive("initializer_range", 0.02);
-  model.names = &names;
+  model.names = &llama_names();
   return model;
 }
 

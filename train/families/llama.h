@@ -13,6 +13,8 @@ struct LlamaDefaults {
 };
 Description llama_like(const Config& config, const LlamaDefaults& defaults);
 
+const Names& llama_names();
+
 std::int64_t window_of(const Config& config);    // sliding_window, or 0: none
 std::int64_t qwen_window(const Config& config);  // the same, where some layers slide
 
