@@ -13,10 +13,10 @@
 #include <set>
 #include <stdexcept>
 
+#include "tests/descriptions.h"
 #include "tests/gpt_reference.h"
 #include "train/blas.h"
 #include "train/families/gpt2.h"
-#include "train/families/llama.h"
 #include "train/layers.h"
 #include "train/math.h"
 #include "train/transformer.h"
@@ -139,18 +139,6 @@ const Description kOdd = gpt2({2, 12, 3, 7, 11});
 // More than one chunk of tokens, of queries and of gradient tiles.
 const Description kLarge = gpt2({2, 160, 5, 150, 300});
 
-// Every part that GPT-2 does not have. What these compute is compared with torch in gradients_test.py.
-Description other_parts(const GptShape& sizes, std::int64_t kv_heads, std::int64_t head_width) {
-  Description model = gpt2(sizes);
-  model.names = &llama_names();
-  model.kv_heads = kv_heads, model.head_width = head_width, model.inner = 3 * sizes.width + 1;
-  model.norm = NormKind::rms, model.head_norms = true;
-  model.positions = 0, model.rotary.base = 100;
-  model.mlp = Mlp::gated_silu;
-  model.attention_out_bias = model.mlp_bias = model.tied = false;
-  model.outputs_first = true;
-  return model;
-}
 const Description kSmallOnes[] = {kOdd, other_parts({2, 12, 6, 7, 11}, 3, 10)};
 const Description kLargeOnes[] = {kLarge, other_parts({2, 160, 4, 150, 300}, 2, 34)};
 

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "formats/codec.h"
+#include "tests/descriptions.h"
 #include "train/corpus.h"
 #include "train/run.h"
 
@@ -112,6 +113,18 @@ TEST(Policies, TheSameBitsInSeveralTiles) {
     job.shape = gpt2({1, 256, 2, 24, 2048});
     job.batch = 2;
     return planes_after(job, 2);
+  };
+  const std::vector<char> stored = with(SCRUPLE_STORED);
+  EXPECT_EQ(stored, with(SCRUPLE_RELEASED));
+  EXPECT_EQ(stored, with(SCRUPLE_COMPRESSED));
+}
+
+TEST(Policies, TheSameBitsForEveryPart) {
+  const auto with = [&](scruple_policy policy) {
+    Job job = job_of("scruple", policy);
+    job.shape = other_parts({2, 32, 4, 24, 256}, 2, 10);
+    job.gradients.max_norm = 0;
+    return planes_after(job, 3);
   };
   const std::vector<char> stored = with(SCRUPLE_STORED);
   EXPECT_EQ(stored, with(SCRUPLE_RELEASED));
@@ -306,6 +319,16 @@ TEST(Learning, EveryRecipeLearns) {
   }
 }
 
+TEST(Learning, AModelOfOtherPartsLearns) {
+  Job job = job_of("scruple");
+  job.shape = other_parts({2, 32, 4, 24, 256}, 2, 10);
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  const double before = take(trainer, 1).front().loss;
+  EXPECT_NEAR(before, std::log(256), 0.3);
+  EXPECT_LT(take(trainer, 99).back().loss, 0.6 * before);
+}
+
 TEST(State, TheModelComputesWithTheVisibleHalf) {
   Ledger ledger;
   Trainer trainer(job_of("scruple"), ledger);
@@ -410,6 +433,18 @@ TEST(Memory, WhatIsCountedBeforehandIsWhatIsTaken) {
         EXPECT_EQ(counted.peak(entry.kind), entry.peak) << recipe << policy << entry.kind;
     }
   }
+}
+
+TEST(Memory, WhatIsCountedForOtherPartsIsWhatIsTaken) {
+  Job job = job_of("scruple", SCRUPLE_COMPRESSED, "int8");
+  job.shape = other_parts({2, 32, 4, 24, 256}, 2, 10);
+  const Ledger counted = memory_of(job);
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  take(trainer, 2);
+  EXPECT_EQ(counted.peak(), ledger.peak());
+  for (const Ledger::Entry& entry : ledger.entries())
+    EXPECT_EQ(counted.peak(entry.kind), entry.peak) << entry.kind;
 }
 
 TEST(Memory, TheLedgerIsEmptyAfterwards) {

@@ -31,7 +31,7 @@ const Family& family_of(const Config& config) {
 Description describe(const std::string& config_path, std::int64_t context) {
   const Config config(config_path);
   Description model = family_of(config).describe(config);
-  if (context > model.context)
+  if (context != 0 && context > model.context)
     io::fail(config_path, ": a context of ", context, " was asked for, and the model's is ", model.context,
              " at most; choose a shorter one");
   if (context != 0) model.context = context;
