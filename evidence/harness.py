@@ -229,7 +229,7 @@ class Shadow:
             sums += torch.stack([part.sum().double() for part in parts])
         dot, ours2, true2, off2, far, count = sums.tolist()
         found = {"applied": math.sqrt(off2 / true2), "cosine": dot / math.sqrt(max(ours2 * true2, 1e-300))}
-        return {**found, "far": far / max(1, count)} if self.adam else found
+        return {**found, "far": far / count if count else None} if self.adam else found  # None: of NaNs
 
 
 def nbytes(things, seen=None):

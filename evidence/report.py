@@ -14,6 +14,7 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 REFERENCE = "torch fp32"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
+ERRORS = {"applied": "step off by", "relative": "moments' step off by", "far": "sqrt(v) off by 1.5 x"}
 MORE_IS_BETTER = ("BLEU", "test accuracy")
 DRAWN = (REFERENCE, "scruple", "scant", "flash", "scruple, compressed", "torch bf16")
 
@@ -115,10 +116,10 @@ def table(rows):
             inside = f" ({times['ms_optimizer']:.2f})" if "ms_optimizer" in times else ""
             put("ms per step (its optimizer)", name, f"{times['ms']:.2f}{inside}")
         last = [run["errors"][-1] for run in runs if run["errors"]]
-        titles = {"applied": "step off by", "relative": "moments' step off by", "far": "sqrt(v) off by 1.5 x"}
-        for key, title in titles.items():
+        for key, title in ERRORS.items():
             if last and last[0].get(key) is not None:
                 put(title, name, f"{100 * statistics.mean(error[key] for error in last):.1f} %")
+    columns.update({title: columns.pop(title) for title in ERRORS.values() if title in columns})  # the last ones
     out = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
     out += ["| " + " | ".join(cells.get(row, "") for cells in columns.values()) + " |" for row in rows]
     return "\n".join(out)
