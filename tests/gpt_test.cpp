@@ -465,6 +465,7 @@ TEST(GptShapes, ProblemsAreNamed) {
   EXPECT_NE(problem_with(gpt2({1, 12, 3, 7, 1})).find("vocabulary = 1"), std::string::npos);
   EXPECT_NE(problem_with(gpt2({1, 13, 3, 7, 11})).find("multiple of the heads, such as 15"),
             std::string::npos);
+  EXPECT_NE(problem_with(Description()).find("no names"), std::string::npos);
   const std::int64_t huge = std::int64_t{1} << 40;
   EXPECT_NE(problem_with(gpt2({huge, 12, 3, 7, 11})), "");
   EXPECT_NE(problem_with(gpt2({1, huge, 1, 7, 11})), "");

@@ -1,8 +1,8 @@
 // What the trainer computes for a model folder of any family, for a comparison with torch's.
 // usage: gradients FOLDER CONTEXT TOKENS OUT
 // TOKENS is a safetensors file with the I32 tensors `tokens` and `targets`, [sequences, CONTEXT]. OUT becomes
-// one with `loss`, `logits` after every prefix of the first sequence, and every gradient by its parameter's
-// name.
+// one with `loss`, `logits` after every prefix of the first sequence, the `losses` of 20 steps of AdamW on the
+// first sequence (fp32, gradients released), and every gradient by its parameter's name.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +10,7 @@
 
 #include "train/export.h"
 #include "train/families/families.h"
+#include "train/trainer.h"
 
 using namespace scruple;
 
@@ -38,6 +39,36 @@ struct Keep final : train::Gradients {
   std::vector<std::vector<float>> all;
 };
 
+// The first sequence and its last target are the whole text, so that every window is the same.
+std::vector<float> losses_of(const train::Model& model, const std::vector<std::int32_t>& tokens,
+                             const std::vector<std::int32_t>& targets) {
+  const auto context = static_cast<std::size_t>(model.shape.context);
+  std::vector<std::uint8_t> text(tokens.begin(), tokens.begin() + model.shape.context);
+  text.push_back(static_cast<std::uint8_t>(targets[context - 1]));
+  train::Job job;
+  job.shape = model.shape;
+  job.batch = 2;
+  job.threads = 2;
+  job.optimizer = [] { return Optimizer("adamw", {{"weight_decay", 0.1}}); };
+  job.describe = [](const Optimizer& optimizer, std::int64_t size) {
+    scruple_tensor row = {};
+    row.optimizer = optimizer.raw();
+    row.size = size;
+    check(scruple_tensor_use(&row, "fp32"));
+    return row;
+  };
+  job.schedule = {train::Annealing::constant, 3e-3, 0, 20};
+  job.gradients.policy = SCRUPLE_RELEASED;
+  train::Ledger ledger;
+  train::Trainer trainer(job, ledger);
+  for (std::size_t p = 0; p < model.parameters.size(); ++p)
+    trainer.state().set(static_cast<int>(p), model.parameters[p].data());
+  std::vector<float> losses;
+  for (int step = 0; step < 20; ++step)
+    losses.push_back(static_cast<float>(trainer.step(train::Windows(text, model.shape.context)).loss));
+  return losses;
+}
+
 void run(const std::string& folder, std::int64_t context, const std::string& from, const std::string& to) {
   train::Model model = train::read_model(folder, context);
   const io::Safetensors file(from);
@@ -55,14 +86,15 @@ void run(const std::string& folder, std::int64_t context, const std::string& fro
     network.next(model, tokens.data(), i + 1, logits.data() + i * vocabulary);
 
   std::vector<io::TensorInfo> list = {{"loss", io::Dtype::f32, {1}},
-                                      {"logits", io::Dtype::f32, {context, vocabulary}}};
+                                      {"logits", io::Dtype::f32, {context, vocabulary}},
+                                      {"losses", io::Dtype::f32, {20}}};
   for (const train::Parameter& p : keep.parameters) list.push_back({p.name, io::Dtype::f32, p.shape});
   io::SafetensorsWriter writer(to, list, {});
   const auto write = [&](std::size_t i, const float* values) {
     writer.write(i, {reinterpret_cast<const std::byte*>(values), static_cast<std::size_t>(list[i].bytes())});
   };
-  write(0, &loss), write(1, logits.data());
-  for (std::size_t i = 0; i < keep.all.size(); ++i) write(i + 2, keep.all[i].data());
+  write(0, &loss), write(1, logits.data()), write(2, losses_of(model, tokens, targets).data());
+  for (std::size_t i = 0; i < keep.all.size(); ++i) write(i + 3, keep.all[i].data());
   writer.finish();
 }
 

@@ -1,5 +1,5 @@
-"""Every family computes what Hugging Face's transformers computes: loss, logits after every prefix and the gradient of every
-parameter of tiny random models, which transformers writes and the trainer reads.
+"""Every family computes what Hugging Face's transformers computes: loss, logits after every prefix, the gradient of every
+parameter and the losses of 20 steps of AdamW, of tiny random models that transformers writes and the trainer reads.
 
 Usage: gradients_test.py PATH_TO_GRADIENTS   (a small program, tests/gradients.cpp)
 """
@@ -66,6 +66,21 @@ def random_model(config):
     return model.eval()
 
 
+def losses_of(model, text):
+    """Of 20 steps on one sequence; matrices decay, norms and biases do not."""
+    groups = [{"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.dim() != 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(text[None, :-1]).logits[0], text[1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
 def check(program, name, config, context):
     torch.manual_seed(1)
     model = random_model(config)
@@ -82,6 +97,7 @@ def check(program, name, config, context):
     loss.backward()
     off = (ours.pop("logits") - logits[0]).abs().max().item()
     assert abs(ours.pop("loss").item() - loss.item()) < 1e-5, (ours, loss)
+    followed = ours.pop("losses")
     worst = 0.0
     for parameter, value in model.named_parameters():
         got = ours.pop(parameter)
@@ -90,9 +106,13 @@ def check(program, name, config, context):
         assert error < 1e-4, (name, parameter, error)
         worst = max(worst, error)
     assert not ours, f"parameters that torch does not have: {list(ours)}"
+    losses = losses_of(model, torch.cat([tokens[0], targets[0, -1:]]))
+    strayed = (followed - losses).abs().max().item()
     print(f"{name}, context {context}: logits up to {logits.abs().max():.1f}, off by {off:.1e}; gradients by {worst:.1e} of "
-          "their norms")
+          f"their norms; losses from {losses[0]:.2f} to {losses[-1]:.2f} by {strayed:.1e}")
     assert off < 1e-5, off
+    assert losses[-1] < losses[0] - 0.5, "torch has learned nothing"
+    assert strayed < 1e-4, (followed, losses)
 
 
 logging.disable_progress_bar()

@@ -114,6 +114,8 @@ std::int64_t parameter_count(const Description& model) {
 }
 
 std::string problem_with(const Description& model) {
+  if (model.names == nullptr)
+    return "a model whose tensors have no names was asked for; gpt2() or describe() makes one that has";
   // Together these keep every product of sizes within 64 bits, and every side of a matrix within BLAS's 32.
   if (const std::string problem = beyond({{"layers", model.layers, 1, 1 << 14},
                                           {"width", model.width, 1, 1 << 17},

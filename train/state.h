@@ -26,7 +26,7 @@ class State final : public Weights {
   State(Engine& engine, const std::vector<Parameter>& parameters, const Optimizer& decaying,
         const Optimizer& undecayed, const Describe& describe, Ledger& ledger);
 
-  void start(std::uint64_t seed, Ledger& ledger);  // GPT-2's initial values
+  void start(std::uint64_t seed, Ledger& ledger);  // the initial values of Parameter
   void set(int parameter, const float* values);
   // The fp32 values that the optimizer sees: the visible ones and their extra bits.
   std::vector<float> master(int parameter) const;

@@ -13,7 +13,8 @@ std::string text(Index number) { return std::to_string(number); }
 }  // namespace
 
 struct Transformer::State {
-  // What one layer keeps from forward to backward. Norms, GELU and attention weights are computed again.
+  // What one layer keeps from forward to backward. Norms, rotations, activation functions and attention
+  // weights are computed again.
   struct Layer {
     Layer(Ledger& ledger, Precision precision, const Description& model, Index rows)
         : x(ledger, precision, rows, model.width),
