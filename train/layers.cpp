@@ -628,8 +628,11 @@ void attend_backward(const Crew& crew, const Attention& shape, const Matrix& qkv
     const Target dv = dqkv.open(group.row, v_column, width, lease.floats(length * width));
     float *y_scratch = lease.floats(kQueries * width), *dy_scratch = lease.floats(kQueries * width);
     float *dq_scratch = lease.floats(kQueries * width), *raw = lease.floats(length * width);
-    float *q_sums = sums + 2 * piece * width, *k_sums = q_sums + width;
-    if (shape.query_norm != nullptr) std::fill_n(q_sums, 2 * width, 0.0f);
+    float *q_sums = nullptr, *k_sums = nullptr;
+    if (shape.query_norm != nullptr) {
+      q_sums = sums + 2 * piece * width, k_sums = q_sums + width;
+      std::fill_n(q_sums, 2 * width, 0.0f);
+    }
     for (Index r = 0; r < length; ++r) {
       std::fill_n(dk.data + r * dk.stride, width, 0.0f);
       std::fill_n(dv.data + r * dv.stride, width, 0.0f);
