@@ -12,6 +12,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 
@@ -111,8 +112,12 @@ def main():
     start, asked = time.monotonic(), arguments()
     try:
         asked.lines.parent.mkdir(parents=True, exist_ok=True)
-        asked.lines.open("a").close()
-        done = {key(line) for line in report.lines_of(asked.lines)}
+        if asked.lines.exists():  # what cannot be written is said now, not after hours
+            asked.lines.open("a").close()
+            done = {key(line) for line in report.lines_of(asked.lines)}
+        else:
+            tempfile.TemporaryFile(dir=asked.lines.parent).close()
+            done = set()
     except OSError as problem:
         sys.exit(f"cannot append to {asked.lines}: {problem.strerror}")
     if asked.jobs > 1 and asked.job is None:

@@ -17,6 +17,16 @@ def run(*command):
     return subprocess.run([sys.executable, "-W", "ignore", *map(str, command)], capture_output=True, text=True)
 
 
+def lines_of(test, task, rows, *more):
+    """{row: its line} of one seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = pathlib.Path(folder) / "lines.jsonl"
+        command = [EVIDENCE / "run.py", task, "--small", "--seeds", 1, "--rows", rows, "--device", "cpu", "--lines", lines]
+        done = run(*command, *more)
+        test.assertEqual(done.returncode, 0, done.stderr)
+        return {line["row"]: line for line in map(json.loads, lines.read_text().splitlines())}
+
+
 class Evidence(unittest.TestCase):
     def test_recommendation(self):
         with tempfile.TemporaryDirectory() as folder:

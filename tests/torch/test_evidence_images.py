@@ -9,8 +9,7 @@ import unittest
 import xml.etree.ElementTree
 
 import torch
-from test_evidence import EVIDENCE, run
-from test_evidence_language import lines_of
+from test_evidence import EVIDENCE, lines_of, run
 from torch.nn import functional
 
 sys.path.insert(0, str(EVIDENCE))

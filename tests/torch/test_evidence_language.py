@@ -3,22 +3,9 @@
 Run as: python tests/torch/test_evidence_language.py
 """
 
-import json
-import pathlib
-import tempfile
 import unittest
 
-from test_evidence import EVIDENCE, run
-
-
-def lines_of(test, task, rows, *more):
-    """{row: its line} of one seed."""
-    with tempfile.TemporaryDirectory() as folder:
-        lines = pathlib.Path(folder) / "lines.jsonl"
-        command = [EVIDENCE / "run.py", task, "--small", "--seeds", 1, "--rows", rows, "--device", "cpu", "--lines", lines]
-        done = run(*command, *more)
-        test.assertEqual(done.returncode, 0, done.stderr)
-        return {line["row"]: line for line in map(json.loads, lines.read_text().splitlines())}
+from test_evidence import EVIDENCE, lines_of, run
 
 
 class Language(unittest.TestCase):

@@ -3,32 +3,21 @@
 Run as: python tests/torch/test_evidence_translation.py
 """
 
-import json
 import math
-import pathlib
-import subprocess
 import sys
 import tempfile
 import unittest
 
-EVIDENCE = pathlib.Path(__file__).resolve().parents[2] / "evidence"
+from test_evidence import EVIDENCE, lines_of, run
+
 sys.path.insert(0, str(EVIDENCE))
 import translation  # noqa: E402
 
 
-def run(*command):
-    command = [EVIDENCE / "run.py", "translation", *command]
-    return subprocess.run([sys.executable, "-W", "ignore", *map(str, command)], capture_output=True, text=True)
-
-
 class Translation(unittest.TestCase):
     def test_small(self):
-        with tempfile.TemporaryDirectory() as folder:
-            lines = pathlib.Path(folder) / "lines.jsonl"
-            rows = "^(torch fp32|scruple|scruple, released)$"
-            done = run("--small", "--seeds", 1, "--rows", rows, "--lines", lines, "--device", "cpu")
-            self.assertEqual(done.returncode, 0, done.stderr)
-            found = {line["row"]: line["metrics"] for line in map(json.loads, lines.read_text().splitlines())}
+        lines = lines_of(self, "translation", "^(torch fp32|scruple|scruple, released)$")
+        found = {row: line["metrics"] for row, line in lines.items()}
         self.assertEqual(sorted(found), ["scruple", "scruple, released", "torch fp32"])
         for row in ("torch fp32", "scruple"):  # in the midst of learning: 52 and 63, 0.37 and 0.31
             self.assertGreater(found[row]["BLEU"], 25, row)
@@ -48,7 +37,7 @@ class Translation(unittest.TestCase):
     def test_missing_data(self):
         with tempfile.TemporaryDirectory() as folder:
             for command in (("--data", folder), ()):
-                done = run(*command)
+                done = run(EVIDENCE / "run.py", "translation", *command)
                 self.assertNotEqual(done.returncode, 0)
                 self.assertIn("data set Multi30k", done.stderr)
 

@@ -3,28 +3,16 @@
 Run as: python tests/torch/test_evidence_underflow.py
 """
 
-import json
 import math
-import pathlib
-import subprocess
-import sys
-import tempfile
 import unittest
 
-EVIDENCE = pathlib.Path(__file__).resolve().parents[2] / "evidence"
+from test_evidence import EVIDENCE, lines_of, run
 
 
 class Underflow(unittest.TestCase):
     def lines(self, task, rows):
         """By row."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder) / "lines.jsonl"
-            command = [EVIDENCE / "run.py", "underflow", "--small", "--only", task, "--rows", f"^({rows})$"]
-            command += ["--seeds", 1, "--lines", path, "--device", "cpu"]
-            command = [sys.executable, "-W", "ignore", *map(str, command)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            self.assertEqual(done.returncode, 0, done.stderr)
-            found = {line["row"]: line for line in map(json.loads, path.read_text().splitlines())}
+        found = lines_of(self, "underflow", f"^({rows})$", "--only", task)
         self.assertEqual(len(found), 1 + rows.count("|"))
         for line in found.values():
             line["loss"] = line["metrics"]["validation loss"]
@@ -61,8 +49,7 @@ class Underflow(unittest.TestCase):
         self.assertLess(far["log5, stochastic"], 0.2)
 
     def test_data(self):
-        command = [sys.executable, "-W", "ignore", EVIDENCE / "run.py", "underflow", "--data", "here"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = run(EVIDENCE / "run.py", "underflow", "--data", "here")
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("leave --data out", done.stderr)
 
