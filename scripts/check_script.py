@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Finds names in a JavaScript file that nothing declares, and declared ones that nothing uses.
+"""Finds names in a page's script that nothing declares, and declared ones that nothing uses; and the same for the
+properties (--name) of its style sheet, whose classes and ids must stand in the script or the page.
 
-usage: check_script.py FILE.js...
+usage: check_script.py FILE.js FILE.css FILE.html
 
 It reads tokens, not scopes: a name counts as declared or used wherever in the file it is. It expects a semicolon
-after every statement. Whether the browser takes the file is for tests/browser_test.py to see.
+after every statement. Whether the browser takes the files is for tests/browser_test.py to see.
 """
 import re
 import sys
@@ -159,13 +160,35 @@ def problems(text):
         yield f"{line[name]}: nothing uses '{name}'"
 
 
+def style_problems(style, script, page):
+    style = re.sub(r"/\*.*?\*/", lambda comment: re.sub(r"[^\n]", " ", comment.group()), style, flags=re.DOTALL)
+    texts = " ".join(text for kind, text, _ in tokens_of(script) if kind == "text") + page
+    texts += " ".join(re.findall(r"`[^`]*`", script))
+    words = set(re.findall(r"[A-Za-z][\w-]*", texts))
+    declared = set(re.findall(r"[{;\s](--[\w-]+)\s*:", style))
+    used = set(re.findall(r"var\((--[\w-]+)\)", style))
+
+    def line(text):
+        return style.count("\n", 0, style.index(text)) + 1
+    for name in sorted(used - declared):
+        yield f"{line(name)}: nothing declares '{name}'"
+    for name in sorted(declared - used):
+        yield f"{line(name)}: nothing uses '{name}'"
+    for selector in re.findall(r"([^{};]+)\{", style):
+        for mark in re.findall(r"[.#][A-Za-z][\w-]*", selector if "@" not in selector else ""):
+            # A number at its end is put there by the script.
+            if not words & {mark[1:], mark[1:].rstrip("0123456789")}:
+                yield f"{line(mark)}: neither the script nor the page says '{mark[1:]}'"
+    if style.count("{") != style.count("}"):
+        yield f"1: {style.count('{')} braces are opened, {style.count('}')} closed"
+
+
 def main(paths):
-    if not paths:
+    if len(paths) != 3:
         sys.exit(__doc__)
-    found = []
-    for path in paths:
-        with open(path, encoding="utf-8") as file:
-            found += [f"{path}:{problem}" for problem in problems(file.read())]
+    script, style, page = (open(path, encoding="utf-8").read() for path in paths)
+    found = [f"{paths[0]}:{problem}" for problem in problems(script)]
+    found += [f"{paths[1]}:{problem}" for problem in style_problems(style, script, page)]
     print("\n".join(found) if found else "every name is declared and used")
     return 1 if found else 0
 

@@ -5,7 +5,7 @@
 Every file is opened wide and narrow, light and dark, and printed. A console message, an exception, a
 request, a curve that is not drawn, a bar of the wrong width, a cell that is missing or out of sight, two ways to
 write numbers in one column, or anything wider than the page fails. So does a function of the script that none of
-the files made run. Exits with 77 (skipped) where CHROMIUM is not there. Needs Python's standard library only.
+the files made run, and a declaration of the style sheet that the browser does not know. Exits with 77 (skipped) where CHROMIUM is not there. Needs Python's standard library only.
 """
 
 import base64
@@ -437,6 +437,19 @@ def check_coverage(checks, functions):
     checks.that(len(functions) > 50, f"only {len(functions)} functions were seen")
 
 
+STYLE = r"""(() => {
+  const text = document.querySelector("style").textContent.replace(/\/\*.*?\*\//gs, "");
+  return [...text.matchAll(/([-\w]+)\s*:\s*([^;{}]+);/g)].map(([all, name, value]) => [all, CSS.supports(name, value)]);
+})()"""
+
+
+def check_style(checks, browser):
+    declarations = browser.evaluate(STYLE)
+    for declaration, known in declarations:
+        checks.that(known, f"the browser does not know '{declaration}'")
+    checks.that(len(declarations) > 100, f"only {len(declarations)} declarations were seen")
+
+
 def check_view(checks, browser, page, url, view, shots, functions):
     width, height, scheme = view
     checks.where = f"{pathlib.Path(url).name} at {width} px, {scheme}"
@@ -452,7 +465,9 @@ def check_view(checks, browser, page, url, view, shots, functions):
         png = browser.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         (shots / f"{pathlib.Path(url).stem}-{width}-{scheme}.png").write_bytes(base64.b64decode(png))
     check_pointing(checks, browser, page)
-    if view == VIEWS[0]:  # resized and printed: drawn again, and as it was afterwards
+    if view == VIEWS[0]:
+        check_style(checks, browser)
+        # Resized and printed: drawn again, and as it was afterwards.
         pdf = browser.call("Page.printToPDF", printBackground=True)["data"]
         checks.that(base64.b64decode(pdf).startswith(b"%PDF"), "does not print")
         if shots:

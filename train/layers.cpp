@@ -20,39 +20,39 @@ Index padded(Index floats) { return (floats + kLine - 1) / kLine * kLine; }
 
 // ---- Where work runs ----
 
-Workspace::Workspace(Ledger& ledger, int lots, Index floats)
-    : memory_(ledger, "workspace", lots * padded(floats) * static_cast<Index>(sizeof(float))) {
-  for (int i = 0; i < lots; ++i) free_.push_back(memory_.as<float>() + i * padded(floats));
+Workspace::Workspace(Ledger& ledger, int slots, Index floats)
+    : memory_(ledger, "workspace", slots * padded(floats) * static_cast<Index>(sizeof(float))) {
+  for (int i = 0; i < slots; ++i) free_.push_back(memory_.as<float>() + i * padded(floats));
 }
 
 float* Workspace::take() {
   const std::lock_guard lock(mutex_);
-  float* lot = free_.back();
+  float* slot = free_.back();
   free_.pop_back();
-  return lot;
+  return slot;
 }
 
-void Workspace::give(float* lot) {
+void Workspace::give(float* slot) {
   const std::lock_guard lock(mutex_);
-  free_.push_back(lot);
+  free_.push_back(slot);
 }
 
-float* Lease::floats(Index count) {
+float* Arena::floats(Index count) {
   float* here = next_;
   next_ += padded(count);
   return here;
 }
 
-void Crew::pieces(Index count, const std::function<void(Index, Lease&)>& piece) const {
+void Workers::pieces(Index count, const std::function<void(Index, Arena&)>& piece) const {
   threads.run(count, [&](i64 i) {
-    Lease lease(workspace);
-    piece(i, lease);
+    Arena arena(workspace);
+    piece(i, arena);
   });
 }
 
-void Crew::chunks(Index rows, const std::function<void(Index, Index, Lease&)>& piece) const {
+void Workers::chunks(Index rows, const std::function<void(Index, Index, Arena&)>& piece) const {
   pieces(chunks_of(rows),
-         [&](Index i, Lease& lease) { piece(i * kChunk, std::min(kChunk, rows - i * kChunk), lease); });
+         [&](Index i, Arena& arena) { piece(i * kChunk, std::min(kChunk, rows - i * kChunk), arena); });
 }
 
 Index workspace_of(const Description& model) {
@@ -194,11 +194,11 @@ void measure(const Matrix& x, Index first, Index rows, float* scratch, Statistic
 
 // ---- Forward ----
 
-void embed(const Crew& crew, const std::int32_t* tokens, Index rows, Index length, const float* token_table,
-           const float* position_table, Matrix& x, Statistics& statistics) {
+void embed(const Workers& workers, const std::int32_t* tokens, Index rows, Index length,
+           const float* token_table, const float* position_table, Matrix& x, Statistics& statistics) {
   const Index width = x.columns();
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    float* scratch = lease.floats(count * width);
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+    float* scratch = arena.floats(count * width);
     const Target out = x.open(first, 0, width, scratch);
     for (Index r = 0; r < count; ++r) {
       const float* token = token_table + tokens[first + r] * width;
@@ -227,12 +227,12 @@ Factor weight_transposed(const Linear& layer) {
 
 }  // namespace
 
-void linear(const Crew& crew, const Source& x, std::span<const Linear> layers, Index rows, Matrix& y) {
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
+void linear(const Workers& workers, const Source& x, std::span<const Linear> layers, Index rows, Matrix& y) {
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
     const Index width = layers.front().in;
-    const View in = x.read(first, count, 0, width, lease.floats(count * width));
+    const View in = x.read(first, count, 0, width, arena.floats(count * width));
     for (const Linear& layer : layers) {
-      const Target out = y.open(first, layer.column, layer.out, lease.floats(count * layer.out));
+      const Target out = y.open(first, layer.column, layer.out, arena.floats(count * layer.out));
       const bool biased = layer.bias != nullptr;
       for (Index r = 0; biased && r < count; ++r)
         std::copy_n(layer.bias, layer.out, out.data + r * out.stride);
@@ -242,12 +242,12 @@ void linear(const Crew& crew, const Source& x, std::span<const Linear> layers, I
   });
 }
 
-void linear_residual(const Crew& crew, const Source& x, const Linear& layer, Index rows,
+void linear_residual(const Workers& workers, const Source& x, const Linear& layer, Index rows,
                      const Matrix& residual, Matrix& y, Statistics& statistics) {
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    const View in = x.read(first, count, 0, layer.in, lease.floats(count * layer.in));
-    const View old = residual.read(first, count, 0, layer.out, lease.floats(count * layer.out));
-    float* scratch = lease.floats(count * layer.out);
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+    const View in = x.read(first, count, 0, layer.in, arena.floats(count * layer.in));
+    const View old = residual.read(first, count, 0, layer.out, arena.floats(count * layer.out));
+    float* scratch = arena.floats(count * layer.out);
     const Target out = y.open(first, 0, layer.out, scratch);
     for (Index r = 0; r < count; ++r) {
       const float* from = old.data + r * old.stride;
@@ -400,15 +400,15 @@ void causal_softmax(Target scores, Index first, Index count, float* log_sums) {
 }  // namespace
 
 // softmax(q k^T / sqrt(d)) v (Vaswani et al., 1706.03762, eq. 1), a few queries at a time.
-void attend(const Crew& crew, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums) {
+void attend(const Workers& workers, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums) {
   const Index width = shape.head_width, length = shape.length;
-  crew.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Lease& lease) {
+  workers.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Arena& arena) {
     const Group group(shape, qkv, piece);
-    const View k = group.keys().read(lease.floats(length * width));
-    const View v = group.values(lease.floats(length * width));
-    float* q_scratch = lease.floats(length * width);
-    const Target scores = {lease.floats(kQueries * length), length};
-    float* scratch = lease.floats(kQueries * width);
+    const View k = group.keys().read(arena.floats(length * width));
+    const View v = group.values(arena.floats(length * width));
+    float* q_scratch = arena.floats(length * width);
+    const Target scores = {arena.floats(kQueries * length), length};
+    float* scratch = arena.floats(kQueries * width);
     for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
       const View q = group.queries(head).read(q_scratch);
       for (Index first = 0; first < length; first += kQueries) {
@@ -423,30 +423,30 @@ void attend(const Crew& crew, const Attention& shape, const Matrix& qkv, Matrix&
   });
 }
 
-void normalise(const Crew& crew, const Normed& x, Index rows, Matrix& hidden) {
+void normalise(const Workers& workers, const Normed& x, Index rows, Matrix& hidden) {
   const Index width = hidden.columns();
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    const View values = x.read(first, count, 0, width, lease.floats(count * width));
-    const Target out = hidden.open(first, 0, width, lease.floats(count * width));
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+    const View values = x.read(first, count, 0, width, arena.floats(count * width));
+    const Target out = hidden.open(first, 0, width, arena.floats(count * width));
     for (Index r = 0; r < count; ++r)
       std::copy_n(values.data + r * values.stride, width, out.data + r * out.stride);
     hidden.keep(first, count, 0, width, out);
   });
 }
 
-double head(const Crew& crew, const Matrix& hidden, const float* table, const std::int32_t* targets,
+double head(const Workers& workers, const Matrix& hidden, const float* table, const std::int32_t* targets,
             Index rows, Matrix& logits, float* log_sums, double* chunk_losses) {
   const Index width = hidden.columns(), vocabulary = logits.columns();
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    const View in = hidden.read(first, count, 0, width, lease.floats(count * width));
-    float* scratch = lease.floats(count * std::min(kHeadColumns, vocabulary));
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+    const View in = hidden.read(first, count, 0, width, arena.floats(count * width));
+    float* scratch = arena.floats(count * std::min(kHeadColumns, vocabulary));
     for (Index column = 0; column < vocabulary; column += kHeadColumns) {
       const Index columns = std::min(kHeadColumns, vocabulary - column);
       const Target out = logits.open(first, column, columns, scratch);
       product(count, columns, width, 1, in, transposed({table + column * width, width}), 0, out);
       logits.keep(first, count, column, columns, out);
     }
-    float* line = lease.floats(vocabulary);
+    float* line = arena.floats(vocabulary);
     double loss = 0;
     for (Index r = 0; r < count; ++r) {
       const float* row = logits.read(first + r, 1, 0, vocabulary, line).data;
@@ -486,10 +486,10 @@ void norm_row(NormKind kind, const float* __restrict x, float mean, float rstd,
 
 // `out` gets the gradient of the norm's input, on top of what it holds where `add`.
 void norm_rows(const Normed& x, Index first, Index count, View g, bool add, Matrix& out, float* sums,
-               Lease& lease) {
+               Arena& arena) {
   const Index width = out.columns();
-  const View in = x.matrix.read(first, count, 0, width, lease.floats(count * width));
-  float* scratch = lease.floats(count * width);
+  const View in = x.matrix.read(first, count, 0, width, arena.floats(count * width));
+  float* scratch = arena.floats(count * width);
   out.read(first, count, 0, width, scratch);
   const Target to = out.open(first, 0, width, scratch);  // the same place
   float* own = sums + first / kChunk * 2 * width;
@@ -514,42 +514,43 @@ void softmax_gradient(Matrix& logits, Index row, Index target, float scale, floa
 
 }  // namespace
 
-void head_backward(const Crew& crew, const float* table, const std::int32_t* targets, Index rows, float scale,
-                   const float* log_sums, Matrix& logits, const Normed& x, Matrix& g, float* sums) {
+void head_backward(const Workers& workers, const float* table, const std::int32_t* targets, Index rows,
+                   float scale, const float* log_sums, Matrix& logits, const Normed& x, Matrix& g,
+                   float* sums) {
   const Index width = g.columns(), vocabulary = logits.columns();
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    float* line = lease.floats(vocabulary);
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+    float* line = arena.floats(vocabulary);
     for (Index r = first; r < first + count; ++r)
       softmax_gradient(logits, r, targets[r], scale, log_sums[r], line);
-    float* scratch = lease.floats(count * std::min(kHeadColumns, vocabulary));
-    const Target dh = {lease.floats(count * width), width};
+    float* scratch = arena.floats(count * std::min(kHeadColumns, vocabulary));
+    const Target dh = {arena.floats(count * width), width};
     for (Index column = 0; column < vocabulary; column += kHeadColumns) {
       const Index columns = std::min(kHeadColumns, vocabulary - column);
       const View part = logits.read(first, count, column, columns, scratch);
       product(count, width, columns, 1, part, View{table + column * width, width}, column == 0 ? 0.0f : 1.0f,
               dh);
     }
-    norm_rows(x, first, count, dh, false, g, sums, lease);
+    norm_rows(x, first, count, dh, false, g, sums, arena);
   });
 }
 
-void linear_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows, Matrix& dx) {
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    const View dy = g.read(first, count, 0, layer.out, lease.floats(count * layer.out));
-    const Target out = dx.open(first, 0, layer.in, lease.floats(count * layer.in));
+void linear_backward(const Workers& workers, const Matrix& g, const Linear& layer, Index rows, Matrix& dx) {
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+    const View dy = g.read(first, count, 0, layer.out, arena.floats(count * layer.out));
+    const Target out = dx.open(first, 0, layer.in, arena.floats(count * layer.in));
     product(count, layer.in, layer.out, 1, dy, weight_transposed(layer), 0, out);
     dx.keep(first, count, 0, layer.in, out);
   });
 }
 
-void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows,
+void activated_backward(const Workers& workers, const Matrix& g, const Linear& layer, Index rows,
                         const Activated& x, Matrix& dx) {
   const Index inner = layer.in;
   const bool gated = x.kind == Mlp::gated_silu;
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
-    const View dy = g.read(first, count, 0, layer.out, lease.floats(count * layer.out));
-    const View in = x.matrix.read(first, count, 0, inner, lease.floats(count * inner));
-    const Target out = dx.open(first, 0, inner, lease.floats(count * inner));
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+    const View dy = g.read(first, count, 0, layer.out, arena.floats(count * layer.out));
+    const View in = x.matrix.read(first, count, 0, inner, arena.floats(count * inner));
+    const Target out = dx.open(first, 0, inner, arena.floats(count * inner));
     if (!gated) {
       product(count, inner, layer.out, 1, dy, weight_transposed(layer), 0, out);
       for (Index r = 0; r < count; ++r) {
@@ -558,8 +559,8 @@ void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, 
         for (Index i = 0; i < inner; ++i) to[i] *= gelu_slope(from[i]);
       }
     } else {
-      const View beside = x.matrix.read(first, count, inner, inner, lease.floats(count * inner));
-      const Target right = dx.open(first, inner, inner, lease.floats(count * inner));
+      const View beside = x.matrix.read(first, count, inner, inner, arena.floats(count * inner));
+      const Target right = dx.open(first, inner, inner, arena.floats(count * inner));
       product(count, inner, layer.out, 1, dy, weight_transposed(layer), 0, right);
       for (Index r = 0; r < count; ++r) {
         const float* __restrict gate = in.data + r * in.stride, * __restrict value =
@@ -577,18 +578,18 @@ void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, 
   });
 }
 
-void normed_backward(const Crew& crew, const Matrix& g, std::span<const Linear> layers, Index rows,
+void normed_backward(const Workers& workers, const Matrix& g, std::span<const Linear> layers, Index rows,
                      const Normed& x, Matrix& residual, float* sums) {
-  crew.chunks(rows, [&](Index first, Index count, Lease& lease) {
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
     const Index width = layers.front().in;
-    const Target dh = {lease.floats(count * width), width};
+    const Target dh = {arena.floats(count * width), width};
     float beta = 0;
     for (const Linear& layer : layers) {
-      const View dy = g.read(first, count, layer.column, layer.out, lease.floats(count * layer.out));
+      const View dy = g.read(first, count, layer.column, layer.out, arena.floats(count * layer.out));
       product(count, width, layer.out, 1, dy, weight_transposed(layer), beta, dh);
       beta = 1;
     }
-    norm_rows(x, first, count, dh, true, residual, sums, lease);
+    norm_rows(x, first, count, dh, true, residual, sums, arena);
   });
 }
 
@@ -613,21 +614,21 @@ void softmax_backward(Target scores, Target dp, Index first, Index count, const 
 
 }  // namespace
 
-void attend_backward(const Crew& crew, const Attention& shape, const Matrix& qkv, const Matrix& y,
+void attend_backward(const Workers& workers, const Attention& shape, const Matrix& qkv, const Matrix& y,
                      const float* log_sums, const Matrix& dy, Matrix& dqkv, float* sums) {
   const Index width = shape.head_width, length = shape.length;
-  crew.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Lease& lease) {
+  workers.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Arena& arena) {
     const Group group(shape, qkv, piece);
     const Turned keys = group.keys();
-    const View k = keys.read(lease.floats(length * width)), v = group.values(lease.floats(length * width));
-    float* q_scratch = lease.floats(length * width);
-    const Target p = {lease.floats(kQueries * length), length},
-                 dp = {lease.floats(kQueries * length), length};
+    const View k = keys.read(arena.floats(length * width)), v = group.values(arena.floats(length * width));
+    float* q_scratch = arena.floats(length * width);
+    const Target p = {arena.floats(kQueries * length), length},
+                 dp = {arena.floats(kQueries * length), length};
     const Index k_column = shape.key(group.kv_head), v_column = shape.value(group.kv_head);
-    const Target dk = dqkv.open(group.row, k_column, width, lease.floats(length * width));
-    const Target dv = dqkv.open(group.row, v_column, width, lease.floats(length * width));
-    float *y_scratch = lease.floats(kQueries * width), *dy_scratch = lease.floats(kQueries * width);
-    float *dq_scratch = lease.floats(kQueries * width), *raw = lease.floats(length * width);
+    const Target dk = dqkv.open(group.row, k_column, width, arena.floats(length * width));
+    const Target dv = dqkv.open(group.row, v_column, width, arena.floats(length * width));
+    float *y_scratch = arena.floats(kQueries * width), *dy_scratch = arena.floats(kQueries * width);
+    float *dq_scratch = arena.floats(kQueries * width), *raw = arena.floats(length * width);
     float *q_sums = nullptr, *k_sums = nullptr;
     if (shape.query_norm != nullptr) {
       q_sums = sums + 2 * piece * width, k_sums = q_sums + width;
@@ -674,14 +675,14 @@ void add_row(const float* __restrict from, Index count, float* __restrict to) {
 
 // Pieces are broad, for a column of a may have to be computed, and high, for b may have to be decoded; but
 // there should be enough of them for several threads.
-void weight_gradient(const Crew& crew, const Part& a, const Part& b, Index tokens, Index first, Index rows,
-                     float* tile) {
+void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index tokens, Index first,
+                     Index rows, float* tile) {
   const Index columns = b.columns, most = rows < 4 * kTileRows ? kTileRows / 2 : kTileRows;
   const Index across = (columns + kTileColumns - 1) / kTileColumns, down = (rows + most - 1) / most;
-  crew.pieces(across * down, [&](Index piece, Lease& lease) {
+  workers.pieces(across * down, [&](Index piece, Arena& arena) {
     const Index row = piece / across * most, column = piece % across * kTileColumns;
     const Index height = std::min(most, rows - row), breadth = std::min(kTileColumns, columns - column);
-    float *a_scratch = lease.floats(kDepth * height), *b_scratch = lease.floats(kDepth * breadth);
+    float *a_scratch = arena.floats(kDepth * height), *b_scratch = arena.floats(kDepth * breadth);
     const Target out = {tile + row * columns + column, columns};
     for (Index token = 0; token < tokens; token += kDepth) {
       const Index depth = std::min(kDepth, tokens - token);
@@ -692,10 +693,11 @@ void weight_gradient(const Crew& crew, const Part& a, const Part& b, Index token
   });
 }
 
-void bias_gradient(const Crew& crew, const Matrix& g, Index tokens, Index first, Index count, float* tile) {
-  crew.pieces((count + kTileRows - 1) / kTileRows, [&](Index piece, Lease& lease) {
+void bias_gradient(const Workers& workers, const Matrix& g, Index tokens, Index first, Index count,
+                   float* tile) {
+  workers.pieces((count + kTileRows - 1) / kTileRows, [&](Index piece, Arena& arena) {
     const Index column = piece * kTileRows, columns = std::min(kTileRows, count - column);
-    float *scratch = lease.floats(kDepth * columns), *part = lease.floats(columns);
+    float *scratch = arena.floats(kDepth * columns), *part = arena.floats(columns);
     std::fill_n(tile + column, columns, 0.0f);
     for (Index token = 0; token < tokens; token += kDepth) {
       const Index depth = std::min(kDepth, tokens - token);
@@ -714,11 +716,11 @@ void norm_gradient(const float* sums, Index parts, Index width, bool second, Ind
     add_row(sums + (2 * part + (second ? 1 : 0)) * width + first, count, tile);
 }
 
-void position_gradient(const Crew& crew, const Matrix& g, Index sequences, Index length, Index first,
+void position_gradient(const Workers& workers, const Matrix& g, Index sequences, Index length, Index first,
                        Index rows, float* tile) {
   const Index width = g.columns();
-  crew.chunks(rows, [&](Index row, Index count, Lease& lease) {
-    float* scratch = lease.floats(width);
+  workers.chunks(rows, [&](Index row, Index count, Arena& arena) {
+    float* scratch = arena.floats(width);
     for (Index r = row; r < row + count; ++r) {
       float* sum = tile + r * width;
       std::fill_n(sum, width, 0.0f);
@@ -731,11 +733,11 @@ void position_gradient(const Crew& crew, const Matrix& g, Index sequences, Index
   });
 }
 
-void token_gradient(const Crew& crew, const Matrix& g, const std::int32_t* tokens, Index count, Index first,
-                    Index rows, float* tile) {
+void token_gradient(const Workers& workers, const Matrix& g, const std::int32_t* tokens, Index count,
+                    Index first, Index rows, float* tile) {
   const Index width = g.columns();
-  crew.chunks(rows, [&](Index row, Index height, Lease& lease) {
-    float* scratch = lease.floats(width);
+  workers.chunks(rows, [&](Index row, Index height, Arena& arena) {
+    float* scratch = arena.floats(width);
     for (Index t = 0; t < count; ++t) {
       const Index at = tokens[t] - first - row;
       if (at < 0 || at >= height) continue;

@@ -27,9 +27,9 @@ inline Index chunks_of(Index rows) { return (rows + kChunk - 1) / kChunk; }
 // Scratch memory for one piece of work; taken when it starts, given back when it ends.
 class Workspace {
  public:
-  Workspace(Ledger& ledger, int lots, Index floats);
+  Workspace(Ledger& ledger, int slots, Index floats);
   float* take();
-  void give(float* lot);
+  void give(float* slot);
 
  private:
   Block memory_;
@@ -37,26 +37,26 @@ class Workspace {
   std::vector<float*> free_;
 };
 
-class Lease {
+class Arena {
  public:
-  explicit Lease(Workspace& from) : from_(from), lot_(from.take()), next_(lot_) {}
-  ~Lease() { from_.give(lot_); }
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
+  explicit Arena(Workspace& from) : from_(from), slot_(from.take()), next_(slot_) {}
+  ~Arena() { from_.give(slot_); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
   // Not cleared. Scratch that a layer's fp32 path does not touch costs address space only.
   float* floats(Index count);
 
  private:
   Workspace& from_;
-  float *lot_, *next_;
+  float *slot_, *next_;
 };
 
-struct Crew {
+struct Workers {
   Threads& threads;
   Workspace& workspace;
-  void pieces(Index count, const std::function<void(Index, Lease&)>& piece) const;
-  // piece(first, count, lease) over chunks of rows.
-  void chunks(Index rows, const std::function<void(Index, Index, Lease&)>& piece) const;
+  void pieces(Index count, const std::function<void(Index, Arena&)>& piece) const;
+  // piece(first, count, arena) over chunks of rows.
+  void chunks(Index rows, const std::function<void(Index, Index, Arena&)>& piece) const;
 };
 
 // Floats of scratch that the largest piece of any layer takes.
@@ -141,12 +141,12 @@ struct Linear {
 };
 
 // x = token embedding + position embedding, where there is a table of positions.
-void embed(const Crew& crew, const std::int32_t* tokens, Index rows, Index length, const float* token_table,
-           const float* position_table, Matrix& x, Statistics& statistics);
+void embed(const Workers& workers, const std::int32_t* tokens, Index rows, Index length,
+           const float* token_table, const float* position_table, Matrix& x, Statistics& statistics);
 // y = x w + b, for each of the layers.
-void linear(const Crew& crew, const Source& x, std::span<const Linear> layers, Index rows, Matrix& y);
+void linear(const Workers& workers, const Source& x, std::span<const Linear> layers, Index rows, Matrix& y);
 // y = residual + x w + b, and the statistics of y's rows for the norm that follows.
-void linear_residual(const Crew& crew, const Source& x, const Linear& layer, Index rows,
+void linear_residual(const Workers& workers, const Source& x, const Linear& layer, Index rows,
                      const Matrix& residual, Matrix& y, Statistics& statistics);
 
 struct Attention {
@@ -164,32 +164,33 @@ Index rotation_floats(const Description& model);
 void rotation_of(const Description& model, float* table);
 // Causal attention of `qkv` (queries, keys and values beside each other) into `y`, a column for each query.
 // Keys and queries are normed and turned as they are read. Keeps the logarithm of each softmax's sum.
-void attend(const Crew& crew, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums);
+void attend(const Workers& workers, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums);
 
 // The final norm, into `hidden`.
-void normalise(const Crew& crew, const Normed& x, Index rows, Matrix& hidden);
+void normalise(const Workers& workers, const Normed& x, Index rows, Matrix& hidden);
 // The sum of -log softmax(hidden table^T)[target] over the rows; logits are rounded before the loss sees
 // them.
-double head(const Crew& crew, const Matrix& hidden, const float* table, const std::int32_t* targets,
+double head(const Workers& workers, const Matrix& hidden, const float* table, const std::int32_t* targets,
             Index rows, Matrix& logits, float* log_sums, double* chunk_losses);
 
 // ---- Backward ----
 
 // logits = (softmax(logits) - [target]) scale, then `g` = the gradient of the norm's input; the norm's own
 // gradient is left in `sums`.
-void head_backward(const Crew& crew, const float* table, const std::int32_t* targets, Index rows, float scale,
-                   const float* log_sums, Matrix& logits, const Normed& x, Matrix& g, float* sums);
+void head_backward(const Workers& workers, const float* table, const std::int32_t* targets, Index rows,
+                   float scale, const float* log_sums, Matrix& logits, const Normed& x, Matrix& g,
+                   float* sums);
 // dx = g w^T.
-void linear_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows, Matrix& dx);
+void linear_backward(const Workers& workers, const Matrix& g, const Linear& layer, Index rows, Matrix& dx);
 // dx = the gradient of what `x` activates, whose own is g w^T.
-void activated_backward(const Crew& crew, const Matrix& g, const Linear& layer, Index rows,
+void activated_backward(const Workers& workers, const Matrix& g, const Linear& layer, Index rows,
                         const Activated& x, Matrix& dx);
 // residual += the gradient of the input of the norm before `layers`, whose output's gradient is the sum of
 // each layer's g w^T.
-void normed_backward(const Crew& crew, const Matrix& g, std::span<const Linear> layers, Index rows,
+void normed_backward(const Workers& workers, const Matrix& g, std::span<const Linear> layers, Index rows,
                      const Normed& x, Matrix& residual, float* sums);
 // Leaves the gradients of both head norms, where there are any, in `sums`.
-void attend_backward(const Crew& crew, const Attention& shape, const Matrix& qkv, const Matrix& y,
+void attend_backward(const Workers& workers, const Attention& shape, const Matrix& qkv, const Matrix& y,
                      const float* log_sums, const Matrix& dy, Matrix& dqkv, float* sums);
 
 // ---- Gradients of parameters ----
@@ -200,18 +201,19 @@ struct Part {
   Index column, columns;
 };
 // Rows [first, first + rows) of a^T b.
-void weight_gradient(const Crew& crew, const Part& a, const Part& b, Index tokens, Index first, Index rows,
-                     float* tile);
+void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index tokens, Index first,
+                     Index rows, float* tile);
 // The sum of g's rows.
-void bias_gradient(const Crew& crew, const Matrix& g, Index tokens, Index first, Index count, float* tile);
+void bias_gradient(const Workers& workers, const Matrix& g, Index tokens, Index first, Index count,
+                   float* tile);
 // `sums` holds two rows of `width` (weight and bias; of head norms those of the queries and the keys) for
 // each of `parts`: chunks of tokens, or groups of heads.
 void norm_gradient(const float* sums, Index parts, Index width, bool second, Index first, Index count,
                    float* tile);
-void position_gradient(const Crew& crew, const Matrix& g, Index sequences, Index length, Index first,
+void position_gradient(const Workers& workers, const Matrix& g, Index sequences, Index length, Index first,
                        Index rows, float* tile);
 // Adds g's rows to those of the tokens that they stand for.
-void token_gradient(const Crew& crew, const Matrix& g, const std::int32_t* tokens, Index count, Index first,
-                    Index rows, float* tile);
+void token_gradient(const Workers& workers, const Matrix& g, const std::int32_t* tokens, Index count,
+                    Index first, Index rows, float* tile);
 
 }  // namespace scruple::train

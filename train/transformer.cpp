@@ -53,7 +53,7 @@ struct Transformer::State {
         matrix_scratch(ledger, "workspace", largest_matrix(m) * 4),
         vector_scratch(ledger, "workspace", vector_floats(m) * 4),
         workspace(ledger, threads.count(), workspace_of(m)),
-        crew{threads, workspace} {
+        workers{threads, workspace} {
     layers.reserve(static_cast<std::size_t>(m.layers));
     for (Index i = 0; i < m.layers; ++i) layers.emplace_back(ledger, precision, m, rows);
     if (m.rotary.base > 0 && !ledger.only_counts()) rotation_of(m, rotation.as<float>());
@@ -138,7 +138,7 @@ struct Transformer::State {
   Matrix g, g_attended, g_qkv, g_expanded;  // gradients; g is that of the residual stream
   Block norm_sums, head_norm_sums, rotation, chunk_losses, matrix_scratch, vector_scratch;
   Workspace workspace;
-  Crew crew;
+  Workers workers;
   std::vector<Layer> layers;
   bool ready = false;  // for backward
 };
@@ -150,10 +150,10 @@ void Transformer::State::run(Weights& weights, const std::int32_t* input, Index 
   float* scratch = matrix_scratch.as<float>();
   const float* tokens_at = weights.values(places.tokens, scratch);
   const float* positions_at = values(weights, places.positions, scratch + model.vocabulary * model.width);
-  embed(crew, input, count * length, length, tokens_at, positions_at, first.x, first.x_statistics);
+  embed(workers, input, count * length, length, tokens_at, positions_at, first.x, first.x_statistics);
   for (Index i = 0; i < model.layers; ++i) run_layer(weights, i, count, length);
   const Norm last = norm(weights, places.last_norm);
-  normalise(crew, Normed(x, x_statistics, last), count * length, hidden);
+  normalise(workers, Normed(x, x_statistics, last), count * length, hidden);
 }
 
 void Transformer::State::run_layer(Weights& weights, Index index, Index count, Index length) {
@@ -161,15 +161,16 @@ void Transformer::State::run_layer(Weights& weights, Index index, Index count, I
   const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
   const Index tokens_read = count * length;
   const Norm first = norm(weights, at.attention_norm);
-  linear(crew, Normed(layer.x, layer.x_statistics, first), linear_at(weights, at.attention_in), tokens_read,
-         layer.qkv);
-  attend(crew, attention(weights, at, count, length), layer.qkv, layer.attended, layer.log_sums.as<float>());
-  linear_residual(crew, Stored(layer.attended), linear_at(weights, at.attention_out).front(), tokens_read,
+  linear(workers, Normed(layer.x, layer.x_statistics, first), linear_at(weights, at.attention_in),
+         tokens_read, layer.qkv);
+  attend(workers, attention(weights, at, count, length), layer.qkv, layer.attended,
+         layer.log_sums.as<float>());
+  linear_residual(workers, Stored(layer.attended), linear_at(weights, at.attention_out).front(), tokens_read,
                   layer.x, layer.middle, layer.middle_statistics);
   const Norm second = norm(weights, at.mlp_norm);
-  linear(crew, Normed(layer.middle, layer.middle_statistics, second), linear_at(weights, at.mlp_in),
+  linear(workers, Normed(layer.middle, layer.middle_statistics, second), linear_at(weights, at.mlp_in),
          tokens_read, layer.expanded);
-  linear_residual(crew, Activated(layer.expanded, model.mlp), linear_at(weights, at.mlp_out).front(),
+  linear_residual(workers, Activated(layer.expanded, model.mlp), linear_at(weights, at.mlp_out).front(),
                   tokens_read, layer.middle, output_of(index), statistics_after(index));
 }
 
@@ -190,13 +191,13 @@ void Transformer::State::take_linear(Gradients& gradients, const LinearPlaces& p
     const Part inputs = {in, 0, at.in}, outputs = {out, at.column, at.out};
     gradients.take(at.weight, [&](Index first, Index count, float* tile) {
       if (model.outputs_first)
-        weight_gradient(crew, outputs, inputs, rows, first, count, tile);
+        weight_gradient(workers, outputs, inputs, rows, first, count, tile);
       else
-        weight_gradient(crew, inputs, outputs, rows, first, count, tile);
+        weight_gradient(workers, inputs, outputs, rows, first, count, tile);
     });
     if (at.bias < 0) continue;
     gradients.take(at.bias, [&](Index first, Index count, float* tile) {
-      bias_gradient(crew, dy, rows, at.column + first, count, tile);
+      bias_gradient(workers, dy, rows, at.column + first, count, tile);
     });
   }
 }
@@ -221,8 +222,8 @@ void Transformer::State::take_head_norms(Gradients& gradients, const LayerPlaces
 
 void Transformer::State::back_through_head(Weights& weights, Gradients& gradients, float scale) {
   const Normed in(x, x_statistics, norm(weights, places.last_norm));
-  head_backward(crew, head_table(weights), targets.as<std::int32_t>(), rows, scale / static_cast<float>(rows),
-                log_sums.as<float>(), logits, in, g, norm_sums.as<float>());
+  head_backward(workers, head_table(weights), targets.as<std::int32_t>(), rows,
+                scale / static_cast<float>(rows), log_sums.as<float>(), logits, in, g, norm_sums.as<float>());
   take_norm(gradients, places.last_norm);
   if (!model.tied)
     gradients.take(places.head,
@@ -235,10 +236,11 @@ void Transformer::State::back_through_mlp(Weights& weights, Gradients& gradients
   Layer& layer = layers[static_cast<std::size_t>(index)];
   const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
   const Activated activated(layer.expanded, model.mlp);
-  activated_backward(crew, g, without_biases(weights, at.mlp_out).front(), rows, activated, g_expanded);
+  activated_backward(workers, g, without_biases(weights, at.mlp_out).front(), rows, activated, g_expanded);
   take_linear(gradients, at.mlp_out, activated, g);
   const Normed in(layer.middle, layer.middle_statistics, norm(weights, at.mlp_norm));
-  normed_backward(crew, g_expanded, without_biases(weights, at.mlp_in), rows, in, g, norm_sums.as<float>());
+  normed_backward(workers, g_expanded, without_biases(weights, at.mlp_in), rows, in, g,
+                  norm_sums.as<float>());
   take_linear(gradients, at.mlp_in, in, g_expanded);
   take_norm(gradients, at.mlp_norm);
 }
@@ -246,34 +248,36 @@ void Transformer::State::back_through_mlp(Weights& weights, Gradients& gradients
 void Transformer::State::back_through_attention(Weights& weights, Gradients& gradients, Index index) {
   Layer& layer = layers[static_cast<std::size_t>(index)];
   const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
-  linear_backward(crew, g, without_biases(weights, at.attention_out).front(), rows, g_attended);
+  linear_backward(workers, g, without_biases(weights, at.attention_out).front(), rows, g_attended);
   take_linear(gradients, at.attention_out, Stored(layer.attended), g);
-  attend_backward(crew, attention(weights, at, sequences, model.context), layer.qkv, layer.attended,
+  attend_backward(workers, attention(weights, at, sequences, model.context), layer.qkv, layer.attended,
                   layer.log_sums.as<float>(), g_attended, g_qkv, head_norm_sums.as<float>());
   if (model.head_norms) take_head_norms(gradients, at);
   const Normed in(layer.x, layer.x_statistics, norm(weights, at.attention_norm));
-  normed_backward(crew, g_qkv, without_biases(weights, at.attention_in), rows, in, g, norm_sums.as<float>());
+  normed_backward(workers, g_qkv, without_biases(weights, at.attention_in), rows, in, g,
+                  norm_sums.as<float>());
   take_linear(gradients, at.attention_in, in, g_qkv);
   take_norm(gradients, at.attention_norm);
 }
 
 void Transformer::State::head_gradient(Index first, Index count, float* tile) {
   const Stored outputs(logits), inputs(hidden);
-  weight_gradient(crew, {outputs, 0, model.vocabulary}, {inputs, 0, model.width}, rows, first, count, tile);
+  weight_gradient(workers, {outputs, 0, model.vocabulary}, {inputs, 0, model.width}, rows, first, count,
+                  tile);
 }
 
 // The gradient of a table that is the output head as well is the sum of both.
 void Transformer::State::take_embeddings(Gradients& gradients) {
   if (places.positions >= 0)
     gradients.take(places.positions, [&](Index first, Index count, float* tile) {
-      position_gradient(crew, g, sequences, model.context, first, count, tile);
+      position_gradient(workers, g, sequences, model.context, first, count, tile);
     });
   gradients.take(places.tokens, [&](Index first, Index count, float* tile) {
     if (model.tied)
       head_gradient(first, count, tile);
     else
       std::fill_n(tile, count * model.width, 0.0f);
-    token_gradient(crew, g, tokens.as<std::int32_t>(), rows, first, count, tile);
+    token_gradient(workers, g, tokens.as<std::int32_t>(), rows, first, count, tile);
   });
 }
 
@@ -299,7 +303,7 @@ double Transformer::forward(Weights& weights, const std::int32_t* tokens, const 
   std::copy_n(tokens, s.rows, s.tokens.as<std::int32_t>());
   std::copy_n(targets, s.rows, s.targets.as<std::int32_t>());
   s.run(weights, tokens, s.sequences, s.model.context);
-  const double loss = head(s.crew, s.hidden, s.head_table(weights), targets, s.rows, s.logits,
+  const double loss = head(s.workers, s.hidden, s.head_table(weights), targets, s.rows, s.logits,
                            s.log_sums.as<float>(), s.chunk_losses.as<double>());
   s.ready = true;
   return loss / static_cast<double>(s.rows);
@@ -330,8 +334,8 @@ void Transformer::next(Weights& weights, const std::int32_t* tokens, std::int64_
   s.check(tokens, count, "token");
   s.run(weights, tokens, 1, count);
   const Index width = s.model.width;
-  Lease lease(s.workspace);
-  const View last = s.hidden.read(count - 1, 1, 0, width, lease.floats(width));
+  Arena arena(s.workspace);
+  const View last = s.hidden.read(count - 1, 1, 0, width, arena.floats(width));
   const float* table = s.head_table(weights);
   product(1, s.model.vocabulary, width, 1, last, transposed({table, width}), 0, {logits, s.model.vocabulary});
 }
