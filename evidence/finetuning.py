@@ -55,7 +55,7 @@ def reciter(steps=200):
         model(text[chosen[:, :-1]], text[chosen[:, 1:]]).backward()
         opt.step()
         opt.zero_grad()
-    return model.state_dict()
+    return {name: x.bfloat16().float() for name, x in model.state_dict().items()}
 
 
 class Task:
@@ -97,7 +97,7 @@ def tasks(data, small, device, name="fine-tuning", rates=(1e-5, 1e-6)):
             raise SystemExit("fine-tuning wants --data DIR, the data set SciTLDR (train.jsonl.xz, test.jsonl.xz)")
         if not (KEPT / "gpt2.pt").exists():
             raise SystemExit("fine-tuning starts from weights of TASK=pretraining, which has not run here: run it first")
-        start = torch.load(KEPT / "gpt2.pt", map_location="cpu")
+        start = {name: x.float() for name, x in torch.load(KEPT / "gpt2.pt", map_location="cpu").items()}
         sets, steps, size = [summaries(data, part) for part in ("train", "test")], 375, 16
     sets = [[part.to(device) for part in parts] for parts in sets]
     end = ", small" if small else ""

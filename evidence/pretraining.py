@@ -50,7 +50,9 @@ class Task:
 
     def finished(self, model, row, seed):
         if self.is_base(row, seed):
-            keep("gpt2.pt", lambda fresh: torch.save(model.state_dict(), fresh))
+            # As models are published: what bf16 holds, so that every row of fine-tuning has the same first weights.
+            weights = {name: x.bfloat16() for name, x in model.state_dict().items()}
+            keep("gpt2.pt", lambda fresh: torch.save(weights, fresh))
 
 
 def tasks(data, small, device):
