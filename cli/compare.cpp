@@ -58,6 +58,7 @@ constexpr float kMicroBatches = 256;
 
 struct Options {
   ModelOptions model;
+  ChosenModel chosen;
   GradientOptions gradients;
   std::string recipes, data, out;
   double lr = 1e-2, sgd_lr = 0.3, weight_decay = 0.1;
@@ -108,7 +109,7 @@ Text text_of(const Grammar& grammar, std::int64_t context) {
 }
 
 Text text_of(const Options& options) {
-  const std::int64_t context = options.model.shape.context;
+  const std::int64_t context = options.chosen.config.shape.context;
   if (options.data.empty()) return text_of(Grammar(kGrammar), context);
   const auto file = std::make_shared<train::Text>(options.data, context, free_memory());
   return {file->training(), file->validation(), file};
@@ -182,7 +183,7 @@ struct Comparison {
 class Comparer {
  public:
   explicit Comparer(const Options& options) : options_(options), text_(text_of(options)) {
-    found_.params = train::parameter_count(gpt2(options.model.shape));
+    found_.params = train::parameter_count(options.chosen.config.shape);
   }
 
   // What cannot be run is refused before anything is.
@@ -196,7 +197,7 @@ class Comparer {
     if (options_.no_hazards) return;
     const Choice largest = choice_for("fp32", "adamw");  // of the hazards, which store their gradients
     check_room("recipe fp32 with stored gradients, which --no-hazards leaves out,", largest,
-               make_job(largest, "fp32", options_.model, {}, ""), "stored");
+               make_job(largest, "fp32", options_.model, options_.chosen, {}, ""), "stored");
   }
 
   Comparison run() {
@@ -259,7 +260,7 @@ class Comparer {
     GradientOptions gradients = options_.gradients;
     ModelOptions model = options_.model;
     if (recipe == "lpmm") split(model, gradients);
-    train::Job job = make_job(choice_for(recipe, optimizer), recipe, model, gradients, "");
+    train::Job job = make_job(choice_for(recipe, optimizer), recipe, model, options_.chosen, gradients, "");
     job.schedule = schedule_for(options_, optimizer);
     return job;
   }
@@ -326,9 +327,10 @@ void Comparer::hazards() {
   };
 
   if (!trained_.empty()) {
-    const Text other = text_of(Grammar(kOtherGrammar), options_.model.shape.context);
+    const Text other = text_of(Grammar(kOtherGrammar), options_.chosen.config.shape.context);
     const auto tune = [&](const char* name, const Choice& choice) {
-      train::Job job = make_job(choice, choice.recipe, options_.model, options_.gradients, "");
+      train::Job job =
+          make_job(choice, choice.recipe, options_.model, options_.chosen, options_.gradients, "");
       job.schedule = {train::Annealing::constant, options_.lr / kSmallRateOver, 0, steps};
       run_hazard(found_.small_rate, name, choice, job, other, trained_);
     };
@@ -339,7 +341,8 @@ void Comparer::hazards() {
 
   const auto half = [&](const char* name, const Choice& choice, const char* activations,
                         scruple_scaler scaler) {
-    train::Job job = make_job(choice, choice.recipe, options_.model, options_.gradients, activations);
+    train::Job job =
+        make_job(choice, choice.recipe, options_.model, options_.chosen, options_.gradients, activations);
     job.schedule = {train::Annealing::cosine, options_.lr, std::max<std::int64_t>(steps / 5, 1), steps};
     job.scaler = scaler;
     job.scaler.scale /= kMicroBatches;
@@ -483,7 +486,7 @@ std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& ru
 }
 
 std::string heading(const Comparison& found, const Options& options) {
-  const train::GptShape& shape = options.model.shape;
+  const train::Description& shape = options.chosen.config.shape;
   return "A byte-level GPT of " + grouped(found.params) + " parameters (" + plural(shape.layers, "layer") +
          ", width " + grouped(shape.width) + ", context " + grouped(shape.context) + "), " +
          plural(options.model.steps, "step") + " of " +
@@ -634,8 +637,6 @@ void compare(const Options& options) {
   if (options.model.batch % options.micro_batches != 0)
     throw UsageError("--micro-batches is " + std::to_string(options.micro_batches) +
                      "; it must divide --batch, " + std::to_string(options.model.batch));
-  if (const std::string problem = problem_with(gpt2(options.model.shape)); !problem.empty())
-    throw UsageError(problem);
   const std::string path = options.out + "/report.html";
   Comparer comparer(options);
   comparer.check_runs();
@@ -692,7 +693,10 @@ void add_compare(CLI::App& program) {
                     "leave out the second part: what the recipes protect from");
   command->add_option("--out", options->out, "folder to write report.html into")->type_name("DIR");
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'");
-  command->callback([options] { compare(*options); });
+  command->callback([command, options] {
+    options->chosen = choose_model(options->model, *command);
+    compare(*options);
+  });
 }
 
 }  // namespace scruple::cli

@@ -5,47 +5,55 @@
 #include <iostream>
 #include <memory>
 #include <numeric>
+#include <optional>
 
 #include "commands.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
 #include "train/checkpoint.h"
-#include "train/export.h"
+#include "train/model.h"
 #include "train/random.h"
+#include "train/tokenizer.h"
 #include "train/transformer.h"
+#include "train/utf8.h"
 #include "training.h"
 
 namespace scruple::cli {
 namespace {
 
 constexpr const char* kFooter =
-    "Prints the prompt and what the model makes of it, byte by byte. The same seed gives the same text.\n"
+    "Prints the prompt and what the model makes of it, token by token, up to --length or the model's end "
+    "token.\n"
+    "The same seed gives the same text. Text becomes tokens by the folder's tokenizer.json; a model of bytes "
+    "has none.\n"
     "Where the folder has no config.json, the model is that of the checkpoint, or of the run's last one.\n"
     "\n"
     "Examples:\n"
     "  scruple sample run1 --prompt \"Once upon a time\"\n"
-    "  scruple sample run1 --length 400 --temperature 0.7 --top 20 --seed 3\n"
+    "  scruple sample run1 --length 400 --temperature 0.7 --top-k 20 --seed 3\n"
+    "  scruple sample ./SmolLM2-135M --prompt \"The sea\" --top-p 0.9\n"
     "  scruple sample run1/checkpoints/step-00000500";
 
 struct Options {
   std::string folder, prompt = "\n";
-  std::int64_t length = 200;
-  double temperature = 0.8;
-  int top = 0;
+  std::int64_t length = 200, context = 0;
+  double temperature = 0.8, top_p = 1;
+  int top_k = 0;
   std::uint64_t seed = 1;
   int threads = 0;
 };
 
-// The likeliest byte at temperature 0; otherwise drawn from softmax(logits / temperature) of the `top` best.
-int draw(std::vector<float>& logits, const Options& options, std::uint64_t index) {
+// The likeliest token at temperature 0; otherwise drawn from softmax(logits / temperature), of the top_k best, and of
+// those of the fewest that hold a share of top_p (Holtzman et al., 1904.09751).
+int draw(const std::vector<float>& logits, const Options& options, std::uint64_t index) {
   std::vector<int> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
     return logits[static_cast<std::size_t>(a)] > logits[static_cast<std::size_t>(b)];
   });
   if (options.temperature == 0) return order.front();
-  if (options.top > 0 && static_cast<std::size_t>(options.top) < order.size())
-    order.resize(static_cast<std::size_t>(options.top));
+  if (options.top_k > 0 && static_cast<std::size_t>(options.top_k) < order.size())
+    order.resize(static_cast<std::size_t>(options.top_k));
   std::vector<double> sums;
   double sum = 0;
   for (const int token : order) {
@@ -53,18 +61,72 @@ int draw(std::vector<float>& logits, const Options& options, std::uint64_t index
         logits[static_cast<std::size_t>(token)] - logits[static_cast<std::size_t>(order.front())];
     sums.push_back(sum += std::exp(above / options.temperature));
   }
+  if (options.top_p < 1) {
+    const auto enough = std::lower_bound(sums.begin(), sums.end(), options.top_p * sum);
+    sums.resize(std::min(static_cast<std::size_t>(enough - sums.begin()) + 1, sums.size()));
+    sum = sums.back();
+  }
   const double at = sum * train::random_uniform(options.seed, train::kSampleStream, index);
   const auto found = std::upper_bound(sums.begin(), sums.end(), at) - sums.begin();
-  return order[std::min(static_cast<std::size_t>(found), order.size() - 1)];
+  return order[std::min(static_cast<std::size_t>(found), sums.size() - 1)];
 }
 
+// Between texts and tokens: the tokenizer of a folder, or none where tokens are bytes.
+class Words {
+ public:
+  Words(const std::string& folder, std::int64_t vocabulary) {
+    if (train::has_tokenizer(folder)) {
+      tokenizer_.emplace(train::read_tokenizer(folder));
+      end_ = tokenizer_->find(train::end_token_name(folder));
+    } else if (vocabulary != 256) {
+      throw std::runtime_error(folder + " has no tokenizer.json, and its model has a vocabulary of " +
+                               grouped(vocabulary) +
+                               ", so its tokens are no bytes; put the tokenizer.json there");
+    }
+  }
+  std::vector<std::int32_t> tokens_of(const std::string& text) {
+    std::vector<std::int32_t> tokens;
+    if (!tokenizer_) {
+      for (const char c : text) tokens.push_back(static_cast<unsigned char>(c));
+      return tokens;
+    }
+    std::int64_t replaced = 0;
+    for (const train::Token token :
+         tokenizer_->encode(train::valid_utf8(text, replaced), train::Tokenizer::Part::prompt))
+      tokens.push_back(static_cast<std::int32_t>(token));
+    return tokens;
+  }
+  std::string text_of(const std::vector<std::int32_t>& tokens) const {
+    if (tokenizer_) return tokenizer_->decode(std::vector<train::Token>(tokens.begin(), tokens.end()));
+    std::string text;
+    for (const std::int32_t token : tokens) text += static_cast<char>(token);
+    return text;
+  }
+  bool ends(std::int32_t token) const { return end_ && static_cast<std::int32_t>(*end_) == token; }
+
+ private:
+  std::optional<train::Tokenizer> tokenizer_;
+  std::optional<train::Token> end_;
+};
+
+struct Found {
+  train::Model model;
+  std::string folder;  // that may have its tokenizer
+};
+
 // The model that a run has written; where there is none, that of a checkpoint.
-train::Model find_model(const std::string& folder) {
+Found find_model(const Options& options) {
+  const std::string& folder = options.folder;
   std::error_code ignored;
-  if (std::filesystem::exists(folder + "/config.json", ignored)) return train::read_model(folder);
-  std::string checkpoint;
+  if (std::filesystem::exists(folder + "/config.json", ignored)) {
+    ModelOptions chosen;
+    chosen.model = folder, chosen.context = options.context;
+    const ChosenModel found = choose_model(chosen, CLI::App());
+    return {train::read_model(folder, found.config.shape.context), folder};
+  }
+  std::string path;
   try {
-    checkpoint = train::find_checkpoint(folder);
+    path = train::find_checkpoint(folder);
   } catch (const std::exception&) {
     throw std::runtime_error(
         folder +
@@ -72,31 +134,35 @@ train::Model find_model(const std::string& folder) {
         "one of its checkpoints");
   }
   Engine engine;
-  return train::model_of(engine, io::Checkpoint(checkpoint));
+  const io::Checkpoint checkpoint(path);
+  const auto& notes = checkpoint.manifest().trainer;
+  const auto from = notes.find("--model");
+  return {train::model_of(engine, checkpoint), from == notes.end() ? folder : from->second};
 }
 
 void sample(const Options& options) {
-  train::Model model = find_model(options.folder);
-  if (model.shape.vocabulary != 256)
-    throw std::runtime_error(
-        options.folder + " has a vocabulary of " + std::to_string(model.shape.vocabulary) +
-        ", and sample speaks bytes, of which there are 256; use a model that 'scruple train' wrote");
   if (options.prompt.empty())
-    throw UsageError("--prompt is empty; the model needs at least one byte to continue");
+    throw UsageError("--prompt is empty; the model needs at least one token to continue");
+  auto [model, folder] = find_model(options);
+  Words words(folder, model.shape.vocabulary);
+  std::vector<std::int32_t> tokens = words.tokens_of(options.prompt);
   train::Ledger ledger;
   Threads threads(options.threads > 0 ? options.threads : Engine().threads());
   train::Transformer network(model.shape, 1, train::Precision::fp32, threads, ledger);
-  std::vector<std::int32_t> tokens;
-  for (const char c : options.prompt) tokens.push_back(static_cast<unsigned char>(c));
-  std::vector<float> logits(256);
+  std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
+  std::string said = words.text_of(tokens);
   for (std::int64_t i = 0; i < options.length; ++i) {
     const auto seen = std::min<std::int64_t>(static_cast<std::int64_t>(tokens.size()), model.shape.context);
     network.next(model, &tokens[tokens.size() - static_cast<std::size_t>(seen)], seen, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
     if (i == 0) std::cout << options.prompt;
-    tokens.push_back(draw(logits, options, static_cast<std::uint64_t>(i)));
-    std::cout << static_cast<char>(tokens.back()) << std::flush;
+    const int token = draw(logits, options, static_cast<std::uint64_t>(i));
+    if (words.ends(token)) break;
+    tokens.push_back(token);
+    const std::string text = words.text_of(tokens);
+    std::cout << text.substr(std::min(said.size(), text.size())) << std::flush;
+    said = text;
   }
   std::cout << '\n';
 }
@@ -107,19 +173,33 @@ void add_sample(CLI::App& program) {
   CLI::App* command = program.add_subcommand("sample", "Continue a text with a trained model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  command->add_option("model", options->folder, "a run of 'scruple train', or a checkpoint of one")
+  command
+      ->add_option("model", options->folder,
+                   "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder")
       ->type_name("DIR")
       ->required();
   command->add_option("--prompt", options->prompt, "the text to continue (default: a new line)")
       ->type_name("TEXT");
-  command->add_option("--length", options->length, "bytes to add")
+  command->add_option("--length", options->length, "tokens to add, at most")
       ->capture_default_str()
       ->check(not_negative());
-  command->add_option("--temperature", options->temperature, "0: always the likeliest byte")
+  command->add_option("--temperature", options->temperature, "0: always the likeliest token")
       ->capture_default_str()
       ->check(not_negative());
-  command->add_option("--top", options->top, "draw among the N likeliest bytes; 0: all")
+  command->add_option("--top-k,--top", options->top_k, "draw among the N likeliest tokens; 0: all")
+      ->type_name("N")
       ->check(not_negative());
+  command
+      ->add_option("--top-p", options->top_p, "draw among the likeliest tokens that hold this share; 1: all")
+      ->type_name("SHARE")
+      ->capture_default_str()
+      ->check(above_zero());
+  command
+      ->add_option("--context", options->context,
+                   "tokens that the model looks back at (default: all that it can, at most " +
+                       grouped(kUsualContext) + ")")
+      ->type_name("N")
+      ->check(above_zero());
   command->add_option("--seed", options->seed, "of the draws")->capture_default_str();
   command->add_option("--threads", options->threads, "0: one per core")->check(CLI::Range(0, 1024));
   command->callback([options] { sample(*options); });

@@ -5,11 +5,11 @@
 #include <iostream>
 #include <iterator>
 #include <memory>
-#include <nlohmann/json.hpp>
 
 #include "commands.h"
 #include "io/file.h"
 #include "text.h"
+#include "train/model.h"
 #include "train/tokenizer.h"
 #include "train/tokens.h"
 #include "train/utf8.h"
@@ -47,21 +47,8 @@ std::string read_all(const std::string& path) {
   return {std::istreambuf_iterator<char>(std::cin), {}};
 }
 
-// The end token that the model's folder names, or "".
-std::string end_named_beside(const std::string& model) {
-  const std::string path = model + "/tokenizer_config.json";
-  if (!std::filesystem::exists(path)) return "";
-  std::ifstream file(path);
-  const auto json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object() || !json.contains("eos_token")) return "";
-  const nlohmann::json& token = json["eos_token"];  // a text, or an object that has it
-  if (token.is_string()) return token.get<std::string>();
-  const auto content = token.is_object() ? token.find("content") : token.end();
-  return content != token.end() && content->is_string() ? content->get<std::string>() : "";
-}
-
 std::optional<train::Token> end_token(const Options& options, const train::Tokenizer& tokenizer) {
-  const std::string name = options.end.empty() ? end_named_beside(options.model) : options.end;
+  const std::string name = options.end.empty() ? train::end_token_name(options.model) : options.end;
   if (name.empty() || name == "none") return {};
   if (const auto token = tokenizer.find(name)) return token;
   throw UsageError("the tokenizer of " + options.model + " has no token " + name +

@@ -18,8 +18,8 @@
 #include "page.h"
 #include "text.h"
 #include "train/checkpoint.h"
-#include "train/export.h"
 #include "train/folder.h"
+#include "train/model.h"
 #include "train/report.h"
 #include "training.h"
 
@@ -70,12 +70,14 @@ constexpr const char* kFooter =
     "  scruple train --resume run6\n"
     "  scruple train --resume run6 --steps 2000";
 
+constexpr double kLr = 1e-3, kTuningLr = 1e-5;
+
 struct Options {
   Choice choice;
   ModelOptions model;
   GradientOptions gradients;
-  std::string data, out, activations, schedule = "cosine", kind = "gpt";
-  double lr = 1e-3, weight_decay = -1;
+  std::string data, out, activations, schedule = "cosine";
+  double lr = 0, weight_decay = -1;  // lr 0: by default
   std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
   std::string resume;
   bool force = false;
@@ -99,9 +101,11 @@ std::string name_of(const std::string& data) {
   return data == Text::kStandardInput ? "standard input" : data;
 }
 
-void print_start(const Options& options, const train::Job& job, std::int64_t params, std::int64_t bytes) {
+void print_start(const Options& options, const ChosenModel& model, const train::Job& job, std::int64_t params,
+                 std::int64_t bytes) {
   const train::Description& s = job.shape;
-  std::cout << "gpt: " << shape_words(s) << "; " << grouped(params) << " parameters\n"
+  std::cout << (options.model.is_gpt() ? kGpt : options.model.model + ", " + kind_words(model.config)) << ": "
+            << shape_words(s) << "; " << grouped(params) << " parameters\n"
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
             << options.gradients.policy << ", activations " << precision_name(job.activations)
             << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
@@ -145,7 +149,8 @@ io::Metadata data_notes(const std::string& path, const Text& data) {
 }
 
 // The settings of a run, given or by default, and what it reads: enough to start it again.
-io::Metadata notes_of(const CLI::App& command, const Options& options, const Text& data) {
+io::Metadata notes_of(const CLI::App& command, const Options& options, const ChosenModel& model,
+                      const Text& data) {
   io::Metadata notes = data_notes(options.data, data);
   notes["program"] = train::kProgram;
   if (options.save_every > 0) notes["--save-every"] = std::to_string(options.save_every);
@@ -157,12 +162,19 @@ io::Metadata notes_of(const CLI::App& command, const Options& options, const Tex
       for (const std::string& value : option->results()) values += (values.empty() ? "" : "\n") + value;
     if (!values.empty()) notes[long_name(*option)] = values;
   }
+  notes["--context"] = std::to_string(model.config.shape.context);
+  notes["--lr"] = shortest(options.lr, 17);
+  if (options.model.is_gpt()) return notes;
+  for (const char* size : {"--layers", "--width", "--heads"}) notes.erase(size);
+  notes["--model"] = std::filesystem::absolute(options.model.model).string();
+  notes[train::kConfigNote] = model.config.text;
   return notes;
 }
 
 // A session of a run: a new one, or one that goes on from a checkpoint.
 struct Session {
   Options options;
+  ChosenModel model;
   io::Metadata notes;                 // for the checkpoints; empty until one is wanted
   std::unique_ptr<RunFolder> folder;  // locked
   std::unique_ptr<io::Checkpoint> from;
@@ -248,6 +260,7 @@ Session resumed(const CLI::App& command, const Options& given) {
                              " was not saved by 'scruple train', which cannot go on with it");
   session.options = options_of(session.notes, command, given);
   session.options.out = session.in_place ? given.resume : given.out;
+  session.model.config = train::config_of(*session.from);
   if (command.count("--steps") > 0) extend(session, given.model.steps);
   return session;
 }
@@ -304,7 +317,7 @@ Record watch(const CLI::App& command, Session& session, const train::Job& job, T
         write_metrics(record);
         unsaved.clear();
         try {
-          if (session.notes.empty()) session.notes = notes_of(command, options, data);
+          if (session.notes.empty()) session.notes = notes_of(command, options, session.model, data);
           train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
         } catch (const std::exception& error) {  // hours of training are worth more than this file
           unsaved = error.what();
@@ -334,10 +347,10 @@ struct Ending {
 };
 
 // Into the run's folder; where that fails, into a new one elsewhere: all of the training is in them.
-std::string write_weights_somewhere(const Options& options, Trainer& trainer, Ledger& ledger,
-                                    Ending& ending) {
+std::string write_weights_somewhere(const Options& options, const ChosenModel& model, Trainer& trainer,
+                                    Ledger& ledger, Ending& ending) {
   const auto into = [&](const std::string& folder) {
-    return ending.attempt([&] { train::write_weights(folder, options.model.shape, trainer, ledger); });
+    return ending.attempt([&] { train::write_weights(folder, model.config, trainer, ledger); });
   };
   if (into(options.out)) return options.out;
   std::error_code ignored;
@@ -428,8 +441,9 @@ void print_extension(const Session& session, const train::Schedule& now, std::in
 }
 
 // Everything that a run leaves, whatever fails; the weights last, so that their step is that of all.
-Ending finish(const Options& options, const train::Job& job, const Record& record, Trainer& trainer,
-              Ledger& ledger, const Memory& plan, Metrics& metrics, const std::string& unsaved) {
+Ending finish(const Options& options, const ChosenModel& model, const train::Job& job, const Record& record,
+              Trainer& trainer, Ledger& ledger, const Memory& plan, Metrics& metrics,
+              const std::string& unsaved) {
   Ending ending;
   if (!unsaved.empty()) ending.problems.push_back(unsaved);
   ending.metrics = metrics.write(record);
@@ -439,7 +453,7 @@ Ending finish(const Options& options, const train::Job& job, const Record& recor
         options.out + "/report.html",
         train::to_html(page_of(name_of(options.data), options.choice.recipe, job, record, ledger, plan)));
   });
-  ending.weights = write_weights_somewhere(options, trainer, ledger, ending);
+  ending.weights = write_weights_somewhere(options, model, trainer, ledger, ending);
   return ending;
 }
 
@@ -455,16 +469,16 @@ void train_with(const CLI::App& command, Session session) {
       return;
     }
   }
-  const Text data(options.data, options.model.shape.context, free_memory());
+  const Text data(options.data, session.model.config.shape.context, free_memory());
   if (session.from) {
     const io::Metadata now = data_notes(options.data, data);
     check_data(session.notes, now);
     session.notes["--data"] = now.at("--data");
   } else if (options.save_every > 0) {
-    session.notes = notes_of(command, options, data);
+    session.notes = notes_of(command, options, session.model, data);
   }
-  train::Job job =
-      make_job(options.choice, options.choice.recipe, options.model, options.gradients, options.activations);
+  train::Job job = make_job(options.choice, options.choice.recipe, options.model, session.model,
+                            options.gradients, options.activations);
   job.schedule = schedule_of(options);
   const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
   const Table memory = checked_memory("the run", job, plan, ", or a smaller recipe");
@@ -479,7 +493,7 @@ void train_with(const CLI::App& command, Session session) {
   }
 
   const Interrupts interrupts;
-  print_start(options, job, params, static_cast<std::int64_t>(data.bytes().size()));
+  print_start(options, session.model, job, params, static_cast<std::int64_t>(data.bytes().size()));
   if (session.from)
     std::cout << "going on after step " << grouped(trainer.steps_taken()) << ", from "
               << session.from->folder() << '\n';
@@ -500,7 +514,7 @@ void train_with(const CLI::App& command, Session session) {
     throw Stopped{Interrupts::signal()};
   }
   session.folder->begin();
-  const Ending ending = finish(options, job, record, trainer, ledger, plan, metrics, unsaved);
+  const Ending ending = finish(options, session.model, job, record, trainer, ledger, plan, metrics, unsaved);
   print_end(options, record, plan, ledger, params, ending);
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
   if (record.stopped) throw Stopped{Interrupts::signal()};
@@ -521,8 +535,8 @@ void run(const CLI::App& command, const Options& given) {
         "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
         "or "
         "--data -");
-  if (const std::string problem = problem_with(gpt2(options.model.shape)); !problem.empty())
-    throw UsageError(problem);
+  if (!session.from) session.model = choose_model(options.model, command);
+  if (options.lr == 0) session.options.lr = session.model.has_weights() ? kTuningLr : kLr;
   train_with(command, std::move(session));
 }
 
@@ -532,11 +546,14 @@ void add_options(CLI::App& command, Options& options) {
   command.add_option("--out", options.out, "the folder to write")->type_name("DIR");
   command.add_flag("--force", options.force,
                    "replace the run that --out has, once the new one has taken a step; others' files stay");
-  command.add_option("--model", options.kind, "architecture")->capture_default_str()->check(one_of({"gpt"}));
   options.model.add_options(command);
   options.choice.add_options(command);
   command.get_option("--recipe")->description("formats of weights, moments and gradients (default: scruple)");
-  command.add_option("--lr", options.lr, "peak learning rate")->capture_default_str()->check(above_zero());
+  command
+      .add_option("--lr", options.lr,
+                  "peak learning rate (default: " + shortest(kLr) + ", of a folder's weights " +
+                      shortest(kTuningLr) + ")")
+      ->check(above_zero());
   command.add_option("--schedule", options.schedule, "cosine, linear (both down to 0) or constant")
       ->capture_default_str()
       ->check(one_of({std::begin(train::kAnnealings), std::end(train::kAnnealings)}));

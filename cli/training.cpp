@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <iostream>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <utility>
 
@@ -102,10 +103,22 @@ void ModelOptions::add_options(CLI::App& command) {
   const auto add = [&](const char* name, auto& value, const char* doc) {
     command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(above_zero());
   };
+  command
+      .add_option(
+          "--model", model,
+          "gpt: a byte-level GPT-2 of the sizes below; or a Hugging Face folder (gpt2, llama, mistral, "
+          "qwen2, qwen3) to go on from, or a config.json to begin from")
+      ->type_name("MODEL")
+      ->capture_default_str();
   add("--layers", shape.layers, "transformer blocks");
   add("--width", shape.width, "size of a token's vector; a multiple of --heads");
   add("--heads", shape.heads, "attention heads");
-  add("--context", shape.context, "bytes that the model sees at once");
+  command
+      .add_option("--context", context,
+                  "tokens that the model sees at once (default: " + std::to_string(shape.context) +
+                      "; of a folder's model all that it can, at most " + grouped(kUsualContext) + ")")
+      ->type_name("N")
+      ->check(above_zero());
   add("--batch", batch, "windows in a micro-batch");
   add("--steps", steps, "optimizer steps");
   command.add_option("--seed", seed, "of weights, batches and stochastic rounding")
@@ -168,20 +181,51 @@ void GradientOptions::check() const {
     throw UsageError("--accumulation is for --gradients released; with " + policy + " leave it out");
 }
 
-train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
-                    const GradientOptions& gradients, const std::string& activations) {
+train::Fill ChosenModel::initial() const {
+  if (!has_weights()) return {};
+  return [from = folder](int parameter, float* values) { from->read(parameter, values); };
+}
+
+ChosenModel choose_model(const ModelOptions& options, const CLI::App& command) {
+  if (options.is_gpt()) {
+    train::GptShape shape = options.shape;
+    if (options.context > 0) shape.context = options.context;
+    if (const std::string problem = problem_with(gpt2(shape)); !problem.empty()) throw UsageError(problem);
+    return {gpt2_model(shape), nullptr};
+  }
+  for (const char* size : {"--layers", "--width", "--heads"})
+    if (command.count(size) > 0)
+      throw UsageError(std::string(size) + " is for --model gpt; " + options.model +
+                       " says its sizes in its config.json");
+  std::error_code ignored;
+  if (!std::filesystem::exists(options.model, ignored))
+    throw UsageError(
+        "--model is '" + options.model +
+        "', and there is no such folder or file; it is gpt, a Hugging Face folder, or a config.json");
+  auto folder = std::make_shared<const train::ModelFolder>(options.model, options.context);
+  if (options.context == 0)
+    if (const std::int64_t longest = folder->config().shape.context; longest > kUsualContext)
+      folder = std::make_shared<const train::ModelFolder>(options.model, kUsualContext);
+  return {folder->config(), folder};
+}
+
+train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
+                    const ChosenModel& model, const GradientOptions& gradients,
+                    const std::string& activations) {
   gradients.check();
   constexpr std::int64_t kMostTokens = std::int64_t{1} << 40;  // so that no count of bytes overflows
-  if (model.batch > kMostTokens / model.shape.context)
-    throw UsageError("--batch is " + std::to_string(model.batch) + " windows of " +
-                     std::to_string(model.shape.context) + " bytes; choose one with at most 2^40 bytes");
+  const train::Description& shape = model.config.shape;
+  if (options.batch > kMostTokens / shape.context)
+    throw UsageError("--batch is " + std::to_string(options.batch) + " windows of " +
+                     std::to_string(shape.context) + " tokens; choose one with at most 2^40 tokens");
   if (gradients.policy == "released" && !choice.gradient.empty())
     throw UsageError("--gradients released keeps no gradient, so --gradient-format has nothing to format");
   train::Job job;
-  job.shape = gpt2(model.shape);
-  job.batch = model.batch;
-  job.seed = model.seed;
-  job.threads = model.threads;
+  job.shape = shape;
+  job.initial = model.initial();
+  job.batch = options.batch;
+  job.seed = options.seed;
+  job.threads = options.threads;
   job.optimizer = [choice] { return choice.make_optimizer(); };
   job.describe = [choice, recipe, policy = gradients.policy](const Optimizer& optimizer, std::int64_t size) {
     return choice.for_policy(policy, recipe, size).describe(optimizer, recipe, size);
@@ -200,6 +244,10 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.gradients.tensor_norm = gradients.clip_tensor;
   job.gradients.adagc = gradients.adagc;
   return job;
+}
+
+std::string kind_words(const train::ModelConfig& model) {
+  return nlohmann::json::parse(model.text).value("model_type", kGpt);
 }
 
 std::string shape_words(const train::Description& shape) {

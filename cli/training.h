@@ -10,6 +10,7 @@
 #include "choice.h"
 #include "memory.h"
 #include "text.h"
+#include "train/model.h"
 #include "train/run.h"
 #include "train/trainer.h"
 
@@ -19,14 +20,31 @@ namespace scruple::cli {
 CLI::Validator above_zero();
 CLI::Validator not_negative();
 
+inline constexpr const char* kGpt = "gpt";
+
 struct ModelOptions {
-  train::GptShape shape;
+  std::string model = kGpt;  // or the path of a folder, or of a config.json
+  train::GptShape shape;     // of a gpt
+  std::int64_t context = 0;  // 0: the shape's, or that of the folder's model, at most kUsualContext
   std::int64_t batch = 16, steps = 1000;
   std::uint64_t seed = 1;
   int threads = 0;
 
   void add_options(CLI::App& command);
+  bool is_gpt() const { return model == kGpt; }
 };
+inline constexpr std::int64_t kUsualContext = 1024;
+
+// What --model names.
+struct ChosenModel {
+  train::ModelConfig config;
+  std::shared_ptr<const train::ModelFolder> folder;  // none: made of sizes
+
+  bool has_weights() const { return folder != nullptr && folder->has_weights(); }
+  train::Fill initial() const;  // none: drawn from the seed
+};
+// `command`: the options that sizes go with a gpt alone are refused beside a folder.
+ChosenModel choose_model(const ModelOptions& options, const CLI::App& command);
 
 struct GradientOptions {
   std::string policy = "stored", accumulation = "none", loss_scale;
@@ -39,9 +57,11 @@ struct GradientOptions {
 };
 
 // A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in.
-train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& model,
-                    const GradientOptions& gradients, const std::string& activations);
+train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
+                    const ChosenModel& model, const GradientOptions& gradients,
+                    const std::string& activations);
 const char* precision_name(train::Precision precision);
+std::string kind_words(const train::ModelConfig& model);   // gpt2, llama...
 std::string shape_words(const train::Description& shape);  // 2 layers, width 64, 4 heads, context 128
 // What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".
 std::string gradient_words(const train::Job& job);

@@ -31,7 +31,7 @@ json decoder(const char* type) {
 class Families : public scruple_tests::Files {
  protected:
   Description read(const json& config, std::int64_t context = 0) const {
-    return describe(put(config.dump(), "config.json"), context);
+    return describe(config.dump(), path("config.json"), context);
   }
   void refused(json config, const char* key, const json& value, const std::string& words) const {
     if (value.is_discarded())
@@ -130,8 +130,10 @@ TEST_F(Families, TheContextMayBeShorter) {
 TEST_F(Families, AWindowBoundsTheContext) {
   json config = decoder("mistral");
   config["max_position_embeddings"] = 8192;
-  expect_words(message_of([&] { read(config); }), "sees the last 4096 (its sliding window)", "left out");
+  expect_words(message_of([&] { read(config, 4097); }), "sees the last 4096 (its sliding window)",
+               "left out");
   EXPECT_EQ(read(config, 4096).window, 4096);
+  EXPECT_EQ(read(config).context, 4096) << "all that every token sees";
   config["sliding_window"] = nullptr;
   EXPECT_EQ(read(config).context, 8192);
   refused(config, "sliding_window", 0, "sliding_window is 0; it must be null, or 1 or more");
@@ -139,10 +141,10 @@ TEST_F(Families, AWindowBoundsTheContext) {
   qwen["sliding_window"] = 16;
   EXPECT_EQ(read(qwen).window, 0) << "it is not used";
   qwen["use_sliding_window"] = true;
-  expect_words(message_of([&] { read(qwen); }), "a context of 64 was asked for", "used");
+  expect_words(message_of([&] { read(qwen, 64); }), "a context of 64 was asked for", "used");
   qwen["use_sliding_window"] = false;
   qwen["layer_types"] = {"full_attention", "sliding_attention"};
-  expect_words(message_of([&] { read(qwen); }), "sees the last 16", "used in a layer");
+  expect_words(message_of([&] { read(qwen, 17); }), "sees the last 16", "used in a layer");
   refused(qwen, "layer_types", {"linear_attention"}, "layer_types is [\"linear_attention\"]; this trainer");
   refused(qwen, "layer_types", {1}, "it must be an array of strings");
 }
@@ -196,8 +198,8 @@ TEST_F(Families, HostileConfigsAreRefusedWithTheKey) {
   refused(kGpt2, "n_inner", 0, "MLP width = 0");
   refused(kGpt2, "n_head", 5, "a width of 768 cannot be shared by 5 heads");
   for (const char* text : {"", "{", "[]", "3", "{\"model_type\": \"llama\", \"hidden_size\": 1e999}", "\xff"})
-    EXPECT_NE(message_of([&] { describe(put(text, "config.json")); }), "no error") << text;
-  expect_words(message_of([&] { describe(put(std::string(5000, '['), "config.json")); }), "not a JSON object",
+    EXPECT_NE(message_of([&] { describe(text, "config.json"); }), "no error") << text;
+  expect_words(message_of([&] { describe(std::string(5000, '['), "config.json"); }), "not a JSON object",
                "depth");
   json broken = llama;
   broken["hidden_size"] = std::string(100000, 'x');

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <exception>
 
-#include "train/export.h"
 #include "train/families/families.h"
+#include "train/model.h"
 #include "train/trainer.h"
 
 using namespace scruple;

@@ -1,7 +1,7 @@
 // Prints the logits after a text, as the trainer computes them. usage: logits FOLDER TEXT
 #include <cstdio>
 
-#include "train/export.h"
+#include "train/model.h"
 
 using namespace scruple;
 

@@ -7,6 +7,8 @@
 #include <iterator>
 #include <utility>
 
+#include "train/families/families.h"
+
 namespace scruple::train {
 namespace {
 
@@ -177,32 +179,39 @@ std::string find_checkpoint(const std::string& folder) { return io::find_checkpo
 
 namespace {
 
-GptShape shape_of(const io::Checkpoint& checkpoint) {
+std::int64_t noted(const io::Checkpoint& checkpoint, const char* name) {
+  const io::Metadata& notes = checkpoint.manifest().trainer;
+  const auto found = notes.find(name);
+  const char* const text = found == notes.end() ? "" : found->second.c_str();
+  char* end = nullptr;
+  const std::int64_t value = std::strtoll(text, &end, 10);
+  if (end == text || *end != '\0') fail(checkpoint.folder(), " says nothing of the run's ", name);
+  return value;
+}
+
+}  // namespace
+
+ModelConfig config_of(const io::Checkpoint& checkpoint) {
   const io::Metadata& notes = checkpoint.manifest().trainer;
   const auto program = notes.find("program");
   if (program == notes.end() || program->second != kProgram)
     fail(checkpoint.folder(),
          " was not saved by 'scruple train', so nothing says what model its tensors make");
-  GptShape shape;
-  const auto read = [&](const char* name, std::int64_t& value) {
-    const auto found = notes.find(name);
-    const char* const text = found == notes.end() ? "" : found->second.c_str();
-    char* end = nullptr;
-    value = std::strtoll(text, &end, 10);
-    if (end == text || *end != '\0') fail(checkpoint.folder(), " says nothing of the run's ", name);
-  };
-  read("--layers", shape.layers), read("--width", shape.width);
-  read("--heads", shape.heads), read("--context", shape.context);
+  const std::int64_t context = noted(checkpoint, "--context");
+  if (const auto config = notes.find(kConfigNote); config != notes.end())
+    return {describe(config->second, checkpoint.folder() + ": its model's config", context), config->second};
+  const GptShape shape = {.layers = noted(checkpoint, "--layers"),
+                          .width = noted(checkpoint, "--width"),
+                          .heads = noted(checkpoint, "--heads"),
+                          .context = context};
   if (const std::string problem = problem_with(gpt2(shape)); !problem.empty())
     fail(checkpoint.folder(), ": ", problem);
-  return shape;
+  return gpt2_model(shape);
 }
-
-}  // namespace
 
 Model model_of(Engine& engine, const io::Checkpoint& checkpoint) {
   Model model;
-  model.shape = gpt2(shape_of(checkpoint));
+  model.shape = config_of(checkpoint).shape;
   const io::Manifest& manifest = checkpoint.manifest();
   const std::vector<Parameter> parameters = parameters_of(model.shape);
   if (manifest.tensors.size() != parameters.size())
@@ -233,7 +242,7 @@ namespace {
 constexpr const char* kStep = "step";  // in the metadata of exported weights
 }
 
-void write_weights(const std::string& folder, const GptShape& shape, Trainer& trainer, Ledger& ledger) {
+void write_weights(const std::string& folder, const ModelConfig& model, Trainer& trainer, Ledger& ledger) {
   State& state = trainer.state();
   std::vector<ParameterData> data;
   Block decoded;
@@ -253,7 +262,7 @@ void write_weights(const std::string& folder, const GptShape& shape, Trainer& tr
                       return state.values(p, decoded.as<float>());
                     }});
   }
-  write_model(folder, shape, data, {{kStep, std::to_string(trainer.steps_taken())}});
+  write_model(folder, model, data, {{kStep, std::to_string(trainer.steps_taken())}});
 }
 
 std::int64_t weights_step(const std::string& folder) {

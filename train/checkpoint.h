@@ -9,7 +9,7 @@
 
 #include "include/scruple/scruple.hpp"
 #include "io/checkpoint.h"
-#include "train/export.h"
+#include "train/model.h"
 #include "train/trainer.h"
 
 namespace scruple::train {
@@ -29,6 +29,8 @@ void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorStat
 
 // Who wrote a checkpoint, in the manifest's `trainer` under "program".
 inline constexpr const char* kProgram = "scruple train";
+// The config.json of a model that was not made of sizes, in the same place.
+inline constexpr const char* kConfigNote = "config";
 
 io::Group group_of(const Optimizer& optimizer);
 // Throws where this library has no such optimizer or hyperparameter.
@@ -39,11 +41,12 @@ std::string checkpoints_of(const std::string& run);
 // The checkpoint that a user means by a folder: itself, or the last one of a run.
 std::string find_checkpoint(const std::string& folder);
 
-// The model that a checkpoint of 'scruple train' holds, with the weights that it computes with.
+// The model that a checkpoint of 'scruple train' is of, and with the weights that it computes with.
+ModelConfig config_of(const io::Checkpoint& checkpoint);
 Model model_of(Engine& engine, const io::Checkpoint& checkpoint);
 
 // The weights as the model computes with them, for other programs: 16-bit halves as they are, low-bit ones decoded.
-void write_weights(const std::string& folder, const GptShape& shape, Trainer& trainer, Ledger& ledger);
+void write_weights(const std::string& folder, const ModelConfig& model, Trainer& trainer, Ledger& ledger);
 // After how many steps write_weights() wrote the weights that are in the folder; -1: it did not.
 std::int64_t weights_step(const std::string& folder);
 

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cmath>
 #include <filesystem>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "io/checkpoint.h"
 #include "io/file.h"
 #include "train/checkpoint.h"
+#include "train/model.h"
 
 namespace scruple::train {
 namespace {
@@ -24,7 +26,11 @@ using io::fail;
 using nlohmann::ordered_json;
 
 // All that a run writes, beside its checkpoints.
-constexpr const char* kFiles[] = {"metrics.jsonl", "report.html", "model.safetensors", "config.json"};
+std::vector<std::string> files_of_run() {
+  std::vector<std::string> files = {"metrics.jsonl", "report.html", "model.safetensors", "config.json"};
+  files.insert(files.end(), std::begin(kTokenizerFiles), std::end(kTokenizerFiles));
+  return files;
+}
 
 nlohmann::json parsed(const std::string& line) {
   return nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
@@ -58,7 +64,7 @@ std::string foreign_in(const fs::path& checkpoint) {
 
 // What stands where a run's files would be and is not a run's, or "".
 std::string foreign_to_run(const std::string& run) {
-  for (const char* name : kFiles)
+  for (const std::string& name : files_of_run())
     if (const std::string path = run + "/" + name; fs::exists(path) && !fs::is_regular_file(path))
       return path;
   const std::string folder = checkpoints_of(run);
@@ -70,7 +76,7 @@ std::string foreign_to_run(const std::string& run) {
 }
 
 std::string found_of_run(const std::string& run) {
-  for (const char* name : kFiles)
+  for (const std::string& name : files_of_run())
     if (fs::exists(fs::symlink_status(run + "/" + name))) return name;
   return fs::exists(fs::symlink_status(checkpoints_of(run))) ? "checkpoints" : "";
 }
@@ -114,11 +120,11 @@ void RunFolder::begin() {
   io::remove_partial(folder, "step-");
   std::error_code ignored;
   if (!fs::is_symlink(folder, ignored)) fs::remove(folder, ignored);  // others' files may be in it
-  for (const char* name : kFiles)
+  for (const std::string& name : files_of_run())
     if (path_ + "/" + name != metrics_path(path_)) fs::remove(path_ + "/" + name);
 }
 
-std::string metrics_path(const std::string& run) { return run + "/" + kFiles[0]; }
+std::string metrics_path(const std::string& run) { return run + "/metrics.jsonl"; }
 
 // Steps and validations in the order in which they came; steps without a trace have no line.
 std::string Metrics::next_lines(const Record& record) {

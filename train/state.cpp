@@ -44,16 +44,22 @@ State::State(Engine& engine, const std::vector<Parameter>& parameters, const Opt
   }
 }
 
-void State::start(std::uint64_t seed, Ledger& ledger) {
-  for (std::size_t p = 0; p < parameters_.size(); ++p) {
-    const Parameter& parameter = parameters_[p];
-    const Block block(ledger, "workspace", parameter.size() * std::int64_t{sizeof(float)});
-    const auto stream = kInitialStream + static_cast<std::uint32_t>(p);
+Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed) {
+  return [&parameters, seed](int which, float* values) {
+    const Parameter& parameter = parameters[static_cast<std::size_t>(which)];
+    const auto stream = kInitialStream + static_cast<std::uint32_t>(which);
     for (std::int64_t i = 0; i < parameter.size(); ++i) {
       const double normal =
           parameter.deviation > 0 ? random_normal(seed, stream, static_cast<std::uint64_t>(i)) : 0;
-      block.as<float>()[i] = static_cast<float>(parameter.mean + parameter.deviation * normal);
+      values[i] = static_cast<float>(parameter.mean + parameter.deviation * normal);
     }
+  };
+}
+
+void State::start(const Fill& fill, Ledger& ledger) {
+  for (std::size_t p = 0; p < parameters_.size(); ++p) {
+    const Block block(ledger, "workspace", parameters_[p].size() * std::int64_t{sizeof(float)});
+    fill(static_cast<int>(p), block.as<float>());
     set(static_cast<int>(p), block.as<float>());
     check(scruple_tensor_reset(engine_.raw(), &table_[p]));
   }

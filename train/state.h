@@ -17,6 +17,11 @@ namespace scruple::train {
 // The formats of a tensor of this size under this optimizer: a row without memory.
 using Describe = std::function<scruple_tensor(const Optimizer& optimizer, std::int64_t size)>;
 
+// Writes all values of a parameter.
+using Fill = std::function<void(int parameter, float* values)>;
+// What Parameter says of initial values, drawn from the seed. `parameters` must outlive it.
+Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed);
+
 // The format that a model computes with: bf16 where a weight is kept as bf16+8, otherwise the weight's own.
 std::string visible_format(const scruple_array& weight);
 
@@ -26,7 +31,8 @@ class State final : public Weights {
   State(Engine& engine, const std::vector<Parameter>& parameters, const Optimizer& decaying,
         const Optimizer& undecayed, const Describe& describe, Ledger& ledger);
 
-  void start(std::uint64_t seed, Ledger& ledger);  // the initial values of Parameter
+  // The weights that `fill` gives, a parameter at a time, and moments of 0.
+  void start(const Fill& fill, Ledger& ledger);
   void set(int parameter, const float* values);
   // The fp32 values that the optimizer sees: the visible ones and their extra bits.
   std::vector<float> master(int parameter) const;

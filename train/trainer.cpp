@@ -168,7 +168,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   if (from != nullptr)
     position = take_up(*from);
   else
-    state_->start(job.seed, ledger);
+    state_->start(job.initial ? job.initial : random_values(state_->parameters(), job.seed), ledger);
   model_ = std::make_unique<Transformer>(job.shape, job.batch, job.activations, threads_, ledger);
   if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler;

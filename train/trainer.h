@@ -37,6 +37,7 @@ struct Job {
   Describe describe;
   Schedule schedule;
   std::uint64_t seed = 1;
+  Fill initial;  // the weights to begin with; none: drawn from the seed
   int threads = 0;
   // The gradient policy; `memory` and `scaler` are filled in here.
   scruple_sink_options gradients = SCRUPLE_SINK_OPTIONS_INIT;

@@ -3,17 +3,10 @@
 #include "io/file.h"
 
 namespace scruple::train {
-namespace {
 
-constexpr std::size_t kMaxConfig = 1 << 20;
-
-}  // namespace
-
-Config::Config(const std::string& path)
-    : place_(path),
-      root_(nlohmann::ordered_json::parse(io::read_text(path, kMaxConfig), nullptr,
-                                          /*allow_exceptions=*/false)) {
-  if (!root_.is_object()) io::fail(path, " is not a JSON object; it should be a Hugging Face config");
+Config::Config(const std::string& text, const std::string& place)
+    : place_(place), root_(nlohmann::ordered_json::parse(text, nullptr, /*allow_exceptions=*/false)) {
+  if (!root_.is_object()) io::fail(place, " is not a JSON object; it should be a Hugging Face config");
 }
 
 void Config::refuse(const char* key, const std::string& wanted) const {

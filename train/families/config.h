@@ -11,7 +11,8 @@ namespace scruple::train {
 
 class Config {
  public:
-  explicit Config(const std::string& path);  // of the file
+  // `place`: the file, for messages.
+  Config(const std::string& text, const std::string& place);
 
   bool has(const char* key) const;  // and it is not null
   std::int64_t integer(const char* key) const;

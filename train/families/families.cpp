@@ -1,5 +1,7 @@
 #include "train/families/families.h"
 
+#include <algorithm>
+
 #include "io/file.h"
 #include "train/families/config.h"
 
@@ -28,14 +30,15 @@ const Family& family_of(const Config& config) {
 
 }  // namespace
 
-Description describe(const std::string& config_path, std::int64_t context) {
-  const Config config(config_path);
+Description describe(const std::string& text, const std::string& place, std::int64_t context) {
+  const Config config(text, place);
   Description model = family_of(config).describe(config);
   if (context != 0 && context > model.context)
-    io::fail(config_path, ": a context of ", context, " was asked for, and the model's is ", model.context,
+    io::fail(place, ": a context of ", context, " was asked for, and the model's is ", model.context,
              " at most; choose a shorter one");
   if (context != 0) model.context = context;
-  if (const std::string problem = problem_with(model); !problem.empty()) io::fail(config_path, ": ", problem);
+  if (context == 0 && model.window > 0) model.context = std::min(model.context, model.window);
+  if (const std::string problem = problem_with(model); !problem.empty()) io::fail(place, ": ", problem);
   return model;
 }
 

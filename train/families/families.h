@@ -11,9 +11,11 @@ namespace scruple::train {
 
 class Config;
 
-// The model of a config.json, with the context that is asked for, or its longest (0). Throws
-// std::runtime_error where the family is unknown, or the trainer would compute something else.
-Description describe(const std::string& config_path, std::int64_t context = 0);
+inline constexpr std::size_t kMaxConfig = 1 << 20;  // bytes of a config.json
+
+// The model of the text of a config.json, which `place` names in messages, with the context that is asked for, or the
+// longest of which every token is seen (0). Throws std::runtime_error where the family is unknown, or the trainer would compute something else.
+Description describe(const std::string& config, const std::string& place, std::int64_t context = 0);
 
 Description gpt2_family(const Config& config);
 Description llama_family(const Config& config);

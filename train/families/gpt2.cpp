@@ -80,7 +80,7 @@ Description gpt2_family(const Config& config) {
   return model;
 }
 
-std::string gpt2_config(const GptShape& shape, const char* dtype) {
+std::string gpt2_config(const GptShape& shape) {
   ordered_json config = {{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}};
   config["activation_function"] = "gelu_new";
   config["layer_norm_epsilon"] = gpt2(shape).epsilon;
@@ -91,7 +91,6 @@ std::string gpt2_config(const GptShape& shape, const char* dtype) {
   config["n_inner"] = nullptr;  // four times n_embd
   for (const char* dropout : {"resid_pdrop", "embd_pdrop", "attn_pdrop"}) config[dropout] = 0.0;
   for (const char* token : {"bos_token_id", "eos_token_id"}) config[token] = end_token(shape.vocabulary);
-  config["torch_dtype"] = dtype;
   return config.dump(2) + "\n";
 }
 

@@ -14,7 +14,7 @@ struct GptShape {
 };
 Description gpt2(const GptShape& shape);
 
-// Its config.json. `dtype` is torch's name of the type that the weights are stored in.
-std::string gpt2_config(const GptShape& shape, const char* dtype);
+// Its config.json, but for the type that weights are stored in.
+std::string gpt2_config(const GptShape& shape);
 
 }  // namespace scruple::train

@@ -1,5 +1,5 @@
 // Models as Hugging Face folders: what is written is read back bit for bit, what does not fit is refused.
-#include "train/export.h"
+#include "train/model.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -17,6 +17,7 @@ using scruple::io::Dtype;
 using scruple::io::Safetensors;
 using scruple::io::SafetensorsWriter;
 using scruple::io::TensorInfo;
+using scruple::train::gpt2_model;
 using scruple::train::GptShape;
 using scruple::train::Model;
 using scruple::train::Parameter;
@@ -73,7 +74,7 @@ class Folders : public testing::Test {
   ~Folders() override { std::filesystem::remove_all(root_); }
 
   void write(const std::vector<Dtype>& dtypes = {Dtype::f32}) {
-    write_model(folder_, kShape, Weights(kShape, dtypes).data);
+    write_model(folder_, gpt2_model(kShape), Weights(kShape, dtypes).data);
   }
   nlohmann::json config() const { return nlohmann::json::parse(std::ifstream(folder_ + "/config.json")); }
   void set_config(const std::string& text) const { std::ofstream(folder_ + "/config.json") << text; }
@@ -128,9 +129,9 @@ class Folders : public testing::Test {
   std::string root_, folder_;
 };
 
-using Export = Folders;
+using ModelFolders = Folders;
 
-TEST_F(Export, EveryTypeComesBack) {
+TEST_F(ModelFolders, EveryTypeComesBack) {
   for (const std::vector<Dtype>& dtypes :
        {std::vector{Dtype::f32}, {Dtype::bf16}, {Dtype::f16}, {Dtype::bf16, Dtype::f32, Dtype::f16}}) {
     write(dtypes);
@@ -144,7 +145,7 @@ TEST_F(Export, EveryTypeComesBack) {
   }
 }
 
-TEST_F(Export, NamesAndShapesAreHuggingFaces) {
+TEST_F(ModelFolders, NamesAndShapesAreHuggingFaces) {
   write();
   const Safetensors file(folder_ + "/model.safetensors");
   EXPECT_EQ(file.metadata().at("format"), "pt");
@@ -170,7 +171,7 @@ TEST_F(Export, NamesAndShapesAreHuggingFaces) {
   for (const auto& [name, shape] : wanted) EXPECT_EQ(file.at(name).shape, shape) << name;
 }
 
-TEST_F(Export, TheConfigSaysWhatTheTrainerComputes) {
+TEST_F(ModelFolders, TheConfigSaysWhatTheTrainerComputes) {
   write({Dtype::bf16});
   const nlohmann::json found = config();
   const nlohmann::json wanted = {{"architectures", {"GPT2LMHeadModel"}},
@@ -193,7 +194,7 @@ TEST_F(Export, TheConfigSaysWhatTheTrainerComputes) {
   for (const auto& [key, value] : wanted.items()) EXPECT_EQ(found.value(key, nlohmann::json()), value) << key;
 }
 
-TEST_F(Export, FilesOfTheHubAreRead) {
+TEST_F(ModelFolders, FilesOfTheHubAreRead) {
   write();
   rewrite([](TensorInfo& info) { info.name = info.name.substr(std::string("transformer.").size()); },
           {{"h.0.attn.bias", Dtype::u8, {1, 1, 8, 8}}, {"h.1.attn.masked_bias", Dtype::f32, {}}});
@@ -207,7 +208,7 @@ TEST_F(Export, FilesOfTheHubAreRead) {
   expect_whole();
 }
 
-TEST_F(Export, OtherArchitecturesAreRefused) {
+TEST_F(ModelFolders, OtherArchitecturesAreRefused) {
   write();
   const auto refused = [&](const char* key, const nlohmann::json& value, const std::string& words) {
     const nlohmann::json old = config();
@@ -222,7 +223,7 @@ TEST_F(Export, OtherArchitecturesAreRefused) {
   refused("activation_function", "relu", "activation_function is \"relu\"");
   refused("layer_norm_epsilon", 0, "layer_norm_epsilon is 0; it must be a number above 0");
   refused("tie_word_embeddings", "no", "tie_word_embeddings is \"no\"; it must be true or false");
-  refused("tie_word_embeddings", false, "no tensor \"lm_head.weight\"");
+  refused("tie_word_embeddings", false, "lacks \"lm_head.weight\", which the model of its config.json has");
   refused("scale_attn_weights", false, "scale_attn_weights");
   refused("scale_attn_by_inverse_layer_idx", true, "scale_attn_by_inverse_layer_idx");
   refused("add_cross_attention", true, "add_cross_attention");
@@ -235,8 +236,10 @@ TEST_F(Export, OtherArchitecturesAreRefused) {
   refused("n_layer", 1'000'000'000'000, "layers");
   refused("vocab_size", 18446744073709551615u, "vocabulary");
   refused("n_positions", 9, "\"transformer.wpe.weight\" has shape [8, 16], and the config asks for [9, 16]");
-  refused("n_layer", 3, "no tensor \"transformer.h.2.ln_1.weight\"");
-  refused("n_layer", 1, "\"transformer.h.1.attn.c_attn.bias\" has no place");
+  refused("n_layer", 3,
+          "lacks \"transformer.h.2.ln_1.weight\", \"transformer.h.2.ln_1.bias\", "
+          "\"transformer.h.2.attn.c_attn.weight\" and 9 more");
+  refused("n_layer", 1, "and 9 more, which the model of its config.json has not");
   set_config("{");
   expect_refused("not a JSON object");
   set_config("[1]");
@@ -249,7 +252,7 @@ TEST_F(Export, OtherArchitecturesAreRefused) {
   expect_refused("config.json");
 }
 
-TEST_F(Export, TensorsThatDoNotFitAreRefused) {
+TEST_F(ModelFolders, TensorsThatDoNotFitAreRefused) {
   const auto refused = [&](const std::string& words, const std::function<void(TensorInfo&)>& change,
                            const std::vector<TensorInfo>& more = {}) {
     write();
@@ -258,22 +261,100 @@ TEST_F(Export, TensorsThatDoNotFitAreRefused) {
   };
   const auto as_is = [](TensorInfo&) {};
   const std::string fc = "transformer.h.1.mlp.c_fc.weight";
-  refused("no tensor \"" + fc + "\"",
-          [&](TensorInfo& info) { info.name = info.name == fc ? "" : info.name; });
+  refused("lacks \"" + fc + "\"", [&](TensorInfo& info) { info.name = info.name == fc ? "" : info.name; });
   refused("has shape [64, 16], and the config asks for [16, 64]", [&](TensorInfo& info) {
     if (info.name == fc) info.shape = {64, 16};  // torch.nn.Linear's order
   });
   refused("is I32; only F32, BF16 and F16 are read", [&](TensorInfo& info) {
     if (info.name == fc) info.dtype = Dtype::i32;
   });
-  refused("\"score.weight\" has no place", as_is, {{"score.weight", Dtype::f32, {1}}});
+  refused("has \"score.weight\", which the model of its config.json has not", as_is,
+          {{"score.weight", Dtype::f32, {1}}});
   refused("head is not tied", as_is, {{"lm_head.weight", Dtype::f32, {256, 16}}});
   std::filesystem::remove(folder_ + "/model.safetensors");
   expect_refused("model.safetensors");
 }
 
-TEST_F(Export, AHeadThatRepeatsTheEmbeddingIsNoHarm) {
-  write_model(folder_, kShape, [] {
+// The weights in three files, as large models have them.
+TEST_F(ModelFolders, ShardsAreReadTogether) {
+  write({Dtype::bf16, Dtype::f32});
+  const std::string one = folder_ + "/model.safetensors";
+  nlohmann::json index = {{"metadata", {{"total_size", 1}}}, {"weight_map", nlohmann::json::object()}};
+  {
+    const Safetensors whole(one);
+    std::vector<std::vector<TensorInfo>> parts(3);
+    for (std::size_t i = 0; i < whole.tensors().size(); ++i) {
+      parts[i % 3].push_back(whole.tensors()[i]);
+      index["weight_map"][whole.tensors()[i].name] = "part-" + std::to_string(i % 3) + ".safetensors";
+    }
+    for (std::size_t p = 0; p < parts.size(); ++p) {
+      SafetensorsWriter writer(folder_ + "/part-" + std::to_string(p) + ".safetensors", parts[p]);
+      for (std::size_t i = 0; i < parts[p].size(); ++i) writer.write(i, whole.at(parts[p][i].name).data);
+      writer.finish();
+    }
+  }
+  std::filesystem::remove(one);
+  const auto put_index = [&](const nlohmann::json& json) {
+    std::ofstream(folder_ + "/model.safetensors.index.json") << json.dump();
+  };
+  expect_refused("no weights, neither model.safetensors nor its index; name the config.json itself");
+  put_index(index);
+  expect_whole();
+  for (const char* file : {"../part-0.safetensors", "/part-0.safetensors", "", "."}) {
+    nlohmann::json hostile = index;
+    hostile["weight_map"]["transformer.wte.weight"] = file;
+    put_index(hostile);
+    expect_refused("it must be the name of a file in the same folder");
+  }
+  for (const char* text : {"", "{", "[]", "{\"weight_map\": 3}", "{\"weight_map\": {}}"}) {
+    std::ofstream(folder_ + "/model.safetensors.index.json") << text;
+    expect_refused("has no \"weight_map\"");
+  }
+  put_index(index);
+  std::filesystem::remove(folder_ + "/part-1.safetensors");
+  expect_refused("part-1.safetensors");
+}
+
+// What the model computes with, written back as it was: the rest of a config is the user's.
+TEST_F(ModelFolders, AConfigIsWrittenBack) {
+  write({Dtype::bf16});
+  change("my_note", "kept");
+  change("dtype", "float32");
+  const scruple::train::ModelFolder from(folder_);
+  write_model(root_ + "/copy", from.config(), Weights(kShape, {Dtype::bf16}).data);
+  nlohmann::json wanted = config();
+  wanted["dtype"] = "bfloat16";
+  EXPECT_EQ(nlohmann::json::parse(std::ifstream(root_ + "/copy/config.json")), wanted);
+}
+
+TEST_F(ModelFolders, AConfigAloneHasNoWeights) {
+  write();
+  const scruple::train::ModelFolder config(folder_ + "/config.json", 4);
+  EXPECT_FALSE(config.has_weights());
+  EXPECT_EQ(config.config().shape.context, 4);
+  EXPECT_EQ(config.config().shape.positions, kShape.context) << "of the learned positions all rows stay";
+  EXPECT_EQ(config.folder(), folder_);
+}
+
+TEST_F(ModelFolders, TokenizersAreCopied) {
+  write();
+  std::ofstream(folder_ + "/tokenizer.json") << "new";
+  std::ofstream(folder_ + "/merges.txt") << "new";
+  std::ofstream(folder_ + "/other.txt") << "new";
+  std::filesystem::create_directories(root_ + "/to");
+  std::ofstream(root_ + "/to/merges.txt") << "old";
+  scruple::train::copy_tokenizer(folder_, root_ + "/to");
+  const auto text = [&](const char* name) {
+    std::ifstream file(root_ + "/to/" + name);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  EXPECT_EQ(text("tokenizer.json"), "new");
+  EXPECT_EQ(text("merges.txt"), "old") << "what is there stays";
+  EXPECT_FALSE(std::filesystem::exists(root_ + "/to/other.txt"));
+}
+
+TEST_F(ModelFolders, AHeadThatRepeatsTheEmbeddingIsNoHarm) {
+  write_model(folder_, gpt2_model(kShape), [] {
     static Weights weights(kShape, {Dtype::f32});
     weights.planes[0].assign(weights.planes[0].size(), '\0');  // wte, so that the zeros added below repeat it
     return weights.data;
@@ -282,10 +363,10 @@ TEST_F(Export, AHeadThatRepeatsTheEmbeddingIsNoHarm) {
   EXPECT_EQ(read_model(folder_).parameters[0][0], 0.0f);
 }
 
-TEST_F(Export, WrongRequestsAreRefused) {
+TEST_F(ModelFolders, WrongRequestsAreRefused) {
   const auto message = [&](const GptShape& shape, const std::vector<ParameterData>& data) -> std::string {
     try {
-      write_model(folder_, shape, data);
+      write_model(folder_, gpt2_model(shape), data);
     } catch (const std::runtime_error& error) {
       return error.what();
     }
@@ -304,10 +385,10 @@ TEST_F(Export, WrongRequestsAreRefused) {
 }
 
 // For checks by hand with transformers: SCRUPLE_EXPORT_TO=DIR leaves a model there.
-TEST(ExportInterop, LeavesAModel) {
+TEST(ModelInterop, LeavesAModel) {
   const char* const folder = std::getenv("SCRUPLE_EXPORT_TO");
   if (folder == nullptr) GTEST_SKIP() << "set SCRUPLE_EXPORT_TO to keep a model";
-  write_model(folder, kShape, Weights(kShape, {Dtype::f32}).data);
+  write_model(folder, gpt2_model(kShape), Weights(kShape, {Dtype::f32}).data);
 }
 
 }  // namespace
