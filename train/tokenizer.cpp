@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <unordered_map>
-#include <variant>
+#include <utility>
 
 #include "io/file.h"
 #include "io/json.h"
@@ -222,46 +222,47 @@ class AddedTokens {
 
 // ---- Steps of the pipeline ----
 
+// A text is never kept as a list of its words: each goes through all steps before the next one is cut.
+enum class Place {
+  first,
+  later,
+  joined
+};  // it begins the text; it does not; it goes on from a text before this one
 struct Piece {
-  std::string text;
-  bool first = false;  // it begins the text
+  std::string_view text;
+  Place place;
+
+  Piece part(std::size_t begin, std::size_t end) const {
+    return {text.substr(begin, end - begin), begin == 0 ? place : Place::later};
+  }
 };
-using Normalise = std::function<std::string(std::string)>;
-using Cut = std::function<void(std::vector<Piece>&)>;
+using Normalise = std::function<std::string(std::string, bool joined)>;
+using Take = std::function<void(const Piece&)>;
+using Cut = std::function<void(const Piece&, const Take&)>;  // of a piece that is not empty
 
 Normalise normaliser_of(const Json& part) {
   const std::string type = type_of(part);
-  if (type == "NFC") return composed;
+  if (type == "NFC") return [](const std::string& text, bool) { return composed(text); };
   if (type == "Prepend")
-    return
-        [before = text_in(part, "prepend")](std::string text) { return text.empty() ? text : before + text; };
+    return [before = text_in(part, "prepend")](std::string text, bool joined) {
+      return text.empty() || joined ? text : before + text;
+    };
   if (type == "Replace" && member(member(part, "pattern"), "String").is_string())
-    return
-        [from = text_in(member(part, "pattern"), "String"), to = text_in(part, "content")](std::string text) {
-          replace_all(text, from, to);
-          return text;
-        };
+    return [from = text_in(member(part, "pattern"), "String"), to = text_in(part, "content")](
+               std::string text, bool) {
+      replace_all(text, from, to);
+      return text;
+    };
   unknown("the normalizer", part, "NFC, Prepend, Replace of a String, and a Sequence of them");
-}
-
-// Every piece as `cut` cuts it: it gets the piece and adds what becomes of it.
-Cut each_piece(std::function<void(Piece, std::vector<Piece>&)> cut) {
-  return [cut = std::move(cut)](std::vector<Piece>& pieces) {
-    std::vector<Piece> out;
-    out.reserve(pieces.size());
-    for (Piece& piece : pieces)
-      if (!piece.text.empty()) cut(std::move(piece), out);
-    pieces = std::move(out);
-  };
 }
 
 // Matches and what lies between them, each a piece of its own.
 Cut cut_by(const std::string& expression) {
   auto pattern = std::make_shared<Pattern>(expression);
-  return each_piece([pattern](const Piece& piece, std::vector<Piece>& out) {
-    const std::string& text = piece.text;
+  return [pattern](const Piece& piece, const Take& take) {
+    const std::string_view text = piece.text;
     const auto add = [&](std::size_t begin, std::size_t end) {
-      if (end > begin) out.push_back({text.substr(begin, end - begin), piece.first && begin == 0});
+      if (end > begin) take(piece.part(begin, end));
     };
     std::size_t done = 0, from = 0;
     for (Match match{}; from < text.size() && pattern->find(text, from, match);) {
@@ -273,23 +274,24 @@ Cut cut_by(const std::string& expression) {
                  : match.end + (match.end < text.size() ? character_length(text[match.end]) : 1);
     }
     add(done, text.size());
-  });
+  };
 }
 
 Cut cut_digits(bool each) {
-  return each_piece([each](const Piece& piece, std::vector<Piece>& out) {
+  return [each](const Piece& piece, const Take& take) {
+    const std::string_view text = piece.text;
+    std::size_t begin = 0;
     bool was_number = false;
-    bool open = false;
-    for (std::size_t at = 0; at < piece.text.size();) {
-      const std::size_t length = character_length(piece.text[at]);
-      const bool number = is_number(character_at(piece.text, at));
-      if (!open || number != was_number || (number && each)) out.push_back({"", piece.first && at == 0});
-      out.back().text.append(piece.text, at, length);
-      at += length;
-      open = true;
+    for (std::size_t at = 0; at < text.size(); at += character_length(text[at])) {
+      const bool number = is_number(character_at(text, at));
+      if (at > begin && (number != was_number || (number && each))) {
+        take(piece.part(begin, at));
+        begin = at;
+      }
       was_number = number;
     }
-  });
+    take(piece.part(begin, text.size()));
+  };
 }
 
 Cut cut_metaspace(const Json& part) {
@@ -299,24 +301,27 @@ Cut cut_metaspace(const Json& part) {
                               : flag_in(part, "add_prefix_space", true) ? "always"
                                                                         : "never";
   const bool split = flag_in(part, "split", true);
-  return each_piece([=](Piece piece, std::vector<Piece>& out) {
-    replace_all(piece.text, " ", mark);
-    if ((prepend == "always" || (prepend == "first" && piece.first)) && !piece.text.starts_with(mark))
-      piece.text = mark + piece.text;
-    if (!split) return out.push_back(std::move(piece));
-    for (std::size_t at = 0; at < piece.text.size();) {
-      const std::size_t end = std::min(piece.text.find(mark, at + 1), piece.text.size());
-      out.push_back({piece.text.substr(at, end - at), piece.first && at == 0});
+  return [=](const Piece& piece, const Take& take) {
+    std::string text(piece.text);
+    replace_all(text, " ", mark);
+    const bool prepends = prepend == "always" ? piece.place != Place::joined
+                                              : prepend == "first" && piece.place == Place::first;
+    if (prepends && !text.starts_with(mark)) text = mark + text;
+    const Piece all{text, piece.place};
+    if (!split) return take(all);
+    for (std::size_t at = 0; at < text.size();) {
+      const std::size_t end = std::min(text.find(mark, at + 1), text.size());
+      take(all.part(at, end));
       at = end;
     }
-  });
+  };
 }
 
 Cut with_prefix_space() {
-  return each_piece([](Piece piece, std::vector<Piece>& out) {
-    if (!piece.text.starts_with(' ')) piece.text = " " + piece.text;
-    out.push_back(std::move(piece));
-  });
+  return [](const Piece& piece, const Take& take) {
+    if (piece.text.starts_with(' ') || piece.place == Place::joined) return take(piece);
+    take({" " + std::string(piece.text), piece.place});
+  };
 }
 
 void add_cuts(const Json& part, std::vector<Cut>& cuts) {
@@ -391,14 +396,20 @@ struct Tokenizer::Parts {
   std::unordered_map<Token, std::string>
       texts;  // what each stands for, or its name where that depends on its place
 
-  std::string normalised(std::string text) const {
-    for (const Normalise& normalise : normalisers) text = normalise(std::move(text));
+  std::string normalised(std::string text, bool joined = false) const {
+    for (const Normalise& normalise : normalisers) text = normalise(std::move(text), joined);
     return text;
   }
   void read_model(const Json& json, bool of_bytes);
   void read_added(const Json& json);
   void read_template(const Json& json);
-  void add_words(std::string_view text, bool first, std::vector<Token>& out);
+  void add_words(const Piece& piece, std::size_t cut);
+  void add_word(std::string_view word);
+
+  // Of the text at hand.
+  std::vector<Token> out;
+  std::size_t done = 0, told = 0;  // bytes
+  Progress progress;
 };
 
 void Tokenizer::Parts::read_model(const Json& json, bool of_bytes) {
@@ -491,24 +502,32 @@ void Tokenizer::Parts::read_template(const Json& json) {
   });
 }
 
-// The text of a stretch between added tokens, normalised, as words and their tokens.
-void Tokenizer::Parts::add_words(std::string_view text, bool first, std::vector<Token>& out) {
-  std::vector<Piece> pieces{{std::string(text), first}};
-  for (const Cut& cut : cuts) cut(pieces);
-  for (const Piece& piece : pieces) {
-    std::string_view rest = piece.text;
-    if (!boundary.empty())
-      for (std::size_t at = 1; (at = rest.find(boundary, at)) != rest.npos;) {
-        if (rest.substr(0, at).ends_with(boundary)) {
-          at += boundary.size();
-          continue;
-        }
-        bpe->encode(rest.substr(0, at), out);
-        rest.remove_prefix(at);
-        at = 1;
+void Tokenizer::Parts::add_word(std::string_view word) {
+  constexpr std::size_t kEvery = 1 << 18;
+  bpe->encode(word, out);
+  done += word.size();
+  if (!progress || done < told + kEvery) return;
+  told = done;
+  progress(done);
+}
+
+// A stretch between added tokens, normalised, as words and their tokens: through the cuts from number `cut` on.
+void Tokenizer::Parts::add_words(const Piece& piece, std::size_t cut) {
+  if (piece.text.empty()) return;
+  if (cut < cuts.size())
+    return cuts[cut](piece, [this, next = cut + 1](const Piece& part) { add_words(part, next); });
+  std::string_view rest = piece.text;
+  if (!boundary.empty())
+    for (std::size_t at = 1; (at = rest.find(boundary, at)) != rest.npos;) {
+      if (rest.substr(0, at).ends_with(boundary)) {
+        at += boundary.size();
+        continue;
       }
-    bpe->encode(rest, out);
-  }
+      add_word(rest.substr(0, at));
+      rest.remove_prefix(at);
+      at = 1;
+    }
+  add_word(rest);
 }
 
 Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(std::make_unique<Parts>()) {
@@ -553,23 +572,28 @@ Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(st
 Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
-std::vector<Token> Tokenizer::encode(std::string_view text, bool with_template) {
-  std::vector<Token> out;
-  if (with_template) out = parts_->before;
-  parts_->added.split(text, [&](std::string_view piece, const Token* token) {
-    if (token != nullptr) return out.push_back(*token);
-    bool first = piece.data() == text.data();
-    parts_->added_after.split(parts_->normalised(std::string(piece)),
-                              [&](std::string_view part, const Token* added) {
-                                if (added != nullptr)
-                                  out.push_back(*added);
-                                else
-                                  parts_->add_words(part, first, out);
-                                first = false;
-                              });
+std::vector<Token> Tokenizer::encode(std::string_view text, Part part, const Progress& progress) {
+  Parts& parts = *parts_;
+  const bool begins = part == Part::whole || part == Part::prompt;
+  parts.out = begins ? parts.before : std::vector<Token>();
+  parts.done = parts.told = 0;
+  parts.progress = progress;
+  parts.added.split(text, [&](std::string_view stretch, const Token* token) {
+    if (token != nullptr) return parts.out.push_back(*token);
+    Place place = stretch.data() != text.data() ? Place::later
+                  : part == Part::completion    ? Place::joined
+                                                : Place::first;
+    parts.added_after.split(parts.normalised(std::string(stretch), place == Place::joined),
+                            [&](std::string_view piece, const Token* added) {
+                              if (added != nullptr)
+                                parts.out.push_back(*added);
+                              else
+                                parts.add_words({piece, place}, 0);
+                              place = Place::later;
+                            });
   });
-  if (with_template) out.insert(out.end(), parts_->after.begin(), parts_->after.end());
-  return out;
+  if (part == Part::whole) parts.out.insert(parts.out.end(), parts.after.begin(), parts.after.end());
+  return std::exchange(parts.out, {});
 }
 
 std::string Tokenizer::decode(std::span<const Token> tokens) const {

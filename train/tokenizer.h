@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -25,9 +26,16 @@ class Tokenizer {
   ~Tokenizer();
   Tokenizer(Tokenizer&&) noexcept;
 
-  // The tokens of `text`, which must be valid UTF-8 (train/utf8.h). `with_template`: with the tokens that the model
-  // expects around a text, such as Llama's <|begin_of_text|>. Not for two threads at once.
-  std::vector<Token> encode(std::string_view text, bool with_template = true);
+  // What a text is part of. whole: with the tokens that the model expects around it, such as Llama's
+  // <|begin_of_text|>. prompt: with those before it alone. completion: what goes on from a prompt, without the space
+  // that some tokenizers put before a text. bare: a text with nothing around it.
+  enum class Part { whole, prompt, completion, bare };
+  using Progress = std::function<void(std::size_t bytes)>;  // about how many of the text's are done
+  // The tokens of `text`, which must be valid UTF-8 (train/utf8.h). Not for two threads at once.
+  std::vector<Token> encode(std::string_view text, Part part, const Progress& progress = {});
+  std::vector<Token> encode(std::string_view text, bool with_template = true) {
+    return encode(text, with_template ? Part::whole : Part::bare);
+  }
   // The bytes that these tokens stand for. A token may end within a character. Throws where there is no such token.
   std::string decode(std::span<const Token> tokens) const;
 
