@@ -111,7 +111,8 @@ Text text_of(const Grammar& grammar, std::int64_t context) {
 Text text_of(const Options& options) {
   const std::int64_t context = options.chosen.config.shape.context;
   if (options.data.empty()) return text_of(Grammar(kGrammar), context);
-  const auto file = std::make_shared<train::Text>(options.data, context, free_memory());
+  const auto file = std::make_shared<train::Data>(options.data, train::Cutting{.context = context},
+                                                  train::Reading{.limit = free_memory()});
   return {file->training(), file->validation(), file};
 }
 

@@ -26,12 +26,12 @@
 namespace scruple::cli {
 namespace {
 
+using train::Data;
 using train::Ledger;
 using train::Metrics;
 using train::Outcome;
 using train::Record;
 using train::RunFolder;
-using train::Text;
 using train::Trainer;
 
 constexpr const char* kFooter =
@@ -98,7 +98,7 @@ train::Schedule schedule_of(const Options& options) {
 
 // What was read, for people.
 std::string name_of(const std::string& data) {
-  return data == Text::kStandardInput ? "standard input" : data;
+  return data == Data::kStandardInput ? "standard input" : data;
 }
 
 void print_start(const Options& options, const ChosenModel& model, const train::Job& job, std::int64_t params,
@@ -142,15 +142,15 @@ std::string long_name(const CLI::Option& option) {
   return option.get_lnames().empty() ? option.get_name() : "--" + option.get_lnames().front();
 }
 
-io::Metadata data_notes(const std::string& path, const Text& data) {
-  return {{"--data", path == Text::kStandardInput ? path : std::filesystem::absolute(path).string()},
-          {"data_bytes", std::to_string(data.bytes().size())},
-          {"data_crc32", io::hex(io::crc32(std::as_bytes(data.bytes())))}};
+io::Metadata data_notes(const std::string& path, const Data& data) {
+  return {{"--data", path == Data::kStandardInput ? path : std::filesystem::absolute(path).string()},
+          {"data_bytes", std::to_string(data.size())},
+          {"data_crc32", io::hex(data.crc32())}};
 }
 
 // The settings of a run, given or by default, and what it reads: enough to start it again.
 io::Metadata notes_of(const CLI::App& command, const Options& options, const ChosenModel& model,
-                      const Text& data) {
+                      const Data& data) {
   io::Metadata notes = data_notes(options.data, data);
   notes["program"] = train::kProgram;
   if (options.save_every > 0) notes["--save-every"] = std::to_string(options.save_every);
@@ -292,7 +292,7 @@ void check_data(const io::Metadata& saved, const io::Metadata& now) {
 
 // `unsaved`: why the last save failed, or "".
 Record watch(const CLI::App& command, Session& session, const train::Job& job, Trainer& trainer,
-             const Text& data, const Ledger& ledger, Metrics& metrics, Record before, std::string& unsaved) {
+             const Data& data, const Ledger& ledger, Metrics& metrics, Record before, std::string& unsaved) {
   const Options& options = session.options;
   Progress progress(options.choice.recipe, options.model.steps,
                     job.batch * job.gradients.micro_batches * job.shape.context, ledger);
@@ -380,7 +380,7 @@ std::string resume_command(const Options& options) {
   const std::string program = "scruple";
 #endif
   return program + " train --resume " + quoted(options.out) +
-         (options.data == Text::kStandardInput ? " --data FILE (the same bytes)" : "");
+         (options.data == Data::kStandardInput ? " --data FILE (the same bytes)" : "");
 }
 
 void print_end(const Options& options, const Record& record, const Memory& plan, const Ledger& ledger,
@@ -469,7 +469,7 @@ void train_with(const CLI::App& command, Session session) {
       return;
     }
   }
-  const Text data(options.data, session.model.config.shape.context, free_memory());
+  const Data data = open_data(options, session.model, tokenizer_folder(session));
   if (session.from) {
     const io::Metadata now = data_notes(options.data, data);
     check_data(session.notes, now);
@@ -493,7 +493,7 @@ void train_with(const CLI::App& command, Session session) {
   }
 
   const Interrupts interrupts;
-  print_start(options, session.model, job, params, static_cast<std::int64_t>(data.bytes().size()));
+  print_start(options, session.model, job, params, data);
   if (session.from)
     std::cout << "going on after step " << grouped(trainer.steps_taken()) << ", from "
               << session.from->folder() << '\n';
@@ -530,7 +530,7 @@ void run(const CLI::App& command, const Options& given) {
   const Options& options = session.options;
   if (options.data.empty() || options.out.empty())
     throw UsageError("--data and --out are required, unless a run goes on with --resume; try --help");
-  if (session.from && options.data == Text::kStandardInput && command.count("--data") == 0)
+  if (session.from && options.data == Data::kStandardInput && command.count("--data") == 0)
     throw UsageError(
         "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
         "or "

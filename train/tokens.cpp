@@ -24,14 +24,8 @@ std::span<const std::byte> bytes_of(const T& values) {
 }
 
 template <class T>
-std::vector<Token> widened(std::span<const std::byte> bytes) {
-  std::vector<Token> out(bytes.size() / sizeof(T));
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    T token;
-    std::memcpy(&token, bytes.data() + i * sizeof(T), sizeof(T));
-    out[i] = token;
-  }
-  return out;
+TokenSpan span_of(std::span<const std::byte> bytes) {  // aligned: a header of 1,024 bytes, or none
+  return std::span(reinterpret_cast<const T*>(bytes.data()), bytes.size() / sizeof(T));
 }
 
 }  // namespace
@@ -63,9 +57,7 @@ void write_tokens(const std::string& path, TokenFile form, const std::vector<Tok
   file.finish();
 }
 
-std::vector<Token> read_tokens(const std::string& path) {
-  const io::MappedFile file(path);
-  const std::span<const std::byte> bytes = file.bytes();
+TokenSpan tokens_in(std::span<const std::byte> bytes, const std::string& path) {
   Header header{};
   if (bytes.size() >= sizeof header) std::memcpy(header.data(), bytes.data(), sizeof header);
   const bool narrow = header[0] == kMagic16;
@@ -73,7 +65,7 @@ std::vector<Token> read_tokens(const std::string& path) {
     if (bytes.size() % 2 != 0)
       io::fail(path, ": ", bytes.size(),
                " bytes are no whole number of 16-bit tokens, and llm.c's header is missing");
-    return widened<std::uint16_t>(bytes);
+    return span_of<std::uint16_t>(bytes);
   }
   if (header[1] != (narrow ? kVersion16 : kVersion32))
     io::fail(path, ": llm.c's header says version ", header[1], "; known is ",
@@ -83,7 +75,13 @@ std::vector<Token> read_tokens(const std::string& path) {
   if (header[2] < 0 || static_cast<std::int64_t>(body.size()) != header[2] * size)
     io::fail(path, ": its header counts ", header[2], " tokens of ", size, " bytes, and ", body.size(),
              " bytes follow; the file was cut or is still being written");
-  return narrow ? widened<std::uint16_t>(body) : widened<std::uint32_t>(body);
+  return narrow ? span_of<std::uint16_t>(body) : span_of<std::uint32_t>(body);
+}
+
+std::vector<Token> read_tokens(const std::string& path) {
+  const io::MappedFile file(path);
+  return std::visit([](auto tokens) { return std::vector<Token>(tokens.begin(), tokens.end()); },
+                    tokens_in(file.bytes(), path));
 }
 
 }  // namespace scruple::train

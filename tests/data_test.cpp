@@ -1,0 +1,558 @@
+// Documents from every kind of file, both layouts to the token, which targets count, and the words of what is refused.
+#include "train/data.h"
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <set>
+#include <vector>
+
+#include "files.h"
+#include "io/crc32.h"
+#include "train/jsonl.h"
+#include "train/random.h"
+
+namespace scruple_tests {
+namespace {
+
+namespace io = scruple::io;
+using namespace scruple::train;
+
+using Numbers = std::vector<std::int32_t>;
+
+struct Window {
+  Numbers tokens, targets, starts;
+};
+
+Window read(const Windows& windows, std::int64_t start) {
+  const Numbers empty(static_cast<std::size_t>(windows.context()), -7);
+  Window window{empty, empty, empty};
+  windows.read(start, window.tokens.data(), window.targets.data(), window.starts.data());
+  Numbers tokens = empty, targets = empty;
+  windows.read(start, tokens.data(), targets.data());  // starts are not asked for
+  EXPECT_EQ(tokens, window.tokens);
+  EXPECT_EQ(targets, window.targets);
+  return window;
+}
+
+// Letters, and '.' for 0 or a target that does not count.
+std::string shown(const Numbers& tokens) {
+  std::string text;
+  for (const std::int32_t token : tokens) text += token <= 0 ? '.' : static_cast<char>(token);
+  return text;
+}
+
+constexpr Token kEnd = '|';
+
+Cutting padded(std::int64_t context) { return {.context = context, .layout = Layout::padded}; }
+Cutting packed(std::int64_t context) { return {.context = context, .layout = Layout::packed}; }
+Cutting isolated(std::int64_t context) {
+  return {.context = context, .layout = Layout::packed, .isolate = true};
+}
+
+class DataTest : public Files {
+ protected:
+  // The words with which this is refused.
+  std::string refused(const std::string& path, const Cutting& cutting, const Reading& reading = {}) {
+    return message_of([&] { Data(path, cutting, reading); });
+  }
+  std::string refused_line(const std::string& line, const Cutting& cutting = padded(8)) {
+    return refused(put("{\"text\": \"fine\"}\n\n" + line + "\n", "notes.jsonl"), cutting);
+  }
+};
+
+// A tokenizer of words that SentencePiece's mark begins, as Llama 2's: "a" and "b" with and without it.
+Tokenizer marked(bool with_template = false) {
+  nlohmann::json json = {
+      {"normalizer",
+       {{"type", "Sequence"},
+        {"normalizers",
+         {{{"type", "Prepend"}, {"prepend", "\u2581"}},
+          {{"type", "Replace"}, {"pattern", {{"String", " "}}}, {"content", "\u2581"}}}}}},
+      {"model",
+       {{"type", "BPE"},
+        {"unk_token", "?"},
+        {"vocab",
+         {{"?", 0}, {"\u2581", 1}, {"a", 2}, {"b", 3}, {"\u2581a", 4}, {"\u2581b", 5}, {"\uFFFD", 6}}},
+        {"merges", {"\u2581 a", "\u2581 b"}}}},
+      {"added_tokens",
+       {{{"id", 7}, {"content", "<s>"}, {"special", true}},
+        {{"id", 8}, {"content", "</s>"}, {"special", true}}}}};
+  if (with_template)
+    json["post_processor"] = {{"type", "TemplateProcessing"},
+                              {"single",
+                               {{{"SpecialToken", {{"id", "<s>"}}}},
+                                {{"Sequence", {{"id", "A"}}}},
+                                {{"SpecialToken", {{"id", "</s>"}}}}}},
+                              {"special_tokens", {{"<s>", {{"ids", {7}}}}, {"</s>", {{"ids", {8}}}}}}};
+  return {json.dump(), "tokenizer.json"};
+}
+
+// ---- Packed ----
+
+TEST_F(DataTest, BytesOfAFileArePackedAsTheyAre) {
+  std::string text(100, ' ');
+  std::iota(text.begin(), text.end(), ' ');
+  const Data data(put(text, "text"), {.context = 4});
+  EXPECT_EQ(data.layout(), Layout::packed);
+  EXPECT_EQ(data.size(), 100);
+  EXPECT_EQ(data.memory(), static_cast<std::int64_t>(sizeof(Document)));  // the file is mapped
+  EXPECT_EQ(data.crc32(), io::crc32(text));
+  const Windows training = data.training(), validation = data.validation();
+  EXPECT_EQ(training.count(), 95 - 4);   // a twentieth is held out
+  EXPECT_EQ(validation.count(), 5 - 4);  // one window
+  const Window first = read(training, 3), last = read(validation, 0);
+  EXPECT_EQ(shown(first.tokens), "#$%&");
+  EXPECT_EQ(shown(first.targets), "$%&'");
+  EXPECT_EQ(first.starts, Numbers(4, 0));
+  EXPECT_EQ(last.targets.back(), 32 + 99);
+  // The windows of a text have always been these.
+  for (const std::uint64_t index : {0u, 1u, 1000u})
+    EXPECT_EQ(training.random_start(5, index),
+              static_cast<std::int64_t>(random_bits(5, kDataStream, index) % 91));
+}
+
+TEST_F(DataTest, AFolderIsReadInTheOrderOfItsPaths) {
+  std::filesystem::create_directories(path("texts/b"));
+  put("DEF", "texts/b/second.md");
+  put("ABC", "texts/a.txt");
+  put("{\"text\": \"GHI\"}\n{\"text\": \"\"}\n{\"text\": \"JKL\"}", "texts/c.jsonl");
+  put("no text", "texts/picture.png");
+  put("", "texts/empty.txt");
+  std::int64_t done = 0, all = 0;
+  const Data data(path("texts"), {.context = 5},
+                  {.end = kEnd, .progress = [&](std::int64_t d, std::int64_t a) { done = d, all = a; }});
+  EXPECT_EQ(data.documents(), 4);
+  EXPECT_EQ(data.left_out(), 2);
+  EXPECT_EQ(data.size(), 16);
+  EXPECT_EQ(done, all);
+  EXPECT_EQ(all, 3 + 3 + 15 + 1 + 12 + 1 + 15);
+  EXPECT_EQ(shown(read(data.training(), 0).tokens), "ABC|D");
+  EXPECT_EQ(shown(read(data.training(), 3).targets), "DEF|G");
+  EXPECT_EQ(shown(read(data.validation(), 0).tokens), "I|JKL");
+  EXPECT_EQ(shown(read(data.validation(), 0).targets), "|JKL|");
+}
+
+TEST_F(DataTest, APackedWindowCountsCompletionsAlone) {
+  const std::string file =
+      put("{\"prompt\": \"AB\", \"completion\": \"cd\"}\n"
+          "{\"text\": \"efg\"}\n"
+          "{\"completion\": \"i\", \"more\": [{\"text\": 1}], \"prompt\": \"H\"}\n"
+          "{\"text\": \"jklmnopqrstuvwxyz\"}\n",
+          "notes.jsonl");
+  const Data data(file, packed(12), {.end = kEnd});  // ABcd|efg|Hi|jklmnopqrstuvwxyz|
+  const Windows windows = data.training();
+  // The last of a document predicts the first of the next one, which counts where that is a text.
+  EXPECT_EQ(shown(read(windows, 0).tokens), "ABcd|efg|Hi|");
+  EXPECT_EQ(shown(read(windows, 0).targets), ".cd|efg|.i|j");
+  EXPECT_EQ(read(windows, 0).starts, Numbers(12, 0));
+}
+
+TEST_F(DataTest, IsolatedDocumentsKnowWhereTheyBegin) {
+  const std::string file =
+      put("{\"text\": \"ABC\"}\n{\"prompt\": \"DE\", \"completion\": \"fg\"}\n{\"text\": \"H\"}\n"
+          "{\"text\": \"IJKLMNOPQRSTUVW\"}\n",
+          "notes.jsonl");
+  const Data data(file, isolated(9), {.end = kEnd});  // ABC|DEfg|H|IJKLMNOPQRSTUVW|
+  EXPECT_TRUE(data.training().isolates());
+  const Window first = read(data.training(), 0), second = read(data.training(), 3);
+  EXPECT_EQ(shown(first.tokens), "ABC|DEfg|");
+  EXPECT_EQ(shown(first.targets), "BC|..fg|.");  // neither a prompt nor another document's begin counts
+  EXPECT_EQ(first.starts, (Numbers{0, 0, 0, 0, 4, 4, 4, 4, 4}));
+  EXPECT_EQ(shown(second.tokens), "|DEfg|H|I");
+  EXPECT_EQ(shown(second.targets), "..fg|.|.J");
+  EXPECT_EQ(second.starts, (Numbers{0, 1, 1, 1, 1, 1, 6, 6, 8}));
+  // From the end of the text, where the document began before the window.
+  const Window last = read(data.validation(), data.validation().count() - 1);
+  EXPECT_EQ(shown(last.tokens), "OPQRSTUVW");
+  EXPECT_EQ(shown(last.targets), "PQRSTUVW|");
+  EXPECT_EQ(last.starts, Numbers(9, 0));
+}
+
+// An isolated window says of each document what that document alone says.
+TEST_F(DataTest, IsolatedAndPaddedCountTheSameTargets) {
+  std::string lines;
+  for (int i = 1; i < 30; ++i) {
+    const std::string text(static_cast<std::size_t>(i % 7 + 1), static_cast<char>('A' + i % 26));
+    lines += i % 3 == 0 ? R"({"prompt": ")" + text + R"(", "completion": "zz"})" + "\n"
+                        : R"({"text": ")" + text + "\"}\n";
+  }
+  const std::string file = put(lines, "notes.jsonl");
+  const auto counting = [](const Windows& windows, std::int64_t from) {
+    const Window window = read(windows, from);
+    return std::count_if(window.targets.begin(), window.targets.end(), [](auto t) { return t != kNoTarget; });
+  };
+  const Data alone(file, padded(20), {.end = kEnd}), together(file, isolated(8), {.end = kEnd});
+  std::int64_t one = 0, other = 0;
+  for (std::int64_t d = 0; d < 28; ++d) one += counting(alone.training(), d);
+  one += counting(alone.validation(), 0);
+  EXPECT_EQ(alone.training().count(), 28);
+  // Every token but the first of all is the target of one place in the windows that begin at each token.
+  std::vector<bool> counts(static_cast<std::size_t>(together.size()));
+  for (const bool is_training : {true, false}) {
+    const Windows windows = is_training ? together.training() : together.validation();
+    const std::int64_t begin = is_training ? 0 : together.size() - windows.count() - 8;
+    for (std::int64_t at = 0; at < windows.count(); ++at) {
+      const Window window = read(windows, at);
+      for (std::size_t i = 0; i < 8; ++i)
+        if (window.targets[i] != kNoTarget) counts[static_cast<std::size_t>(begin + at) + i + 1] = true;
+    }
+  }
+  other = std::count(counts.begin(), counts.end(), true);
+  EXPECT_GE(one, other);
+  EXPECT_LE(one - other, 1);  // the target between training and validation is in no window
+}
+
+// ---- Padded ----
+
+TEST_F(DataTest, PromptsArePaddedUnlessAskedOtherwise) {
+  const std::string file =
+      put("{\"prompt\": \"AB\", \"completion\": \"cd\"}\r\n"     // fits
+          "\r\n"                                                 // blank
+          "{\"prompt\": \"ABCDE\", \"completion\": \"fghi\"}\n"  // its last prompt token predicts one more
+          "{\"prompt\": \"ABCDEF\", \"completion\": \"ghi\"}\n"  // nothing counts
+          "{\"prompt\": \"AB\", \"completion\": \"\"}\n"         // only its end counts
+          "  \n"
+          "{\"text\": \"klmnopqr\"}\n"  // cut
+          "{\"text\": \"stuvw\"}",      // its end is the last target
+          "notes.jsonl");
+  const Data data(file, {.context = 5}, {.end = kEnd});
+  EXPECT_EQ(data.layout(), Layout::padded);
+  EXPECT_EQ(data.documents(), 5);
+  EXPECT_EQ(data.left_out(), 1);
+  EXPECT_EQ(data.cut(), 2);
+  const Windows training = data.training();
+  EXPECT_EQ(training.count(), 4);
+  EXPECT_EQ(data.validation().count(), 1);
+  const std::pair<const char*, const char*> expected[] = {
+      {"ABcd|", ".cd|."}, {"ABCDE", "....f"}, {"AB|..", ".|..."}, {"klmno", "lmnop"}};
+  for (std::int64_t d = 0; d < 4; ++d) {
+    const Window window = read(training, d);
+    EXPECT_EQ(shown(window.tokens), expected[d].first) << d;
+    EXPECT_EQ(shown(window.targets), expected[d].second) << d;
+    EXPECT_EQ(window.starts, Numbers(5, 0));
+  }
+  EXPECT_EQ(shown(read(data.validation(), 0).targets), "tuvw|");
+  EXPECT_EQ(Data(file, packed(5), {.end = kEnd}).layout(), Layout::packed);
+  EXPECT_EQ(Data(put("{\"text\": \"plain lines are packed\"}", "plain.jsonl"), {.context = 5}).layout(),
+            Layout::packed);
+}
+
+TEST_F(DataTest, WithoutAnEndTokenTheCompletionAloneCounts) {
+  const Data data(
+      put("{\"prompt\": \"AB\", \"completion\": \"c\"}\n{\"prompt\": \"A\", \"completion\": \"\"}\n"
+          "{\"prompt\": \"\", \"completion\": \"xyz\"}\n",
+          "notes.jsonl"),
+      {.context = 4});
+  EXPECT_EQ(data.left_out(), 1);
+  EXPECT_EQ(shown(read(data.training(), 0).targets), ".c..");
+  EXPECT_EQ(shown(read(data.validation(), 0).targets), "yz..");
+}
+
+TEST_F(DataTest, EachEpochSeesEveryDocumentOnce) {
+  for (const std::int64_t count : {1, 2, 3, 5, 16, 17, 100, 1000}) {
+    std::string lines;
+    for (std::int64_t i = 0; i <= count; ++i) lines += "{\"text\": \"ab\"}\n";
+    Cutting cutting = padded(4);
+    cutting.validation_share = 1e-9;  // one
+    const Data data(put(lines, "notes.jsonl"), cutting);
+    const Windows windows = data.training();
+    ASSERT_EQ(windows.count(), count);
+    std::set<std::vector<std::int64_t>> orders;
+    for (const std::uint64_t seed : {1u, 2u})
+      for (std::uint64_t epoch = 0; epoch < 3; ++epoch) {
+        std::vector<std::int64_t> order;
+        for (std::int64_t i = 0; i < count; ++i)
+          order.push_back(windows.random_start(
+              seed, epoch * static_cast<std::uint64_t>(count) + static_cast<std::uint64_t>(i)));
+        orders.insert(order);
+        std::sort(order.begin(), order.end());
+        for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(order[static_cast<std::size_t>(i)], i) << count;
+      }
+    if (count >= 16) {
+      EXPECT_EQ(orders.size(), 6u) << count;
+    }  // of two seeds and three epochs, all different
+  }
+}
+
+TEST_F(DataTest, EveryOrderOfThreeIsAsLikelyAsAnother) {
+  const Data data(
+      put("{\"text\": \"ab\"}\n{\"text\": \"cd\"}\n{\"text\": \"ef\"}\n{\"text\": \"gh\"}\n", "notes.jsonl"),
+      padded(4));
+  const Windows windows = data.training();
+  std::vector<int> seen(27);
+  constexpr int kEpochs = 6000;
+  for (std::uint64_t epoch = 0; epoch < kEpochs; ++epoch) {
+    std::int64_t order = 0;
+    for (std::uint64_t i = 0; i < 3; ++i) order = 3 * order + windows.random_start(7, 3 * epoch + i);
+    ++seen[static_cast<std::size_t>(order)];
+  }
+  // Six orders; a fair count has a standard deviation of 29, and the draws are always these.
+  EXPECT_EQ(std::count(seen.begin(), seen.end(), 0), 21);
+  for (const int times : seen)
+    if (times > 0) {
+      EXPECT_NEAR(times, kEpochs / 6, 150);
+    }
+}
+
+TEST_F(DataTest, TheOrderFollowsFromSeedAndIndexAlone) {
+  std::string lines;
+  for (int i = 0; i < 50; ++i) lines += "{\"text\": \"ab\"}\n";
+  const Data data(put(lines, "notes.jsonl"), padded(4)), again(path("notes.jsonl"), padded(4));
+  const Windows windows = data.training();
+  std::vector<std::int64_t> forward, backward;
+  for (std::uint64_t i = 0; i < 200; ++i) forward.push_back(windows.random_start(9, i));
+  for (std::uint64_t i = 200; i-- > 0;) backward.push_back(again.training().random_start(9, i));
+  std::reverse(backward.begin(), backward.end());
+  EXPECT_EQ(forward, backward);
+  // What a checkpoint of an earlier version goes on with.
+  EXPECT_EQ(std::vector<std::int64_t>(forward.begin(), forward.begin() + 8),
+            (std::vector<std::int64_t>{3, 8, 33, 23, 45, 4, 12, 15}));
+}
+
+// ---- Validation ----
+
+TEST_F(DataTest, TheValidationShareIsTheLast) {
+  const std::string text(1000, 'x');
+  Cutting cutting = packed(10);
+  cutting.validation_share = 0.3;
+  EXPECT_EQ(Data(put(text, "text"), cutting).validation().count(), 300 - 10);
+  cutting.validation_share = 0.001;
+  EXPECT_EQ(Data(path("text"), cutting).validation().count(), 1);
+  cutting.validation_share = 0.995;
+  expect_words(refused(path("text"), cutting),
+               "leaves 5 tokens to train on, and --context 10 takes at least 11", "too large a share");
+  for (const double share : {0.0, 1.0, -1.0, std::nan("")}) {
+    cutting.validation_share = share;
+    expect_words(refused(path("text"), cutting), "is not between 0 and 1", "a share that is none");
+  }
+  // For every size the default is what it has always been.
+  for (const int size : {22, 39, 40, 41, 219, 220, 221, 240, 1999, 2000})
+    EXPECT_EQ(
+        Data(put(std::string(static_cast<std::size_t>(size), 'x'), "text"), packed(10)).validation().count(),
+        std::max(size / 20, 11) - 10)
+        << size;
+}
+
+TEST_F(DataTest, TooLittleIsRefused) {
+  expect_words(refused(put("0123456789", "text"), {.context = 5}),
+               "text has 10 bytes, and training and validation take at least 12 at --context 5", "bytes");
+  expect_words(refused(put("", "text"), {.context = 5}), "text has 0 bytes", "empty");
+  expect_words(refused(put("", "empty.jsonl"), {.context = 5}), "empty.jsonl has 0 bytes", "an empty jsonl");
+  expect_words(
+      refused(put("{\"prompt\": \"a\", \"completion\": \"b\"}", "one.jsonl"), {.context = 5}),
+      "one.jsonl has 1 document with something to learn at --context 5, and training and validation take at "
+      "least one each",
+      "one document");
+  expect_words(refused(put("{\"prompt\": \"long\", \"completion\": \"b\"}\n", "none.jsonl"), {.context = 2}),
+               "none.jsonl has 0 documents with something to learn at --context 2 (1 were left out)",
+               "no document");
+  std::filesystem::create_directory(path("bare"));
+  expect_words(refused(path("bare"), {.context = 5}), "bare has no *.txt, *.md or *.jsonl file", "no file");
+  expect_words(refused(path("missing"), {.context = 5}), "missing", "no such file");
+  expect_words(refused(path("missing.jsonl"), {.context = 5}), "missing.jsonl", "no such file");
+  expect_words(refused(path("missing.bin"), {.context = 5}), "missing.bin", "no such file");
+}
+
+// ---- Tokens ----
+
+TEST_F(DataTest, FilesOfTokensStayMapped) {
+  const std::vector<Token> tokens = {1, 2, 9, 3, 4, 5, 9, 6, 9, 7, 8, 1};
+  for (const auto& [form, vocabulary] :
+       {std::pair(TokenFile::llm_c, 10), {TokenFile::llm_c, 100'000}, {TokenFile::nanogpt, 10}}) {
+    write_tokens(path("tokens.bin"), form, tokens, vocabulary);
+    const Data data(path("tokens.bin"), isolated(4), {.end = 9, .vocabulary = 10});
+    EXPECT_EQ(data.size(), 12);
+    EXPECT_EQ(data.documents(), 4);  // the last has no end
+    const Window window = read(data.training(), 1);
+    EXPECT_EQ(window.tokens, (Numbers{2, 9, 3, 4}));
+    EXPECT_EQ(window.targets, (Numbers{9, kNoTarget, 4, 5}));
+    EXPECT_EQ(window.starts, (Numbers{0, 0, 2, 2}));
+    EXPECT_LT(data.memory(), 500);
+    expect_words(refused(path("tokens.bin"), packed(4), {.vocabulary = 9 + 247}), "no error", "all fit");
+    write_tokens(path("wide.bin"), form, {1, 2, 3, 300, 5}, vocabulary);
+    expect_words(refused(path("wide.bin"), packed(1)),
+                 "wide.bin: token 3 is number 300, and the model's vocabulary has 256",
+                 "a token that is too large");
+  }
+  expect_words(refused(put("abc", "odd.bin"), packed(1)), "no whole number of 16-bit tokens", "half a token");
+}
+
+TEST_F(DataTest, ATokenizersTextIsTokensAndAnEnd) {
+  Tokenizer tokenizer = marked(true);
+  const Reading reading = {.tokenizer = &tokenizer, .end = 8, .vocabulary = 9};
+  // <s> _a _b </s>; the end is there already
+  const Data data(put("a b", "text"), packed(1), reading);
+  EXPECT_EQ(data.size(), 4);
+  EXPECT_EQ(read(data.training(), 0).tokens, Numbers{7});
+  EXPECT_EQ(read(data.training(), 0).targets, Numbers{4});
+  EXPECT_EQ(read(data.validation(), 0).targets, Numbers{8});
+  // A prompt has what stands before a text, the completion goes on without a mark of its own.
+  const std::string file =
+      put("{\"prompt\": \"a\", \"completion\": \"b a\"}\n{\"prompt\": \"a\", \"completion\": \" b</s>\"}\n"
+          "{\"text\": \"b\"}\n",
+          "notes.jsonl");
+  const Data notes(file, {.context = 6}, reading);
+  EXPECT_EQ(read(notes.training(), 0).tokens, (Numbers{7, 4, 3, 4, 8, 0}));
+  EXPECT_EQ(read(notes.training(), 0).targets, (Numbers{-1, 3, 4, 8, -1, -1}));
+  EXPECT_EQ(read(notes.training(), 1).tokens, (Numbers{7, 4, 5, 8, 0, 0}));
+  EXPECT_EQ(read(notes.training(), 1).targets, (Numbers{-1, 5, 8, -1, -1, -1}));
+  EXPECT_EQ(read(notes.validation(), 0).targets, (Numbers{5, 8, -1, -1, -1, -1}));
+  Reading small = reading;
+  small.vocabulary = 5;
+  expect_words(refused(file, {.context = 6}, small),
+               "the end token is number 8, and the model's vocabulary has 5", "an end that is too large");
+  small.end = {};
+  expect_words(refused(file, {.context = 6}, small),
+               "notes.jsonl, line 1: one of its tokens is number 7, and the model's vocabulary has 5",
+               "a token that is too large");
+}
+
+TEST_F(DataTest, TokensTakeAsManyBitsAsTheVocabulary) {
+  Tokenizer tokenizer = marked();
+  put(std::string(10'000, 'a'), "text");
+  for (const auto& [vocabulary, bytes] : {std::pair(200, 1), {256, 1}, {257, 2}, {65'536, 2}, {65'537, 4}}) {
+    const Data data(path("text"), packed(4), {.tokenizer = &tokenizer, .vocabulary = vocabulary});
+    EXPECT_EQ(data.size(), 10'000);
+    EXPECT_GE(data.memory(), 10'000 * bytes);
+    EXPECT_LE(data.memory(), 20'000 * bytes + 100);
+    EXPECT_EQ(read(data.training(), 0).tokens, (Numbers{4, 2, 2, 2}));
+  }
+}
+
+TEST_F(DataTest, BrokenUtf8IsReplacedAndCounted) {
+  Tokenizer tokenizer = marked();
+  const Reading reading = {.tokenizer = &tokenizer, .vocabulary = 9};
+  const Data text(put("a\xFF\xC3 a a a", "text"), packed(1), reading);
+  EXPECT_EQ(text.replaced(), 2);
+  EXPECT_EQ(read(text.training(), 0).targets, Numbers{6});
+  const Data lines(put("{\"text\": \"a\xFF\"}\n{\"text\": \"a a a\xC3\"}", "notes.jsonl"), packed(1),
+                   reading);
+  EXPECT_EQ(lines.replaced(), 2);
+  EXPECT_EQ(Data(put("\xFF\xFF\xFF\xFF", "bytes"), packed(1)).replaced(), 0);  // bytes may be any
+}
+
+TEST_F(DataTest, ALongTextShowsItsProgress) {
+  Tokenizer tokenizer = marked();
+  std::string text;
+  while (text.size() < 2'000'000) text += "a b ";
+  std::vector<std::int64_t> seen;
+  const Data data(
+      put(text, "text"), packed(4),
+      {.tokenizer = &tokenizer, .vocabulary = 9, .progress = [&](std::int64_t done, std::int64_t all) {
+         EXPECT_EQ(all, 2'000'000);
+         seen.push_back(done);
+       }});
+  EXPECT_GT(seen.size(), 5u);
+  EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
+  EXPECT_EQ(seen.back(), 2'000'000);
+}
+
+TEST_F(DataTest, WhatDoesNotFitIntoMemoryIsRefused) {
+  Tokenizer tokenizer = marked();
+  put(std::string(3 << 20, 'a'), "text");
+  const Reading reading = {.tokenizer = &tokenizer, .vocabulary = 9, .limit = 4 << 20};
+  expect_words(refused(path("text"), packed(4), reading), "a text of 3 MiB takes about 4 times that",
+               "a text");
+  std::string lines;
+  for (int i = 0; i < 3000; ++i) lines += "{\"text\": \"" + std::string(1000, 'a') + "\"}\n";
+  put(lines, "notes.jsonl");
+  expect_words(refused(path("notes.jsonl"), packed(4), {.limit = 1 << 20}),
+               "what was read up to here takes more than the 1 MiB", "many lines");
+  put("{\"text\": \"" + std::string(1 << 20, 'a') + "\"}", "notes.jsonl");
+  expect_words(refused(path("notes.jsonl"), packed(4), {.limit = 2 << 20}),
+               "notes.jsonl, line 1: a text of 1 MiB", "a long line");
+}
+
+// ---- What a resumed run compares ----
+
+TEST_F(DataTest, TheChecksumIsOfTokensAndMasks) {
+  const auto crc = [&](const std::string& lines) {
+    return Data(put(lines, "notes.jsonl"), packed(2), {.end = kEnd}).crc32();
+  };
+  const std::uint32_t one = crc("{\"text\": \"abcd\"}\n{\"text\": \"efgh\"}\n");
+  EXPECT_EQ(one, crc("{\"more\": 1, \"text\": \"\\u0061bcd\"}\r\n\n{\"text\": \"efgh\"}"));
+  EXPECT_NE(one, crc("{\"text\": \"abcd\"}\n{\"text\": \"efgi\"}\n"));
+  EXPECT_NE(one, crc("{\"text\": \"abcd|efgh\"}\n"));                                           // documents
+  EXPECT_NE(one, crc("{\"prompt\": \"ab\", \"completion\": \"cd\"}\n{\"text\": \"efgh\"}\n"));  // masks
+  EXPECT_NE(crc("{\"prompt\": \"ab\", \"completion\": \"cdef\"}\n"),
+            crc("{\"prompt\": \"abc\", \"completion\": \"def\"}\n"));
+}
+
+// ---- Hostile lines ----
+
+TEST_F(DataTest, ALineThatIsNoDocumentIsNamed) {
+  const std::pair<const char*, const char*> cases[] = {
+      {R"({"prompt": "a", "completion": 17})", "\"completion\" is a number; it must be text"},
+      {R"({"text": null})", "\"text\" is null; it must be text"},
+      {R"({"text": ["a"]})", "\"text\" is a list; it must be text"},
+      {R"({"text": {"text": "a"}})", "\"text\" is an object; it must be text"},
+      {R"({"text": true})", "\"text\" is true or false; it must be text"},
+      {R"({"text": "a", "text": "b"})", "\"text\" stands twice"},
+      {R"({"text": "a", "prompt": "b"})", "it has \"text\" and \"prompt\"; one of them must go"},
+      {R"({"text": "a", "completion": "b"})", "it has \"text\" and \"completion\""},
+      {R"({"prompt": "a"})", "it has a \"prompt\" and no \"completion\""},
+      {R"({"completion": "a"})", "it has a \"completion\" and no \"prompt\""},
+      {R"({"messages": [], "id": 1})",
+       "it has \"messages\", \"id\"; a line must be {\"text\": ...} or {\"prompt\""},
+      {R"({"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1})",
+       "it has \"a\", \"b\", \"c\", \"d\", \"e\", ...; a line must be"},
+      {"{}", "it has no members"},
+      {"[]", "it is a list; a line must be {\"text\""},
+      {"17", "it is a number; a line must be"},
+      {"\"text\"", "it is text; a line must be"},
+      {"null", "it is null; a line must be"},
+      {"{\"text\": \"a\"", "it is no JSON at byte 13, its end"},
+      {"{\"text\": \"a\"} x", "it is no JSON at byte 15, 'x'; a line must be"},
+      {"{\"text\": \"a\"}{\"text\": \"b\"}", "it is no JSON at byte 14"},
+      {"{\"text\": \"a\x01\"}", "it is no JSON at byte 12"},
+      {"{\"text\": \"\\ud800\"}", "it is no JSON"},
+      {"{\"text\": \"a\", \"n\": 1e999}", "it is no JSON"},
+      {"\xFF", "it is no JSON"},
+      {"text", "it is no JSON"},
+  };
+  for (const auto& [line, words] : cases)
+    expect_words(refused_line(line), "notes.jsonl, line 3: " + std::string(words), line);
+  expect_words(refused_line(std::string("{\"text\": \"a\0\"}", 14)), "notes.jsonl, line 3: it is no JSON",
+               "NUL");
+}
+
+TEST_F(DataTest, HostileLinesCostNoMoreThanTheirLength) {
+  const std::string deep(1'000'000, '[');
+  expect_words(refused_line("{\"meta\": " + deep + "}"), "line 3: it is no JSON at byte 1000010", "deep");
+  expect_words(refused_line("{\"text\": " + deep + "}"), "line 3: \"text\" is a list", "deep");
+  expect_words(refused_line("{\"m\": " + deep + std::string(deep.size(), ']') + ", \"text\": 1}"),
+               "line 3: \"text\" is a number", "deep and closed");
+  // What a message repeats is short.
+  EXPECT_LT(refused_line("{\"text\": \"" + std::string(100'000, 'x')).size(), 500u);
+  EXPECT_LT(refused_line("{\"" + std::string(100'000, 'x') + "\": 1}").size(), 500u);
+  const Data data(put("{\"text\": \"" + std::string(3'000'000, 'x') + "\"}", "notes.jsonl"), packed(8));
+  EXPECT_EQ(data.size(), 3'000'000);
+}
+
+TEST(JsonLines, MarksBlanksAndTheLastLine) {
+  const std::string content =
+      "\xEF\xBB\xBF{\"text\": \"a\\u0000\\n\"}\r\n \t\r\n\n{\"prompt\":\"\",\"completion\":\"\xC3\xA9\"}";
+  JsonLines lines(content, "x");
+  ASSERT_TRUE(lines.next());
+  const JsonDocument first = lines.document();
+  EXPECT_EQ(first.text, std::string("a\0\n", 3));
+  EXPECT_FALSE(first.prompt);
+  EXPECT_EQ(lines.place(), "x, line 1");
+  ASSERT_TRUE(lines.next());
+  const JsonDocument second = lines.document();
+  EXPECT_EQ(second.prompt, "");
+  EXPECT_EQ(second.text, "\u00e9");
+  EXPECT_EQ(lines.place(), "x, line 4");
+  EXPECT_FALSE(lines.next());
+  EXPECT_EQ(lines.bytes_read(), content.size());
+  EXPECT_EQ(lines.replaced(), 0);
+  for (const char* nothing : {"", "\n", "\xEF\xBB\xBF", "\r\n\r\n", " "})
+    EXPECT_FALSE(JsonLines(nothing, "x").next());
+}
+
+}  // namespace
+}  // namespace scruple_tests

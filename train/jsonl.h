@@ -1,0 +1,38 @@
+// JSON lines: one document per line, {"text": ...} or {"prompt": ..., "completion": ...}. Other members are passed
+// over. The files may be hostile: nlohmann's parser is read event by event, so that no tree is built of a line, and
+// problems are thrown as std::runtime_error with the file, the line and what was found.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace scruple::train {
+
+struct JsonDocument {
+  std::optional<std::string> prompt;
+  std::string text;  // after a prompt: the completion
+};
+
+class JsonLines {
+ public:
+  // `name` names the file in messages. `content` must outlive this.
+  JsonLines(std::string_view content, std::string name);
+
+  bool next();  // goes to the next line that is not blank; false: there are no more
+  std::string_view line() const { return line_; }
+  // Of this line. Bytes that are no UTF-8 become U+FFFD.
+  JsonDocument document();
+  std::string place() const;  // of this line: "notes.jsonl, line 17"
+  std::size_t bytes_read() const { return at_; }
+  std::int64_t replaced() const { return replaced_; }  // places that were no UTF-8, so far
+
+ private:
+  std::string_view content_, line_;
+  std::string name_;
+  std::size_t at_ = 0;
+  std::int64_t number_ = 0, replaced_ = 0;
+};
+
+}  // namespace scruple::train
