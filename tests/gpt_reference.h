@@ -116,18 +116,21 @@ struct Model {
     return out;
   }
 
-  // The mean of -log p(target).
+  // The mean of -log p(target) over the targets that are not below 0.
   T loss(const std::vector<std::int32_t>& tokens, const std::vector<std::int32_t>& targets) const {
     const std::size_t length = std::size_t(shape.context);
     T total = 0;
+    double counted = 0;
     for (std::size_t at = 0; at < tokens.size(); at += length) {
       Rows<T> rows = logits(tokens.data() + at, shape.context);
       for (std::size_t t = 0; t < length; ++t) {
+        if (targets[at + t] < 0) continue;
+        ++counted;
         softmax(rows[t]);
         total -= std::log(rows[t][std::size_t(targets[at + t])]);
       }
     }
-    return total / T(double(tokens.size()));
+    return total / T(counted);
   }
 };
 

@@ -76,15 +76,16 @@ struct Keep : Gradients {
   std::function<void(int)> after;
 };
 
-struct Batch {
-  Batch(const Description& shape, std::int64_t sequences, unsigned seed = 7) : size(sequences) {
+struct Examples {
+  Examples(const Description& shape, std::int64_t sequences, unsigned seed = 7) : size(sequences) {
     std::mt19937 random(seed);
     std::uniform_int_distribution<std::int32_t> token(0, static_cast<std::int32_t>(shape.vocabulary) - 1);
     for (std::int64_t i = 0; i < sequences * shape.context; ++i)
       tokens.push_back(token(random)), targets.push_back(token(random));
   }
+  Batch all() const { return {tokens.data(), targets.data(), starts.empty() ? nullptr : starts.data()}; }
   std::int64_t size;
-  std::vector<std::int32_t> tokens, targets;
+  std::vector<std::int32_t> tokens, targets, starts;
 };
 
 struct Result {
@@ -92,7 +93,7 @@ struct Result {
   Values gradients;
 };
 
-Result run(const Description& shape, const Batch& batch, Precision precision, int threads = 2,
+Result run(const Description& shape, const Examples& batch, Precision precision, int threads = 2,
            float scale = 1, std::int64_t tile_rows = 0, bool direct = false) {
   Threads pool(threads);
   Ledger ledger;
@@ -100,7 +101,7 @@ Result run(const Description& shape, const Batch& batch, Precision precision, in
   Store store(shape);
   store.direct = direct;
   Keep keep(shape, tile_rows);
-  const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+  const double loss = model.forward(store, batch.all());
   model.backward(store, keep, scale);
   EXPECT_EQ(keep.taken.size(), keep.list.size());
   return {loss, keep.all};
@@ -146,7 +147,8 @@ TEST(GptReference, LossAndEveryGradient) {
   const Description shapes[] = {kOdd, gpt2({1, 6, 1, 5, 4}), gpt2({1, 10, 5, 1, 3}), gpt2({1, 1, 1, 2, 2})};
   for (const Description& shape : shapes) {
     SCOPED_TRACE("width " + std::to_string(shape.width));
-    const Batch batch(shape, 2);
+    Examples batch(shape, 2);
+    batch.targets[0] = -1;
     const Result got = run(shape, batch, Precision::fp32, 2, 1, 0);
     const auto p = in_double(Store(shape));
     EXPECT_NEAR(got.loss, gpt_reference::loss(plain(shape), p, batch.tokens, batch.targets), 1e-6);
@@ -166,7 +168,8 @@ TEST(GptReference, LossAndEveryGradient) {
 
 // The derivative along a random direction in each parameter.
 void check_directions(const Description& shape, std::int64_t sequences) {
-  const Batch batch(shape, sequences);
+  Examples batch(shape, sequences);
+  for (std::size_t i = 2; i < batch.targets.size(); i += 3) batch.targets[i] = -100;
   const Result got = run(shape, batch, Precision::fp32, 2, 1, 500);
   const auto p = in_double(Store(shape));
   const gpt_reference::Shape small = plain(shape);
@@ -195,10 +198,99 @@ void check_directions(const Description& shape, std::int64_t sequences) {
 TEST(GptReference, ManyTokens) { check_directions(gpt2({1, 32, 2, 150, 1100}), 2); }
 TEST(GptReference, WideLayers) { check_directions(gpt2({1, 260, 2, 5, 140}), 1); }
 
+// ---- Documents, and targets that do not count ----
+
+// Each window is documents of these lengths, beginning with another of them.
+void cut(const Description& shape, const std::vector<std::int64_t>& lengths, Examples& batch) {
+  batch.starts.clear();
+  for (std::int64_t w = 0; w < batch.size; ++w) {
+    std::int32_t start = 0;
+    for (std::size_t d = 0; d < lengths.size(); ++d) {
+      const auto length = lengths[(d + static_cast<std::size_t>(w)) % lengths.size()];
+      batch.starts.insert(batch.starts.end(), static_cast<std::size_t>(length), start);
+      start += static_cast<std::int32_t>(length);
+    }
+    ASSERT_EQ(start, shape.context);
+  }
+}
+
+// The documents of a batch, each in a model whose context it fills.
+Result alone(const Description& shape, const Examples& batch) {
+  Result sum = {};
+  for (std::size_t first = 0, end = 1; first < batch.tokens.size(); first = end++) {
+    while (end < batch.tokens.size() && batch.starts[end] == batch.starts[first]) ++end;
+    Description short_one = shape;
+    short_one.context = static_cast<std::int64_t>(end - first);
+    Examples document(short_one, 1);
+    std::copy(batch.tokens.begin() + first, batch.tokens.begin() + end, document.tokens.begin());
+    std::copy(batch.targets.begin() + first, batch.targets.begin() + end, document.targets.begin());
+    const float share = static_cast<float>(end - first) / static_cast<float>(batch.tokens.size());
+    const Result one = run(short_one, document, Precision::fp32, 2, share);
+    sum.loss += one.loss * static_cast<double>(share);
+    sum.gradients.resize(one.gradients.size());
+    for (std::size_t i = 0; i < one.gradients.size(); ++i) {
+      sum.gradients[i].resize(one.gradients[i].size());
+      for (std::size_t j = 0; j < one.gradients[i].size(); ++j) sum.gradients[i][j] += one.gradients[i][j];
+    }
+  }
+  return sum;
+}
+
+TEST(GptDocuments, PackedOnesAreAsAlone) {
+  const std::vector<std::int64_t> few = {3, 4}, many = {1, 66, 5, 78};
+  for (int i = 0; i < 4; ++i) {
+    const Description& shape = i < 2 ? kSmallOnes[i] : kLargeOnes[i - 2];
+    Examples batch(shape, 3);
+    cut(shape, i < 2 ? few : many, batch);
+    const Result packed = run(shape, batch, Precision::fp32), want = alone(shape, batch);
+    EXPECT_NEAR(packed.loss, want.loss, 1e-6 * want.loss);
+    for (std::size_t p = 0; p < want.gradients.size(); ++p)
+      EXPECT_LE(relative_error(packed.gradients[p], want.gradients[p]), 3e-6) << parameters_of(shape)[p].name;
+  }
+}
+
+// Not one bit: no token of one document reaches another.
+TEST(GptDocuments, NothingOfTheOneBeforeIsSeen) {
+  for (const Description& shape : kLargeOnes)
+    for (const Precision precision : kPrecisions) {
+      Examples batch(shape, 2);
+      cut(shape, {90, 60}, batch);
+      for (std::size_t i = 0; i < batch.targets.size(); ++i)
+        if (batch.starts[i] == 0) batch.targets[i] = -1;
+      const Result want = run(shape, batch, precision);
+      for (std::size_t i = 0; i < batch.tokens.size(); ++i)
+        if (batch.starts[i] == 0) batch.tokens[i] = 5;
+      EXPECT_TRUE(same_bits(want, run(shape, batch, precision)));
+      batch.starts.clear();
+      EXPECT_NE(want.loss, run(shape, batch, precision).loss) << "one document";
+    }
+}
+
+TEST(GptDocuments, OneStartIsNoStarts) {
+  for (const Description& shape : kLargeOnes) {
+    Examples batch(shape, 2);
+    const Result want = run(shape, batch, Precision::bf16);
+    cut(shape, {shape.context}, batch);
+    EXPECT_TRUE(same_bits(want, run(shape, batch, Precision::bf16)));
+  }
+}
+
+TEST(GptTargets, NoneThatCountsIsNoLossAndNoGradient) {
+  for (const Description& shape : kSmallOnes)
+    for (const Precision precision : kPrecisions) {
+      Examples batch(shape, 2);
+      std::fill(batch.targets.begin(), batch.targets.end(), -100);
+      const Result got = run(shape, batch, precision, 2, 1024);
+      EXPECT_EQ(got.loss, 0);
+      for (const std::vector<float>& gradient : got.gradients)
+        for (const float g : gradient) EXPECT_EQ(g, 0.0f);
+    }
+}
+
 TEST(GptBits, SameOnAnyNumberOfThreads) {
   for (const Description& shape : kLargeOnes)
     for (const Precision precision : kPrecisions) {
-      const Batch batch(shape, 3);
+      const Examples batch(shape, 3);
       const Result one = run(shape, batch, precision, 1, 64);
       EXPECT_TRUE(std::isfinite(one.loss));
       for (const int threads : {2, 3, 5})
@@ -208,7 +300,7 @@ TEST(GptBits, SameOnAnyNumberOfThreads) {
 
 TEST(GptBits, SameForDirectWeights) {
   for (const Description& shape : kSmallOnes) {
-    const Batch batch(shape, 2);
+    const Examples batch(shape, 2);
     EXPECT_TRUE(same_bits(run(shape, batch, Precision::fp32, 2, 1, 0, false),
                           run(shape, batch, Precision::fp32, 2, 1, 0, true)));
   }
@@ -221,14 +313,14 @@ TEST(GptBits, ASecondPassIsLikeTheFirst) {
       Ledger ledger;
       Transformer model(shape, 2, precision, pool, ledger);
       Store store(shape);
-      const Batch batch(shape, 2), other(shape, 2, 99);
+      const Examples batch(shape, 2), other(shape, 2, 99);
       Result result[2];
       for (Result& r : result) {
         Keep keep(shape, 0), ignored(shape, 0);
-        r.loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+        r.loss = model.forward(store, batch.all());
         model.backward(store, keep, 1);
         r.gradients = keep.all;
-        model.forward(store, other.tokens.data(), other.targets.data());
+        model.forward(store, other.all());
         model.backward(store, ignored, 1);
       }
       EXPECT_TRUE(same_bits(result[0], result[1]));
@@ -238,7 +330,7 @@ TEST(GptBits, ASecondPassIsLikeTheFirst) {
 
 TEST(GptGradients, TilesChangeRoundingOnly) {
   for (const Description& shape : kLargeOnes) {
-    const Batch batch(shape, 2);
+    const Examples batch(shape, 2);
     const Result whole = run(shape, batch, Precision::fp32);
     for (const std::int64_t rows : {7, 64}) {
       const Result tiled = run(shape, batch, Precision::fp32, 2, 1, rows);
@@ -253,7 +345,7 @@ TEST(GptGradients, TilesChangeRoundingOnly) {
 TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
   for (const Description& shape : kSmallOnes) {
     for (const bool direct : {false, true}) {
-      const Batch batch(shape, 2);
+      const Examples batch(shape, 2);
       const Result want = run(shape, batch, Precision::fp32);
       Threads pool(2);
       Ledger ledger;
@@ -264,7 +356,7 @@ TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
       keep.after = [&](int parameter) {
         for (float& x : store.values_of[static_cast<std::size_t>(parameter)]) x = 1e9f;
       };
-      const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+      const double loss = model.forward(store, batch.all());
       model.backward(store, keep, 1);
       EXPECT_TRUE(same_bits(want, {loss, keep.all}));
     }
@@ -274,7 +366,7 @@ TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
 // The token table is read twice, as the embedding and as the head; a token that is never read still has a
 // gradient.
 TEST(GptGradients, TheTokenTableIsTied) {
-  Batch batch(kOdd, 1);
+  Examples batch(kOdd, 1);
   std::fill(batch.tokens.begin(), batch.tokens.end(), 3);
   std::fill(batch.targets.begin(), batch.targets.end(), 5);
   const Result got = run(kOdd, batch, Precision::fp32);
@@ -283,7 +375,7 @@ TEST(GptGradients, TheTokenTableIsTied) {
 
 TEST(GptGradients, ScaleIsAFactor) {
   for (const Description& shape : kSmallOnes) {
-    const Batch batch(shape, 2);
+    const Examples batch(shape, 2);
     const Result one = run(shape, batch, Precision::fp32), many = run(shape, batch, Precision::fp32, 2, 1024);
     EXPECT_EQ(one.loss, many.loss);
     for (std::size_t i = 0; i < one.gradients.size(); ++i)
@@ -294,7 +386,7 @@ TEST(GptGradients, ScaleIsAFactor) {
 
 TEST(GptPrecision, SixteenBitsAreCloseAndAreSixteenBits) {
   for (const Description& shape : kSmallOnes) {
-    const Batch batch(shape, 2);
+    const Examples batch(shape, 2);
     const Result exact = run(shape, batch, Precision::fp32, 2, 256);
     for (const Precision precision : {Precision::bf16, Precision::fp16}) {
       const double tolerance = precision == Precision::bf16 ? 0.1 : 0.0125;
@@ -312,7 +404,7 @@ TEST(GptPrecision, SixteenBitsAreCloseAndAreSixteenBits) {
 
 TEST(GptPrecision, Fp16UnderflowsAndOverflows) {
   for (const Description& shape : kSmallOnes) {
-    const Batch batch(shape, 2);
+    const Examples batch(shape, 2);
     for (const std::vector<float>& gradient : run(shape, batch, Precision::fp16, 2, 1e-9f).gradients)
       for (const float g : gradient) EXPECT_EQ(g, 0.0f);
     bool finite = true;
@@ -332,9 +424,9 @@ TEST(GptPrecision, ANaNReachesTheLossAndTheGradients) {
       Transformer model(shape, 1, precision, pool, ledger);
       Store store(shape);
       store.values_of[4][0] = std::numeric_limits<float>::quiet_NaN();
-      const Batch batch(shape, 1);
+      const Examples batch(shape, 1);
       Keep keep(shape, 0);
-      EXPECT_TRUE(std::isnan(model.forward(store, batch.tokens.data(), batch.targets.data())));
+      EXPECT_TRUE(std::isnan(model.forward(store, batch.all())));
       model.backward(store, keep, 1);
       EXPECT_TRUE(std::isnan(keep.all[2][0]));
     }
@@ -381,7 +473,7 @@ TEST(GptNext, IsTheReferenceAfterAnyPrefix) {
   Ledger ledger;
   Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
   Store store(kOdd);
-  const Batch batch(kOdd, 1);
+  const Examples batch(kOdd, 1);
   const auto p = in_double(store);
   const gpt_reference::Shape shape = plain(kOdd);
   for (int count = 1; count <= kOdd.context; ++count) {
@@ -400,8 +492,8 @@ TEST(GptNext, AgreesWithForward) {
       Ledger ledger;
       Transformer model(shape, 1, precision, pool, ledger);
       Store store(shape);
-      const Batch batch(shape, 1);
-      const double loss = model.forward(store, batch.tokens.data(), batch.targets.data());
+      const Examples batch(shape, 1);
+      const double loss = model.forward(store, batch.all());
       double mean = 0;
       for (std::int64_t t = 0; t < shape.context; ++t) {
         std::vector<float> logits(static_cast<std::size_t>(shape.vocabulary));
@@ -422,15 +514,30 @@ TEST(GptErrors, BackwardNeedsItsForward) {
   Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
   Store store(kOdd);
   Keep keep(kOdd, 0);
-  const Batch batch(kOdd, 1);
+  const Examples batch(kOdd, 1);
   EXPECT_THROW(model.backward(store, keep, 1), std::logic_error);
-  model.forward(store, batch.tokens.data(), batch.targets.data());
+  model.forward(store, batch.all());
   model.backward(store, keep, 1);
   EXPECT_THROW(model.backward(store, keep, 1), std::logic_error);
-  model.forward(store, batch.tokens.data(), batch.targets.data());
+  model.forward(store, batch.all());
   std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
   model.next(store, batch.tokens.data(), 1, logits.data());
   EXPECT_THROW(model.backward(store, keep, 1), std::logic_error);
+}
+
+TEST(GptErrors, ADocumentBeginsAtOneOfItsTokens) {
+  Threads pool(1);
+  Ledger ledger;
+  Transformer model(kOdd, 2, Precision::fp32, pool, ledger);
+  Store store(kOdd);
+  Examples batch(kOdd, 2);
+  const std::vector<std::int32_t> right = {0, 0, 2, 2, 4, 5, 5, 0, 1, 1, 1, 1, 1, 1};
+  for (const auto& [place, wrong] : {std::pair{0, 1}, {3, 1}, {3, 0}, {3, 4}, {3, -1}, {7, 5}, {13, 14}}) {
+    batch.starts = right;
+    model.forward(store, batch.all());
+    batch.starts[static_cast<std::size_t>(place)] = wrong;
+    EXPECT_THROW(model.forward(store, batch.all()), std::invalid_argument) << place;
+  }
 }
 
 TEST(GptErrors, TokensOutsideTheVocabularyAndCountsOutsideTheContext) {
@@ -440,14 +547,15 @@ TEST(GptErrors, TokensOutsideTheVocabularyAndCountsOutsideTheContext) {
   Store store(kOdd);
   std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
   for (const std::int32_t bad : {-1, 11}) {
-    Batch batch(kOdd, 1);
+    Examples batch(kOdd, 1);
     batch.tokens[3] = bad;
-    EXPECT_THROW(model.forward(store, batch.tokens.data(), batch.targets.data()), std::invalid_argument);
-    std::swap(batch.tokens, batch.targets);
-    EXPECT_THROW(model.forward(store, batch.tokens.data(), batch.targets.data()), std::invalid_argument);
-    EXPECT_THROW(model.next(store, batch.targets.data(), 4, logits.data()), std::invalid_argument);
+    EXPECT_THROW(model.forward(store, batch.all()), std::invalid_argument);
+    EXPECT_THROW(model.next(store, batch.tokens.data(), 4, logits.data()), std::invalid_argument);
   }
-  const Batch batch(kOdd, 2);
+  Examples beyond(kOdd, 1);
+  beyond.targets[3] = 11;
+  EXPECT_THROW(model.forward(store, beyond.all()), std::invalid_argument);
+  const Examples batch(kOdd, 2);
   for (const std::int64_t count : {0, 8})
     EXPECT_THROW(model.next(store, batch.tokens.data(), count, logits.data()), std::invalid_argument);
   EXPECT_THROW(Transformer(kOdd, 0, Precision::fp32, pool, ledger), std::invalid_argument);

@@ -1,6 +1,6 @@
 // What the trainer computes for a model folder of any family, for a comparison with torch's.
 // usage: gradients FOLDER CONTEXT TOKENS OUT
-// TOKENS is a safetensors file with the I32 tensors `tokens` and `targets`, [sequences, CONTEXT]. OUT becomes
+// TOKENS is a safetensors file with the I32 tensors `tokens`, `targets` and `starts`, [sequences, CONTEXT]. OUT becomes
 // one with `loss`, `logits` after every prefix of the first sequence, the `losses` of 20 steps of AdamW on the
 // first sequence (fp32, gradients released), and every gradient by its parameter's name.
 #include <cstdio>
@@ -72,13 +72,15 @@ std::vector<float> losses_of(const train::Model& model, const std::vector<std::i
 void run(const std::string& folder, std::int64_t context, const std::string& from, const std::string& to) {
   train::Model model = train::read_model(folder, context);
   const io::Safetensors file(from);
-  const std::vector<std::int32_t> tokens = integers(file, "tokens"), targets = integers(file, "targets");
+  const std::vector<std::int32_t> tokens = integers(file, "tokens"), targets = integers(file, "targets"),
+                                  starts = integers(file, "starts");
   train::Ledger ledger;
   Threads threads(2);
   const auto size = static_cast<std::int64_t>(tokens.size());
   train::Transformer network(model.shape, size / context, train::Precision::fp32, threads, ledger);
   Keep keep(model.shape);
-  const auto loss = static_cast<float>(network.forward(model, tokens.data(), targets.data()));
+  const auto loss =
+      static_cast<float>(network.forward(model, {tokens.data(), targets.data(), starts.data()}));
   network.backward(model, keep, 1);
   const std::int64_t vocabulary = model.shape.vocabulary;
   std::vector<float> logits(static_cast<std::size_t>(context * vocabulary));

@@ -1,5 +1,6 @@
 """Every family computes what Hugging Face's transformers computes: loss, logits after every prefix, the gradient of every
-parameter and the losses of 20 steps of AdamW, of tiny random models that transformers writes and the trainer reads.
+parameter and the losses of 20 steps of AdamW, of tiny random models that transformers writes and the trainer reads. Of
+the sequences the second has targets that do not count, and so has the third, which is two documents.
 
 Usage: gradients_test.py PATH_TO_GRADIENTS   (a small program, tests/gradients.cpp)
 """
@@ -85,15 +86,19 @@ def check(program, name, config, context):
     torch.manual_seed(1)
     model = random_model(config)
     tokens, targets = (torch.randint(0, VOCABULARY, (SEQUENCES, context)) for _ in range(2))
+    targets[1:][torch.rand(SEQUENCES - 1, context) < 0.4] = -100
+    cut, starts = 2 * context // 5, torch.zeros_like(tokens)
+    starts[2, cut:] = cut
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         source, result = os.path.join(folder, "tokens"), os.path.join(folder, "gradients")
-        save_file({"tokens": tokens.int(), "targets": targets.int()}, source)
+        save_file({"tokens": tokens.int(), "targets": targets.int(), "starts": starts.int()}, source)
         subprocess.run([program, folder, str(context), source, result], check=True)
         ours = load_file(result)
     model.double()  # torch's own rounding is no part of the difference
-    logits = model(tokens).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    documents = tokens[2:].split([cut, context - cut], 1)
+    logits = torch.cat([model(tokens[:2]).logits, torch.cat([model(part).logits for part in documents], 1)])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     loss.backward()
     off = (ours.pop("logits") - logits[0]).abs().max().item()
     assert abs(ours.pop("loss").item() - loss.item()) < 1e-5, (ours, loss)

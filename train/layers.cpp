@@ -194,7 +194,7 @@ void measure(const Matrix& x, Index first, Index rows, float* scratch, Statistic
 
 // ---- Forward ----
 
-void embed(const Workers& workers, const std::int32_t* tokens, Index rows, Index length,
+void embed(const Workers& workers, const std::int32_t* tokens, const std::int32_t* positions, Index rows,
            const float* token_table, const float* position_table, Matrix& x, Statistics& statistics) {
   const Index width = x.columns();
   workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
@@ -206,7 +206,7 @@ void embed(const Workers& workers, const std::int32_t* tokens, Index rows, Index
       if (position_table == nullptr) {
         std::copy_n(token, width, to);
       } else {
-        const float* position = position_table + (first + r) % length * width;
+        const float* position = position_table + positions[first + r] * width;
         for (Index i = 0; i < width; ++i) to[i] = token[i] + position[i];
       }
     }
@@ -309,19 +309,19 @@ float rms_rstd(const float* x, Index width, float epsilon) {
   return 1.0f / std::sqrt(squares / static_cast<float>(width) + epsilon);
 }
 
-// The queries of one head of one sequence, or the keys of one: [length, head_width] from `column` of qkv.
+// The queries of one head of one document, or the keys of one: [length, head_width] from `column` of qkv.
 struct Turned {
   const Attention& shape;
   const Matrix& qkv;
   const float* norm;  // or nullptr
-  Index row, column;
+  Index row, length, column;
 
   // As attention sees them.
   View read(float* scratch) const {
     const Index width = shape.head_width;
-    const View x = qkv.read(row, shape.length, column, width, scratch);
+    const View x = qkv.read(row, length, column, width, scratch);
     if (norm == nullptr && shape.rotation == nullptr) return x;
-    for (Index r = 0; r < shape.length; ++r) {
+    for (Index r = 0; r < length; ++r) {
       float* to = in_scratch(x, r, width, scratch);
       if (norm != nullptr) {
         const float rstd = rms_rstd(to, width, shape.epsilon);
@@ -355,29 +355,41 @@ struct Turned {
   }
 };
 
-// The heads of one sequence that share keys and values.
+// The heads that share keys and values, in one document: [first, first + length) of a sequence.
 struct Group {
-  Group(const Attention& s, const Matrix& m, Index piece)
+  Group(const Attention& s, const Matrix& m, Index piece, Index first_row, Index rows)
       : shape(s),
         qkv(m),
         sequence(piece / s.kv_heads),
         kv_head(piece % s.kv_heads),
-        row(sequence * s.length),
+        first(first_row),
+        row(sequence * s.length + first_row),
+        length(rows),
         scale(1.0f / std::sqrt(static_cast<float>(s.head_width))) {}
 
   Index first_head() const { return kv_head * shape.group(); }
-  Turned keys() const { return {shape, qkv, shape.key_norm, row, shape.key(kv_head)}; }
-  Turned queries(Index head) const { return {shape, qkv, shape.query_norm, row, shape.query(head)}; }
+  Turned keys() const { return {shape, qkv, shape.key_norm, row, length, shape.key(kv_head)}; }
+  Turned queries(Index head) const { return {shape, qkv, shape.query_norm, row, length, shape.query(head)}; }
   View values(float* scratch) const {
-    return qkv.read(row, shape.length, shape.value(kv_head), shape.head_width, scratch);
+    return qkv.read(row, length, shape.value(kv_head), shape.head_width, scratch);
   }
-  Index log_sums(Index head) const { return (sequence * shape.heads + head) * shape.length; }
+  Index log_sums(Index head) const { return (sequence * shape.heads + head) * shape.length + first; }
 
   const Attention& shape;
   const Matrix& qkv;
-  Index sequence, kv_head, row;
+  Index sequence, kv_head, first, row, length;
   float scale;
 };
+
+// A document is computed as if it were alone, and gives the bits that it would give alone.
+void each_document(const Attention& shape, const Matrix& qkv, Index piece,
+                   const std::function<void(const Group&)>& document) {
+  const std::int32_t* positions = shape.positions + piece / shape.kv_heads * shape.length;
+  for (Index first = 0, end = 1; first < shape.length; first = end++) {
+    while (end < shape.length && positions[end] != 0) ++end;
+    document(Group(shape, qkv, piece, first, end - first));
+  }
+}
 
 View from_row(View view, Index row) { return {view.data + row * view.stride, view.stride}; }
 
@@ -397,29 +409,36 @@ void causal_softmax(Target scores, Index first, Index count, float* log_sums) {
   }
 }
 
+void attend_document(const Group& group, Matrix& y, float* log_sums, Arena& arena) {
+  const Attention& shape = group.shape;
+  const Index width = shape.head_width, length = group.length;
+  const View k = group.keys().read(arena.floats(length * width));
+  const View v = group.values(arena.floats(length * width));
+  float* q_scratch = arena.floats(length * width);
+  const Target scores = {arena.floats(kQueries * length), length};
+  float* scratch = arena.floats(kQueries * width);
+  for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
+    const View q = group.queries(head).read(q_scratch);
+    for (Index first = 0; first < length; first += kQueries) {
+      const Index count = std::min(kQueries, length - first), seen = first + count;
+      product(count, seen, width, group.scale, from_row(q, first), transposed(k), 0, scores);
+      causal_softmax(scores, first, count, log_sums + group.log_sums(head));
+      const Target out = y.open(group.row + first, shape.query(head), width, scratch);
+      product(count, width, seen, 1, scores, v, 0, out);
+      y.keep(group.row + first, count, shape.query(head), width, out);
+    }
+  }
+}
+
 }  // namespace
 
 // softmax(q k^T / sqrt(d)) v (Vaswani et al., 1706.03762, eq. 1), a few queries at a time.
 void attend(const Workers& workers, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums) {
-  const Index width = shape.head_width, length = shape.length;
   workers.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Arena& arena) {
-    const Group group(shape, qkv, piece);
-    const View k = group.keys().read(arena.floats(length * width));
-    const View v = group.values(arena.floats(length * width));
-    float* q_scratch = arena.floats(length * width);
-    const Target scores = {arena.floats(kQueries * length), length};
-    float* scratch = arena.floats(kQueries * width);
-    for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
-      const View q = group.queries(head).read(q_scratch);
-      for (Index first = 0; first < length; first += kQueries) {
-        const Index count = std::min(kQueries, length - first), seen = first + count;
-        product(count, seen, width, group.scale, from_row(q, first), transposed(k), 0, scores);
-        causal_softmax(scores, first, count, log_sums + group.log_sums(head));
-        const Target out = y.open(group.row + first, shape.query(head), width, scratch);
-        product(count, width, seen, 1, scores, v, 0, out);
-        y.keep(group.row + first, count, shape.query(head), width, out);
-      }
-    }
+    each_document(shape, qkv, piece, [&](const Group& group) {
+      arena.start_again();
+      attend_document(group, y, log_sums, arena);
+    });
   });
 }
 
@@ -449,6 +468,7 @@ double head(const Workers& workers, const Matrix& hidden, const float* table, co
     float* line = arena.floats(vocabulary);
     double loss = 0;
     for (Index r = 0; r < count; ++r) {
+      if (targets[first + r] < 0) continue;
       const float* row = logits.read(first + r, 1, 0, vocabulary, line).data;
       const float top = largest_of(row, vocabulary);
       const float sum = sum_of(vocabulary, [&](Index i) { return exp_of(row[i] - top); });
@@ -506,6 +526,11 @@ void softmax_gradient(Matrix& logits, Index row, Index target, float scale, floa
   logits.read(row, 1, 0, vocabulary, scratch);
   const Target out = logits.open(row, 0, vocabulary, scratch);  // the same place
   float* values = out.data;
+  if (target < 0) {  // a NaN that nothing counts on stays here
+    std::fill_n(values, vocabulary, 0.0f);
+    logits.keep(row, 1, 0, vocabulary, out);
+    return;
+  }
   const float at_target = (exp_of(values[target] - log_sum) - 1.0f) * scale;
   for (Index i = 0; i < vocabulary; ++i) values[i] = exp_of(values[i] - log_sum) * scale;
   values[target] = at_target;
@@ -612,54 +637,63 @@ void softmax_backward(Target scores, Target dp, Index first, Index count, const 
   }
 }
 
+// Adds the gradients of the head norms to `q_sums` and `k_sums`.
+void attend_document_backward(const Group& group, const Matrix& y, const float* log_sums, const Matrix& dy,
+                              Matrix& dqkv, float* q_sums, float* k_sums, Arena& arena) {
+  const Attention& shape = group.shape;
+  const Index width = shape.head_width, length = group.length;
+  const Turned keys = group.keys();
+  const View k = keys.read(arena.floats(length * width)), v = group.values(arena.floats(length * width));
+  float* q_scratch = arena.floats(length * width);
+  const Target p = {arena.floats(kQueries * length), length}, dp = {arena.floats(kQueries * length), length};
+  const Index k_column = shape.key(group.kv_head), v_column = shape.value(group.kv_head);
+  const Target dk = dqkv.open(group.row, k_column, width, arena.floats(length * width));
+  const Target dv = dqkv.open(group.row, v_column, width, arena.floats(length * width));
+  float *y_scratch = arena.floats(kQueries * width), *dy_scratch = arena.floats(kQueries * width);
+  float *dq_scratch = arena.floats(kQueries * width), *raw = arena.floats(length * width);
+  for (Index r = 0; r < length; ++r) {
+    std::fill_n(dk.data + r * dk.stride, width, 0.0f);
+    std::fill_n(dv.data + r * dv.stride, width, 0.0f);
+  }
+  for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
+    const Turned queries = group.queries(head);
+    const View q = queries.read(q_scratch);
+    const Index column = shape.query(head);
+    for (Index first = 0; first < length; first += kQueries) {
+      const Index count = std::min(kQueries, length - first), seen = first + count, row = group.row + first;
+      const View out = y.read(row, count, column, width, y_scratch);
+      const View g = dy.read(row, count, column, width, dy_scratch);
+      product(count, seen, width, group.scale, from_row(q, first), transposed(k), 0, p);
+      product(count, seen, width, 1, g, transposed(v), 0, dp);
+      softmax_backward(p, dp, first, count, log_sums + group.log_sums(head), out, g, width, group.scale);
+      product(seen, width, count, 1, transposed(p), g, 1, dv);
+      product(seen, width, count, 1, transposed(dp), from_row(q, first), 1, dk);
+      const Target dq = dqkv.open(row, column, width, dq_scratch);
+      product(count, width, seen, 1, dp, k, 0, dq);
+      queries.back(first, count, dq, raw, q_sums);
+      dqkv.keep(row, count, column, width, dq);
+    }
+  }
+  keys.back(0, length, dk, raw, k_sums);
+  dqkv.keep(group.row, length, k_column, width, dk);
+  dqkv.keep(group.row, length, v_column, width, dv);
+}
+
 }  // namespace
 
 void attend_backward(const Workers& workers, const Attention& shape, const Matrix& qkv, const Matrix& y,
                      const float* log_sums, const Matrix& dy, Matrix& dqkv, float* sums) {
-  const Index width = shape.head_width, length = shape.length;
+  const Index width = shape.head_width;
   workers.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Arena& arena) {
-    const Group group(shape, qkv, piece);
-    const Turned keys = group.keys();
-    const View k = keys.read(arena.floats(length * width)), v = group.values(arena.floats(length * width));
-    float* q_scratch = arena.floats(length * width);
-    const Target p = {arena.floats(kQueries * length), length},
-                 dp = {arena.floats(kQueries * length), length};
-    const Index k_column = shape.key(group.kv_head), v_column = shape.value(group.kv_head);
-    const Target dk = dqkv.open(group.row, k_column, width, arena.floats(length * width));
-    const Target dv = dqkv.open(group.row, v_column, width, arena.floats(length * width));
-    float *y_scratch = arena.floats(kQueries * width), *dy_scratch = arena.floats(kQueries * width);
-    float *dq_scratch = arena.floats(kQueries * width), *raw = arena.floats(length * width);
     float *q_sums = nullptr, *k_sums = nullptr;
     if (shape.query_norm != nullptr) {
       q_sums = sums + 2 * piece * width, k_sums = q_sums + width;
       std::fill_n(q_sums, 2 * width, 0.0f);
     }
-    for (Index r = 0; r < length; ++r) {
-      std::fill_n(dk.data + r * dk.stride, width, 0.0f);
-      std::fill_n(dv.data + r * dv.stride, width, 0.0f);
-    }
-    for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
-      const Turned queries = group.queries(head);
-      const View q = queries.read(q_scratch);
-      const Index column = shape.query(head);
-      for (Index first = 0; first < length; first += kQueries) {
-        const Index count = std::min(kQueries, length - first), seen = first + count, row = group.row + first;
-        const View out = y.read(row, count, column, width, y_scratch);
-        const View g = dy.read(row, count, column, width, dy_scratch);
-        product(count, seen, width, group.scale, from_row(q, first), transposed(k), 0, p);
-        product(count, seen, width, 1, g, transposed(v), 0, dp);
-        softmax_backward(p, dp, first, count, log_sums + group.log_sums(head), out, g, width, group.scale);
-        product(seen, width, count, 1, transposed(p), g, 1, dv);
-        product(seen, width, count, 1, transposed(dp), from_row(q, first), 1, dk);
-        const Target dq = dqkv.open(row, column, width, dq_scratch);
-        product(count, width, seen, 1, dp, k, 0, dq);
-        queries.back(first, count, dq, raw, q_sums);
-        dqkv.keep(row, count, column, width, dq);
-      }
-    }
-    keys.back(0, length, dk, raw, k_sums);
-    dqkv.keep(group.row, length, k_column, width, dk);
-    dqkv.keep(group.row, length, v_column, width, dv);
+    each_document(shape, qkv, piece, [&](const Group& group) {
+      arena.start_again();
+      attend_document_backward(group, y, log_sums, dy, dqkv, q_sums, k_sums, arena);
+    });
   });
 }
 
@@ -716,30 +750,13 @@ void norm_gradient(const float* sums, Index parts, Index width, bool second, Ind
     add_row(sums + (2 * part + (second ? 1 : 0)) * width + first, count, tile);
 }
 
-void position_gradient(const Workers& workers, const Matrix& g, Index sequences, Index length, Index first,
-                       Index rows, float* tile) {
-  const Index width = g.columns();
-  workers.chunks(rows, [&](Index row, Index count, Arena& arena) {
-    float* scratch = arena.floats(width);
-    for (Index r = row; r < row + count; ++r) {
-      float* sum = tile + r * width;
-      std::fill_n(sum, width, 0.0f);
-      if (first + r >= length) continue;  // a position beyond the context
-      for (Index s = 0; s < sequences; ++s) {
-        const float* from = g.read(s * length + first + r, 1, 0, width, scratch).data;
-        add_row(from, width, sum);
-      }
-    }
-  });
-}
-
-void token_gradient(const Workers& workers, const Matrix& g, const std::int32_t* tokens, Index count,
-                    Index first, Index rows, float* tile) {
+void embedding_gradient(const Workers& workers, const Matrix& g, const std::int32_t* read_from, Index count,
+                        Index first, Index rows, float* tile) {
   const Index width = g.columns();
   workers.chunks(rows, [&](Index row, Index height, Arena& arena) {
     float* scratch = arena.floats(width);
     for (Index t = 0; t < count; ++t) {
-      const Index at = tokens[t] - first - row;
+      const Index at = read_from[t] - first - row;
       if (at < 0 || at >= height) continue;
       const float* from = g.read(t, 1, 0, width, scratch).data;
       add_row(from, width, tile + (row + at) * width);

@@ -45,6 +45,8 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
   // Not cleared. Scratch that a layer's fp32 path does not touch costs address space only.
   float* floats(Index count);
+  // What was taken so far may be taken again.
+  void start_again() { next_ = slot_; }
 
  private:
   Workspace& from_;
@@ -141,7 +143,7 @@ struct Linear {
 };
 
 // x = token embedding + position embedding, where there is a table of positions.
-void embed(const Workers& workers, const std::int32_t* tokens, Index rows, Index length,
+void embed(const Workers& workers, const std::int32_t* tokens, const std::int32_t* positions, Index rows,
            const float* token_table, const float* position_table, Matrix& x, Statistics& statistics);
 // y = x w + b, for each of the layers.
 void linear(const Workers& workers, const Source& x, std::span<const Linear> layers, Index rows, Matrix& y);
@@ -151,6 +153,7 @@ void linear_residual(const Workers& workers, const Source& x, const Linear& laye
 
 struct Attention {
   Index sequences, length, heads, kv_heads, head_width;
+  const std::int32_t* positions;       // of each row in its document, which begins at 0
   const float* rotation;               // cosines and sines (rotation_of), or nullptr
   const float *query_norm, *key_norm;  // weights of RMS norms, or nullptr
   float epsilon;
@@ -162,14 +165,15 @@ struct Attention {
 // For each position, cosines and then sines of head_width / 2 angles; what it takes, and its values.
 Index rotation_floats(const Description& model);
 void rotation_of(const Description& model, float* table);
-// Causal attention of `qkv` (queries, keys and values beside each other) into `y`, a column for each query.
-// Keys and queries are normed and turned as they are read. Keeps the logarithm of each softmax's sum.
+// Causal attention of `qkv` (queries, keys and values beside each other) into `y`, a column for each query;
+// each document of a sequence by itself. Keys and queries are normed and turned as they are read. Keeps the
+// logarithm of each softmax's sum.
 void attend(const Workers& workers, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums);
 
 // The final norm, into `hidden`.
 void normalise(const Workers& workers, const Normed& x, Index rows, Matrix& hidden);
-// The sum of -log softmax(hidden table^T)[target] over the rows; logits are rounded before the loss sees
-// them.
+// The sum of -log softmax(hidden table^T)[target] over the rows whose target is not below 0; logits are
+// rounded before the loss sees them.
 double head(const Workers& workers, const Matrix& hidden, const float* table, const std::int32_t* targets,
             Index rows, Matrix& logits, float* log_sums, double* chunk_losses);
 
@@ -210,10 +214,8 @@ void bias_gradient(const Workers& workers, const Matrix& g, Index tokens, Index 
 // each of `parts`: chunks of tokens, or groups of heads.
 void norm_gradient(const float* sums, Index parts, Index width, bool second, Index first, Index count,
                    float* tile);
-void position_gradient(const Workers& workers, const Matrix& g, Index sequences, Index length, Index first,
-                       Index rows, float* tile);
-// Adds g's rows to those of the tokens that they stand for.
-void token_gradient(const Workers& workers, const Matrix& g, const std::int32_t* tokens, Index count,
-                    Index first, Index rows, float* tile);
+// Adds g's rows to those of a table that they were read from: tokens, or positions.
+void embedding_gradient(const Workers& workers, const Matrix& g, const std::int32_t* read_from, Index count,
+                        Index first, Index rows, float* tile);
 
 }  // namespace scruple::train

@@ -297,7 +297,7 @@ void Trainer::read(const Windows& data, const std::function<std::int64_t(std::in
 }
 
 double Trainer::forward() {
-  return model_->forward(*state_, tokens_.as<std::int32_t>(), targets_.as<std::int32_t>());
+  return model_->forward(*state_, {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>()});
 }
 
 }  // namespace scruple::train

@@ -42,6 +42,7 @@ struct Transformer::State {
         log_sums(ledger, "activations", rows * 4),
         tokens(ledger, "activations", rows * 4),
         targets(ledger, "activations", rows * 4),
+        positions(ledger, "activations", rows * 4),
         g(ledger, precision, rows, m.width),
         g_attended(ledger, precision, rows, m.query_width()),
         g_qkv(ledger, precision, rows, m.qkv_width()),
@@ -103,6 +104,7 @@ struct Transformer::State {
             model.heads,
             model.kv_heads,
             model.head_width,
+            positions.as<std::int32_t>(),
             model.rotary.base > 0 ? rotation.as<float>() : nullptr,
             values(weights, at.query_norm.weight, scratch),
             values(weights, at.key_norm.weight, scratch + model.head_width),
@@ -116,6 +118,8 @@ struct Transformer::State {
     return layer + 1 < model.layers ? layers[static_cast<std::size_t>(layer + 1)].x_statistics : x_statistics;
   }
 
+  void read(const Batch& batch);
+  void place(const std::int32_t* starts, Index count, Index length);
   void run(Weights& weights, const std::int32_t* input, Index count, Index length);
   void run_layer(Weights& weights, Index index, Index count, Index length);
   void back_through_head(Weights& weights, Gradients& gradients, float scale);
@@ -134,7 +138,8 @@ struct Transformer::State {
   Matrix x, hidden,
       logits;  // the last layer's output, the same normalised, and what backward turns into gradients
   Statistics x_statistics;
-  Block log_sums, tokens, targets;
+  Block log_sums, tokens, targets, positions;
+  Index counted = 0;                        // targets
   Matrix g, g_attended, g_qkv, g_expanded;  // gradients; g is that of the residual stream
   Block norm_sums, head_norm_sums, rotation, chunk_losses, matrix_scratch, vector_scratch;
   Workspace workspace;
@@ -145,12 +150,50 @@ struct Transformer::State {
 
 // ---- Forward ----
 
+void Transformer::State::check(const std::int32_t* list, Index count, const char* what) const {
+  for (Index i = 0; i < count; ++i)
+    if (list[i] < 0 || list[i] >= model.vocabulary)
+      throw std::invalid_argument(std::string(what) + " " + text(i) + " is " + text(list[i]) +
+                                  "; the model's vocabulary is 0 to " + text(model.vocabulary - 1));
+}
+
+void Transformer::State::read(const Batch& batch) {
+  check(batch.tokens, rows, "token");
+  counted = 0;
+  for (Index i = 0; i < rows; ++i) {
+    if (batch.targets[i] < 0) continue;
+    ++counted;
+    if (batch.targets[i] >= model.vocabulary)
+      throw std::invalid_argument("target " + text(i) + " is " + text(batch.targets[i]) +
+                                  "; the model's vocabulary is 0 to " + text(model.vocabulary - 1) +
+                                  ", and a target below 0 counts for nothing");
+  }
+  place(batch.starts, sequences, model.context);
+  std::copy_n(batch.tokens, rows, tokens.as<std::int32_t>());
+  std::copy_n(batch.targets, rows, targets.as<std::int32_t>());
+}
+
+// Positions, from where documents start.
+void Transformer::State::place(const std::int32_t* starts, Index count, Index length) {
+  for (Index i = 0; i < count * length; ++i) {
+    const Index here = i % length, before = here == 0 || starts == nullptr ? 0 : starts[i - 1];
+    const Index start = starts == nullptr ? 0 : starts[i];
+    if (start != before && start != here)
+      throw std::invalid_argument("start " + text(i) + " is " + text(start) + ", of token " + text(here) +
+                                  " of its window; give " + text(before) +
+                                  ", where the document of the token before begins, or " + text(here) +
+                                  " where another begins");
+    positions.as<std::int32_t>()[i] = static_cast<std::int32_t>(here - start);
+  }
+}
+
 void Transformer::State::run(Weights& weights, const std::int32_t* input, Index count, Index length) {
   Layer& first = layers.front();
   float* scratch = matrix_scratch.as<float>();
   const float* tokens_at = weights.values(places.tokens, scratch);
   const float* positions_at = values(weights, places.positions, scratch + model.vocabulary * model.width);
-  embed(workers, input, count * length, length, tokens_at, positions_at, first.x, first.x_statistics);
+  embed(workers, input, positions.as<std::int32_t>(), count * length, tokens_at, positions_at, first.x,
+        first.x_statistics);
   for (Index i = 0; i < model.layers; ++i) run_layer(weights, i, count, length);
   const Norm last = norm(weights, places.last_norm);
   normalise(workers, Normed(x, x_statistics, last), count * length, hidden);
@@ -172,13 +215,6 @@ void Transformer::State::run_layer(Weights& weights, Index index, Index count, I
          tokens_read, layer.expanded);
   linear_residual(workers, Activated(layer.expanded, model.mlp), linear_at(weights, at.mlp_out).front(),
                   tokens_read, layer.middle, output_of(index), statistics_after(index));
-}
-
-void Transformer::State::check(const std::int32_t* list, Index count, const char* what) const {
-  for (Index i = 0; i < count; ++i)
-    if (list[i] < 0 || list[i] >= model.vocabulary)
-      throw std::invalid_argument(std::string(what) + " " + text(i) + " is " + text(list[i]) +
-                                  "; the model's vocabulary is 0 to " + text(model.vocabulary - 1));
 }
 
 // ---- Backward ----
@@ -223,7 +259,8 @@ void Transformer::State::take_head_norms(Gradients& gradients, const LayerPlaces
 void Transformer::State::back_through_head(Weights& weights, Gradients& gradients, float scale) {
   const Normed in(x, x_statistics, norm(weights, places.last_norm));
   head_backward(workers, head_table(weights), targets.as<std::int32_t>(), rows,
-                scale / static_cast<float>(rows), log_sums.as<float>(), logits, in, g, norm_sums.as<float>());
+                scale / static_cast<float>(std::max<Index>(counted, 1)), log_sums.as<float>(), logits, in, g,
+                norm_sums.as<float>());
   take_norm(gradients, places.last_norm);
   if (!model.tied)
     gradients.take(places.head,
@@ -270,14 +307,15 @@ void Transformer::State::head_gradient(Index first, Index count, float* tile) {
 void Transformer::State::take_embeddings(Gradients& gradients) {
   if (places.positions >= 0)
     gradients.take(places.positions, [&](Index first, Index count, float* tile) {
-      position_gradient(workers, g, sequences, model.context, first, count, tile);
+      std::fill_n(tile, count * model.width, 0.0f);
+      embedding_gradient(workers, g, positions.as<std::int32_t>(), rows, first, count, tile);
     });
   gradients.take(places.tokens, [&](Index first, Index count, float* tile) {
     if (model.tied)
       head_gradient(first, count, tile);
     else
       std::fill_n(tile, count * model.width, 0.0f);
-    token_gradient(workers, g, tokens.as<std::int32_t>(), rows, first, count, tile);
+    embedding_gradient(workers, g, tokens.as<std::int32_t>(), rows, first, count, tile);
   });
 }
 
@@ -295,18 +333,15 @@ Transformer::Transformer(const Description& model, std::int64_t batch, Precision
 
 Transformer::~Transformer() = default;
 
-double Transformer::forward(Weights& weights, const std::int32_t* tokens, const std::int32_t* targets) {
+double Transformer::forward(Weights& weights, const Batch& batch) {
   State& s = *state_;
   s.ready = false;
-  s.check(tokens, s.rows, "token");
-  s.check(targets, s.rows, "target");
-  std::copy_n(tokens, s.rows, s.tokens.as<std::int32_t>());
-  std::copy_n(targets, s.rows, s.targets.as<std::int32_t>());
-  s.run(weights, tokens, s.sequences, s.model.context);
-  const double loss = head(s.workers, s.hidden, s.head_table(weights), targets, s.rows, s.logits,
-                           s.log_sums.as<float>(), s.chunk_losses.as<double>());
+  s.read(batch);
+  s.run(weights, s.tokens.as<std::int32_t>(), s.sequences, s.model.context);
+  const double loss = head(s.workers, s.hidden, s.head_table(weights), s.targets.as<std::int32_t>(), s.rows,
+                           s.logits, s.log_sums.as<float>(), s.chunk_losses.as<double>());
   s.ready = true;
-  return loss / static_cast<double>(s.rows);
+  return loss / static_cast<double>(std::max<Index>(s.counted, 1));
 }
 
 void Transformer::backward(Weights& weights, Gradients& gradients, float scale) {
@@ -332,6 +367,7 @@ void Transformer::next(Weights& weights, const std::int32_t* tokens, std::int64_
                                 " tokens were asked for; the context is 1 to " + text(s.model.context) +
                                 ": pass the last ones");
   s.check(tokens, count, "token");
+  s.place(nullptr, 1, count);
   s.run(weights, tokens, 1, count);
   const Index width = s.model.width;
   Arena arena(s.workspace);

@@ -36,6 +36,14 @@ struct Gradients {
   virtual void take(int parameter, const FillRows& fill) = 0;
 };
 
+// batch x context tokens, and what follows each.
+struct Batch {
+  const std::int32_t *tokens, *targets;  // a target below 0 counts for nothing
+  // Where in its window each token's document begins; nullptr: all at 0. A token sees nothing before it, and
+  // its position is counted from it.
+  const std::int32_t* starts = nullptr;
+};
+
 class Transformer {
  public:
   // Activations and workspace are allocated here, once. Throws std::invalid_argument where problem_with()
@@ -44,9 +52,8 @@ class Transformer {
               Ledger& ledger);
   ~Transformer();
 
-  // The mean loss in nats over batch x context tokens; tokens and targets are batch rows of `context`.
-  // Keeps what backward needs.
-  double forward(Weights& weights, const std::int32_t* tokens, const std::int32_t* targets);
+  // The mean loss in nats over the targets that count; 0 where none does. Keeps what backward needs.
+  double forward(Weights& weights, const Batch& batch);
   // Gradients of scale * loss, of the last forward; once for each, because it works in the same memory.
   void backward(Weights& weights, Gradients& gradients, float scale);
   // The logits (vocabulary of them) after the last of `count` <= context tokens. Overwrites what forward
