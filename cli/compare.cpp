@@ -695,7 +695,8 @@ void add_compare(CLI::App& program) {
   command->add_option("--out", options->out, "folder to write report.html into")->type_name("DIR");
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'");
   command->callback([command, options] {
-    options->chosen = choose_model(options->model, *command);
+    refuse_sizes(options->model, *command);
+    options->chosen = choose_model(options->model);
     compare(*options);
   });
 }

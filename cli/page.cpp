@@ -53,7 +53,8 @@ std::string rate_of(const train::Schedule& schedule) {
          train::kAnnealings[static_cast<int>(schedule.annealing)];
 }
 
-train::Figures settings_of(const std::string& data, const std::string& recipe, const train::Job& job) {
+train::Figures settings_of(const std::string& data, const std::string& kind, const std::string& recipe,
+                           const train::Job& job) {
   const Optimizer optimizer = job.optimizer();
   scruple_rule_info rule;
   check(scruple_rule_at(scruple_optimizer_rule(optimizer.raw()), &rule));
@@ -61,7 +62,7 @@ train::Figures settings_of(const std::string& data, const std::string& recipe, c
           "",
           {{"setting", "value"},
            {"data", data},
-           {"model", "GPT, " + shape_words(job.shape)},
+           {"model", kind + ", " + shape_words(job.shape)},
            {"parameters", grouped(train::parameter_count(job.shape))},
            {"recipe", recipe},
            {"formats", formats_of(job, optimizer)},
@@ -155,38 +156,42 @@ train::Section steps_of(const train::Job& job, const Record& record) {
   return section;
 }
 
-train::Section loss_of(const Record& record) {
+train::Section loss_of(const Record& record, const train::Job& job) {
   const train::Curve loss = curve_of("training", record, [](const Outcome& step) { return step.loss; });
   train::Curve validation = {"validation", {}, {}, true};
   for (const auto& [step, value] : record.validations)
     validation.x.push_back(static_cast<double>(step)), validation.y.push_back(value);
-  return {
-      "Loss", "", {}, {}, {{"Training and validation", "", "step", "nats per byte", {loss, validation}, {}}}};
+  return {"Loss",
+          "",
+          {},
+          {},
+          {{"Training and validation", "", "step", nats_per(job.shape), {loss, validation}, {}}}};
 }
 
 }  // namespace
 
-std::string validation_words(const Record& record, std::int64_t steps) {
+std::string validation_words(const Record& record, const train::Job& job) {
+  const std::string unit = " " + nats_per(job.shape);
   if (record.validations.empty()) return "no validation was finished";
   const auto at = [&](const std::pair<std::int64_t, double>& validation, std::int64_t usual) {
     return fixed(validation.second, 4) +
            (validation.first == usual ? "" : " (after step " + grouped(validation.first) + ")");
   };
   const auto &first = record.validations.front(), &last = record.validations.back();
-  if (first.first == last.first) return "validation loss " + at(last, -1) + " nats per byte";
-  return "validation loss " + at(first, 0) + " -> " + at(last, steps) + " nats per byte";
+  if (first.first == last.first) return "validation loss " + at(last, -1) + unit;
+  return "validation loss " + at(first, 0) + " -> " + at(last, job.schedule.steps) + unit;
 }
 
-train::Report page_of(const std::string& data, const std::string& recipe, const train::Job& job,
-                      const Record& record, const train::Ledger& ledger, const Memory& plan) {
-  const std::string lead = "GPT, " + shape_words(job.shape) + ", recipe " + recipe + ", " +
+train::Report page_of(const std::string& data, const std::string& kind, const std::string& recipe,
+                      const train::Job& job, const Record& record, const train::Ledger& ledger,
+                      const Memory& plan) {
+  const std::string lead = kind + ", " + shape_words(job.shape) + ", recipe " + recipe + ", " +
                            grouped(static_cast<std::int64_t>(record.steps.size())) + " of " +
-                           plural(job.schedule.steps, "step") + "; " +
-                           validation_words(record, job.schedule.steps) + ".";
+                           plural(job.schedule.steps, "step") + "; " + validation_words(record, job) + ".";
   return {"Scruple: " + data,
           lead,
-          {loss_of(record),
-           {"Settings and speed", "", {settings_of(data, recipe, job), speed_of(job, record)}, {}, {}},
+          {loss_of(record, job),
+           {"Settings and speed", "", {settings_of(data, kind, recipe, job), speed_of(job, record)}, {}, {}},
            memory_of(ledger, plan, train::parameter_count(job.shape)),
            steps_of(job, record)}};
 }

@@ -11,10 +11,11 @@
 namespace scruple::cli {
 
 // The first and the last validation loss, each with its step unless the run of so many steps begins or ends with it.
-std::string validation_words(const train::Record& record, std::int64_t steps);
+std::string validation_words(const train::Record& record, const train::Job& job);
 
-// `data`: what was learned.
-train::Report page_of(const std::string& data, const std::string& recipe, const train::Job& job,
-                      const train::Record& record, const train::Ledger& ledger, const Memory& plan);
+// `data`: what was learned; `kind`: of model.
+train::Report page_of(const std::string& data, const std::string& kind, const std::string& recipe,
+                      const train::Job& job, const train::Record& record, const train::Ledger& ledger,
+                      const Memory& plan);
 
 }  // namespace scruple::cli

@@ -5,7 +5,6 @@
 #include <iostream>
 #include <memory>
 #include <numeric>
-#include <optional>
 
 #include "commands.h"
 #include "scruple/scruple.hpp"
@@ -74,11 +73,8 @@ int draw(const std::vector<float>& logits, const Options& options, std::uint64_t
 // Between texts and tokens: the tokenizer of a folder, or none where tokens are bytes.
 class Words {
  public:
-  Words(const std::string& folder, std::int64_t vocabulary) {
-    if (train::has_tokenizer(folder)) {
-      tokenizer_.emplace(train::read_tokenizer(folder));
-      end_ = tokenizer_->find(train::end_token_name(folder));
-    } else if (vocabulary != 256) {
+  Words(const std::string& folder, std::int64_t vocabulary) : words_(vocabulary_of(folder)) {
+    if (!words_.tokenizer && vocabulary != 256) {
       throw std::runtime_error(folder + " has no tokenizer.json, and its model has a vocabulary of " +
                                grouped(vocabulary) +
                                ", so its tokens are no bytes; put the tokenizer.json there");
@@ -86,27 +82,29 @@ class Words {
   }
   std::vector<std::int32_t> tokens_of(const std::string& text) {
     std::vector<std::int32_t> tokens;
-    if (!tokenizer_) {
+    if (!words_.tokenizer) {
       for (const char c : text) tokens.push_back(static_cast<unsigned char>(c));
       return tokens;
     }
     std::int64_t replaced = 0;
     for (const train::Token token :
-         tokenizer_->encode(train::valid_utf8(text, replaced), train::Tokenizer::Part::prompt))
+         words_.tokenizer->encode(train::valid_utf8(text, replaced), train::Tokenizer::Part::prompt))
       tokens.push_back(static_cast<std::int32_t>(token));
     return tokens;
   }
   std::string text_of(const std::vector<std::int32_t>& tokens) const {
-    if (tokenizer_) return tokenizer_->decode(std::vector<train::Token>(tokens.begin(), tokens.end()));
+    if (words_.tokenizer)
+      return words_.tokenizer->decode(std::vector<train::Token>(tokens.begin(), tokens.end()));
     std::string text;
     for (const std::int32_t token : tokens) text += static_cast<char>(token);
     return text;
   }
-  bool ends(std::int32_t token) const { return end_ && static_cast<std::int32_t>(*end_) == token; }
+  bool ends(std::int32_t token) const {
+    return words_.end && static_cast<std::int32_t>(*words_.end) == token;
+  }
 
  private:
-  std::optional<train::Tokenizer> tokenizer_;
-  std::optional<train::Token> end_;
+  Vocabulary words_;
 };
 
 struct Found {
@@ -121,7 +119,7 @@ Found find_model(const Options& options) {
   if (std::filesystem::exists(folder + "/config.json", ignored)) {
     ModelOptions chosen;
     chosen.model = folder, chosen.context = options.context;
-    const ChosenModel found = choose_model(chosen, CLI::App());
+    const ChosenModel found = choose_model(chosen);
     return {train::read_model(folder, found.config.shape.context), folder};
   }
   std::string path;

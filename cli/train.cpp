@@ -1,4 +1,6 @@
 // `scruple train`: a byte-level GPT on any file.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
@@ -76,7 +78,9 @@ struct Options {
   Choice choice;
   ModelOptions model;
   GradientOptions gradients;
-  std::string data, out, activations, schedule = "cosine";
+  std::string data, out, activations, schedule = "cosine", layout;
+  bool isolate = false;
+  double validation = 0.05;
   double lr = 0, weight_decay = -1;  // lr 0: by default
   std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
   std::string resume;
@@ -101,8 +105,10 @@ std::string name_of(const std::string& data) {
   return data == Data::kStandardInput ? "standard input" : data;
 }
 
+const char* layout_name(train::Layout layout) { return train::kLayouts[static_cast<int>(layout)]; }
+
 void print_start(const Options& options, const ChosenModel& model, const train::Job& job, std::int64_t params,
-                 std::int64_t bytes) {
+                 const Data& data) {
   const train::Description& s = job.shape;
   std::cout << (options.model.is_gpt() ? kGpt : options.model.model + ", " + kind_words(model.config)) << ": "
             << shape_words(s) << "; " << grouped(params) << " parameters\n"
@@ -111,8 +117,20 @@ void print_start(const Options& options, const ChosenModel& model, const train::
             << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
             << job.seed << '\n'
             << plural(options.model.steps, "step") << " of "
-            << grouped(job.batch * job.gradients.micro_batches * s.context) << " bytes; "
-            << name_of(options.data) << " has " << grouped(bytes) << "\n\n";
+            << grouped(job.batch * job.gradients.micro_batches * s.context) << ' ' << token_word(s) << "s; "
+            << name_of(options.data) << " has " << grouped(data.size());
+  if (data.layout() == train::Layout::padded || data.documents() > 1)
+    std::cout << " in " << plural(data.documents(), "document") << ", " << layout_name(data.layout())
+              << (options.isolate ? " and isolated" : "");
+  std::cout << "\n\n";
+  const auto note = [](std::int64_t count, const char* what) {
+    if (count > 0) std::cerr << "scruple: " << plural(count, "document") << ' ' << what << '\n';
+  };
+  note(data.cut(), "longer than the context: cut there");
+  note(data.left_out(), "without a target that counts: left out");
+  if (data.replaced() > 0)
+    std::cerr << "scruple: " << plural(data.replaced(), "place")
+              << " in the text were no UTF-8 and became U+FFFD\n";
 }
 
 // What was not said, filled in.
@@ -202,6 +220,10 @@ Options options_of(const io::Metadata& notes, const CLI::App& command, const Opt
   std::vector<std::string> words;
   for (const auto& [name, values] : notes) {
     if (!name.starts_with("--") || (is_free(name) && command.count(name) > 0)) continue;
+    if (command.get_option(name)->get_expected_max() == 0) {  // a flag
+      words.push_back(name + "=" + values);
+      continue;
+    }
     for (std::size_t begin = 0; begin <= values.size();) {
       const std::size_t end = std::min(values.find('\n', begin), values.size());
       words.insert(words.end(), {values.substr(begin, end - begin), name});
@@ -263,6 +285,51 @@ Session resumed(const CLI::App& command, const Options& given) {
   session.model.config = train::config_of(*session.from);
   if (command.count("--steps") > 0) extend(session, given.model.steps);
   return session;
+}
+
+// The folder that has the tokenizer of the run's model.
+std::string tokenizer_folder(const Session& session) {
+  const Options& options = session.options;
+  if (options.model.is_gpt()) return "";
+  if (session.model.folder) return session.model.folder->folder();
+  if (session.in_place && train::has_tokenizer(options.out)) return options.out;
+  std::error_code ignored;
+  return std::filesystem::is_directory(options.model.model, ignored)
+             ? options.model.model
+             : std::filesystem::path(options.model.model).parent_path().string();
+}
+
+Data open_data(const Options& options, const ChosenModel& model, const std::string& tokenizer) {
+  train::Cutting cutting = {.context = model.config.shape.context,
+                            .layout = {},
+                            .isolate = options.isolate,
+                            .validation_share = options.validation};
+  if (!options.layout.empty())
+    cutting.layout = options.layout == train::kLayouts[0] ? train::Layout::packed : train::Layout::padded;
+  Vocabulary words = vocabulary_of(tokenizer);
+  const bool of_tokens = options.data.ends_with(".bin");
+  if (!words.tokenizer && !of_tokens && model.has_weights() && model.config.shape.vocabulary != 256)
+    throw std::runtime_error(
+        tokenizer +
+        " has no tokenizer.json, so nothing says what tokens a text has; put it there, or "
+        "give a file of tokens (*.bin, which 'scruple tokenize' writes)");
+  if (words.tokenizer && words.tokenizer->size() > model.config.shape.vocabulary)
+    throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
+                             " tokens, and the model " + grouped(model.config.shape.vocabulary) +
+                             "; they do not belong together");
+  const bool shows = isatty(STDERR_FILENO) != 0;
+  Data data(options.data, cutting,
+            {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
+             .end = words.end,
+             .vocabulary = model.config.shape.vocabulary,
+             .limit = free_memory(),
+             .progress = [&](std::int64_t done, std::int64_t all) {
+               if (shows && all > 0)
+                 std::cerr << "\rreading " << name_of(options.data) << ": " << 100 * done / all << " %"
+                           << std::flush;
+             }});
+  if (shows) std::cerr << "\r" << std::string(name_of(options.data).size() + 16, ' ') << '\r' << std::flush;
+  return data;
 }
 
 // What a kill has left between saves.
@@ -347,10 +414,14 @@ struct Ending {
 };
 
 // Into the run's folder; where that fails, into a new one elsewhere: all of the training is in them.
-std::string write_weights_somewhere(const Options& options, const ChosenModel& model, Trainer& trainer,
-                                    Ledger& ledger, Ending& ending) {
+std::string write_weights_somewhere(const Options& options, const ChosenModel& model,
+                                    const std::string& tokenizer, Trainer& trainer, Ledger& ledger,
+                                    Ending& ending) {
   const auto into = [&](const std::string& folder) {
-    return ending.attempt([&] { train::write_weights(folder, model.config, trainer, ledger); });
+    return ending.attempt([&] {
+      train::write_weights(folder, model.config, trainer, ledger);
+      if (!tokenizer.empty()) train::copy_tokenizer(tokenizer, folder);
+    });
   };
   if (into(options.out)) return options.out;
   std::error_code ignored;
@@ -383,8 +454,8 @@ std::string resume_command(const Options& options) {
          (options.data == Data::kStandardInput ? " --data FILE (the same bytes)" : "");
 }
 
-void print_end(const Options& options, const Record& record, const Memory& plan, const Ledger& ledger,
-               std::int64_t params, const Ending& ending) {
+void print_end(const Options& options, const train::Job& job, const Record& record, const Memory& plan,
+               const Ledger& ledger, std::int64_t params, const Ending& ending) {
   const auto each = [&](std::int64_t bytes) {
     return fixed(static_cast<double>(bytes) / static_cast<double>(params), 3);
   };
@@ -397,7 +468,7 @@ void print_end(const Options& options, const Record& record, const Memory& plan,
   if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
     std::cout
         << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
-  std::cout << validation_words(record, options.model.steps) << "; ";
+  std::cout << validation_words(record, job) << "; ";
   if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
   std::cout << "peak " << size_words(ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
@@ -441,19 +512,20 @@ void print_extension(const Session& session, const train::Schedule& now, std::in
 }
 
 // Everything that a run leaves, whatever fails; the weights last, so that their step is that of all.
-Ending finish(const Options& options, const ChosenModel& model, const train::Job& job, const Record& record,
-              Trainer& trainer, Ledger& ledger, const Memory& plan, Metrics& metrics,
-              const std::string& unsaved) {
+Ending finish(const Options& options, const ChosenModel& model, const std::string& tokenizer,
+              const train::Job& job, const Record& record, Trainer& trainer, Ledger& ledger,
+              const Memory& plan, Metrics& metrics, const std::string& unsaved) {
   Ending ending;
   if (!unsaved.empty()) ending.problems.push_back(unsaved);
   ending.metrics = metrics.write(record);
   if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
   ending.report = ending.attempt([&] {
-    io::write_text(
-        options.out + "/report.html",
-        train::to_html(page_of(name_of(options.data), options.choice.recipe, job, record, ledger, plan)));
+    io::write_text(options.out + "/report.html",
+                   train::to_html(page_of(name_of(options.data),
+                                          options.model.is_gpt() ? "GPT" : kind_words(model.config),
+                                          options.choice.recipe, job, record, ledger, plan)));
   });
-  ending.weights = write_weights_somewhere(options, model, trainer, ledger, ending);
+  ending.weights = write_weights_somewhere(options, model, tokenizer, trainer, ledger, ending);
   return ending;
 }
 
@@ -469,7 +541,8 @@ void train_with(const CLI::App& command, Session session) {
       return;
     }
   }
-  const Data data = open_data(options, session.model, tokenizer_folder(session));
+  const std::string tokenizer = tokenizer_folder(session);
+  const Data data = open_data(options, session.model, tokenizer);
   if (session.from) {
     const io::Metadata now = data_notes(options.data, data);
     check_data(session.notes, now);
@@ -479,6 +552,7 @@ void train_with(const CLI::App& command, Session session) {
   }
   train::Job job = make_job(options.choice, options.choice.recipe, options.model, session.model,
                             options.gradients, options.activations);
+  job.isolates = options.isolate;
   job.schedule = schedule_of(options);
   const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
   const Table memory = checked_memory("the run", job, plan, ", or a smaller recipe");
@@ -514,8 +588,9 @@ void train_with(const CLI::App& command, Session session) {
     throw Stopped{Interrupts::signal()};
   }
   session.folder->begin();
-  const Ending ending = finish(options, session.model, job, record, trainer, ledger, plan, metrics, unsaved);
-  print_end(options, record, plan, ledger, params, ending);
+  const Ending ending =
+      finish(options, session.model, tokenizer, job, record, trainer, ledger, plan, metrics, unsaved);
+  print_end(options, job, record, plan, ledger, params, ending);
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
   if (record.stopped) throw Stopped{Interrupts::signal()};
 }
@@ -528,6 +603,7 @@ void run(const CLI::App& command, const Options& given) {
     session = resumed(command, given);
   session.options = completed(session.options);
   const Options& options = session.options;
+  if (given.resume.empty()) refuse_sizes(options.model, command);
   if (options.data.empty() || options.out.empty())
     throw UsageError("--data and --out are required, unless a run goes on with --resume; try --help");
   if (session.from && options.data == Data::kStandardInput && command.count("--data") == 0)
@@ -535,14 +611,31 @@ void run(const CLI::App& command, const Options& given) {
         "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
         "or "
         "--data -");
-  if (!session.from) session.model = choose_model(options.model, command);
+  if (!session.from) session.model = choose_model(options.model);
   if (options.lr == 0) session.options.lr = session.model.has_weights() ? kTuningLr : kLr;
   train_with(command, std::move(session));
 }
 
 void add_options(CLI::App& command, Options& options) {
   options.model.shape = {4, 128, 4, 128, 256};
-  command.add_option("--data", options.data, "the file to learn; -: standard input")->type_name("FILE");
+  command
+      .add_option("--data", options.data,
+                  "what to learn: a text, a folder of texts, *.jsonl (text, or prompt and completion), *.bin "
+                  "(tokens); "
+                  "-: standard input")
+      ->type_name("PATH");
+  command
+      .add_option(
+          "--layout", options.layout,
+          "packed: documents one after another; padded: one to a window (default: padded where there are "
+          "prompts)")
+      ->check(one_of({std::begin(train::kLayouts), std::end(train::kLayouts)}));
+  command.add_flag("--isolate", options.isolate, "packed documents do not see each other");
+  command
+      .add_option("--validation", options.validation, "the share that is kept for validation, from the end")
+      ->type_name("SHARE")
+      ->capture_default_str()
+      ->check(above_zero());
   command.add_option("--out", options.out, "the folder to write")->type_name("DIR");
   command.add_flag("--force", options.force,
                    "replace the run that --out has, once the new one has taken a step; others' files stay");

@@ -120,7 +120,10 @@ void ModelOptions::add_options(CLI::App& command) {
       ->type_name("N")
       ->check(above_zero());
   add("--batch", batch, "windows in a micro-batch");
-  add("--steps", steps, "optimizer steps");
+  command.add_option("--steps", steps, "optimizer steps; 0: none, the weights are written as they are")
+      ->type_name("N")
+      ->capture_default_str()
+      ->check(not_negative());
   command.add_option("--seed", seed, "of weights, batches and stochastic rounding")
       ->type_name("N")
       ->capture_default_str();
@@ -186,17 +189,21 @@ train::Fill ChosenModel::initial() const {
   return [from = folder](int parameter, float* values) { from->read(parameter, values); };
 }
 
-ChosenModel choose_model(const ModelOptions& options, const CLI::App& command) {
+void refuse_sizes(const ModelOptions& options, const CLI::App& command) {
+  if (options.is_gpt()) return;
+  for (const char* size : {"--layers", "--width", "--heads"})
+    if (command.count(size) > 0)
+      throw UsageError(std::string(size) + " is for --model gpt; " + options.model +
+                       " says its sizes in its config.json");
+}
+
+ChosenModel choose_model(const ModelOptions& options) {
   if (options.is_gpt()) {
     train::GptShape shape = options.shape;
     if (options.context > 0) shape.context = options.context;
     if (const std::string problem = problem_with(gpt2(shape)); !problem.empty()) throw UsageError(problem);
     return {gpt2_model(shape), nullptr};
   }
-  for (const char* size : {"--layers", "--width", "--heads"})
-    if (command.count(size) > 0)
-      throw UsageError(std::string(size) + " is for --model gpt; " + options.model +
-                       " says its sizes in its config.json");
   std::error_code ignored;
   if (!std::filesystem::exists(options.model, ignored))
     throw UsageError(
@@ -207,6 +214,14 @@ ChosenModel choose_model(const ModelOptions& options, const CLI::App& command) {
     if (const std::int64_t longest = folder->config().shape.context; longest > kUsualContext)
       folder = std::make_shared<const train::ModelFolder>(options.model, kUsualContext);
   return {folder->config(), folder};
+}
+
+Vocabulary vocabulary_of(const std::string& folder) {
+  if (folder.empty() || !train::has_tokenizer(folder)) return {};
+  Vocabulary found = {train::read_tokenizer(folder), {}};
+  if (const std::string end = train::end_token_name(folder); !end.empty())
+    found.end = found.tokenizer->find(end);
+  return found;
 }
 
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
@@ -245,6 +260,10 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.gradients.adagc = gradients.adagc;
   return job;
 }
+
+const char* token_word(const train::Description& shape) { return shape.vocabulary == 256 ? "byte" : "token"; }
+
+std::string nats_per(const train::Description& shape) { return std::string("nats per ") + token_word(shape); }
 
 std::string kind_words(const train::ModelConfig& model) {
   return nlohmann::json::parse(model.text).value("model_type", kGpt);

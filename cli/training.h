@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +14,7 @@
 #include "text.h"
 #include "train/model.h"
 #include "train/run.h"
+#include "train/tokenizer.h"
 #include "train/trainer.h"
 
 namespace scruple::cli {
@@ -43,8 +46,16 @@ struct ChosenModel {
   bool has_weights() const { return folder != nullptr && folder->has_weights(); }
   train::Fill initial() const;  // none: drawn from the seed
 };
-// `command`: the options that sizes go with a gpt alone are refused beside a folder.
-ChosenModel choose_model(const ModelOptions& options, const CLI::App& command);
+ChosenModel choose_model(const ModelOptions& options);
+// Throws where sizes were given beside a folder, which has its own.
+void refuse_sizes(const ModelOptions& options, const CLI::App& command);
+
+// How a model's texts become tokens: by the tokenizer of its folder, or each byte is one.
+struct Vocabulary {
+  std::optional<train::Tokenizer> tokenizer;
+  std::optional<train::Token> end;  // comes after a document
+};
+Vocabulary vocabulary_of(const std::string& folder);
 
 struct GradientOptions {
   std::string policy = "stored", accumulation = "none", loss_scale;
@@ -61,6 +72,8 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
                     const ChosenModel& model, const GradientOptions& gradients,
                     const std::string& activations);
 const char* precision_name(train::Precision precision);
+const char* token_word(const train::Description& shape);   // byte, or token
+std::string nats_per(const train::Description& shape);     // nats per byte
 std::string kind_words(const train::ModelConfig& model);   // gpt2, llama...
 std::string shape_words(const train::Description& shape);  // 2 layers, width 64, 4 heads, context 128
 // What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".

@@ -88,7 +88,6 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   set_tests_properties(logits_test gradients_test safetensors_interop tokenizer_test PROPERTIES SKIP_RETURN_CODE 77)
   # In a sanitizer build each of their many processes would look for leaks for seconds; compare_report and
   # train_report do it.
-  set_tests_properties(train_test resume_test logits_test gradients_test tokenizer_test PROPERTIES
+  set_tests_properties(train_test resume_test logits_test gradients_test safetensors_interop tokenizer_test PROPERTIES
                        ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 1800)
-  set_tests_properties(safetensors_interop PROPERTIES TIMEOUT 600)
 endif()

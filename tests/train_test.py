@@ -34,7 +34,7 @@ def tiny(*arguments):
 
 
 def run(*arguments, **options):
-    return subprocess.run([SCRUPLE, *arguments], capture_output=True, text=True, timeout=300, errors="replace", **options)
+    return subprocess.run([SCRUPLE, *arguments], capture_output=True, text=True, timeout=900, errors="replace", **options)
 
 
 class Case(unittest.TestCase):

@@ -177,6 +177,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   job_.gradients.adagc_norms = nullptr;  // copied
   tokens_ = Block(ledger, "activations", token_bytes(job));
   targets_ = Block(ledger, "activations", token_bytes(job));
+  if (job.isolates) starts_ = Block(ledger, "activations", token_bytes(job));
   if (job.gradients.policy == SCRUPLE_COMPRESSED)
     ledger.check_room("gradients", gradient_bytes(state_->table()));
   reserve_buffers(threads_.count());
@@ -195,7 +196,7 @@ Ledger memory_of(const Job& job) {
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
     const Block tile(ledger, released ? "gradients" : "workspace", tile_bytes(state.parameters()));
     const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
-    const Block tokens(ledger, "activations", 2 * token_bytes(job));
+    const Block tokens(ledger, "activations", (job.isolates ? 3 : 2) * token_bytes(job));
   }
   return ledger;
 }
@@ -291,13 +292,16 @@ double Trainer::validate(const Windows& data, std::int64_t windows, const std::f
 }
 
 void Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
-  for (std::int64_t w = 0; w < job_.batch; ++w)
-    data.read(start(w), tokens_.as<std::int32_t>() + w * job_.shape.context,
-              targets_.as<std::int32_t>() + w * job_.shape.context);
+  for (std::int64_t w = 0; w < job_.batch; ++w) {
+    const std::int64_t at = w * job_.shape.context;
+    data.read(start(w), tokens_.as<std::int32_t>() + at, targets_.as<std::int32_t>() + at,
+              job_.isolates ? starts_.as<std::int32_t>() + at : nullptr);
+  }
 }
 
 double Trainer::forward() {
-  return model_->forward(*state_, {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>()});
+  return model_->forward(*state_, {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>(),
+                                   job_.isolates ? starts_.as<std::int32_t>() : nullptr});
 }
 
 }  // namespace scruple::train

@@ -32,6 +32,7 @@ struct Schedule {
 struct Job {
   Description shape = gpt2({});
   std::int64_t batch = 16;  // windows in a micro-batch
+  bool isolates = false;    // documents of a window do not see each other
   Precision activations = Precision::fp32;
   std::function<Optimizer()> optimizer;
   Describe describe;
@@ -96,7 +97,7 @@ class Trainer {
   std::unique_ptr<State> state_;
   std::unique_ptr<Transformer> model_;
   std::unique_ptr<Tiles> tiles_;
-  Block tokens_, targets_;
+  Block tokens_, targets_, starts_;  // starts_: where documents are isolated
   std::int64_t taken_ = 0;
 };
 
