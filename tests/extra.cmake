@@ -80,14 +80,17 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   target_link_libraries(gradients PRIVATE train Threads::Threads)
   add_test(NAME gradients_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/gradients_test.py
                                        $<TARGET_FILE:gradients>)
+  add_test(NAME folders_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/folders_test.py
+                                     $<TARGET_FILE:scruple_cli>)
   add_test(NAME safetensors_interop
            COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/safetensors_interop_test.py
                    $<TARGET_FILE:safetensors_test>)
   add_test(NAME tokenizer_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/tokenizer_test.py
                                        $<TARGET_FILE:scruple_cli>)
-  set_tests_properties(logits_test gradients_test safetensors_interop tokenizer_test PROPERTIES SKIP_RETURN_CODE 77)
+  set_tests_properties(logits_test gradients_test folders_test safetensors_interop tokenizer_test PROPERTIES
+                       SKIP_RETURN_CODE 77)
   # In a sanitizer build each of their many processes would look for leaks for seconds; compare_report and
   # train_report do it.
-  set_tests_properties(train_test resume_test logits_test gradients_test safetensors_interop tokenizer_test PROPERTIES
-                       ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 1800)
+  set_tests_properties(train_test resume_test logits_test gradients_test folders_test safetensors_interop tokenizer_test
+                       PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0" TIMEOUT 1800)
 endif()

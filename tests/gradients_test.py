@@ -24,8 +24,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def gpt2(**more):
-    return GPT2Config(**dict(n_embd=24, n_layer=2, n_head=3, n_positions=LONGEST, vocab_size=VOCABULARY, resid_pdrop=0.0,
-                             embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, **more))
+    return GPT2Config(**{**dict(n_embd=24, n_layer=2, n_head=3, n_positions=LONGEST, vocab_size=VOCABULARY, resid_pdrop=0.0,
+                                embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0), **more})
 
 
 def decoder(kind, **more):
@@ -120,7 +120,8 @@ def check(program, name, config, context):
     assert strayed < 1e-4, (followed, losses)
 
 
-logging.disable_progress_bar()
-for case, settings in CASES.items():
-    for length in (LONGEST, 9):
-        check(sys.argv[1], case, settings, length)
+if __name__ == "__main__":
+    logging.disable_progress_bar()
+    for case, settings in CASES.items():
+        for length in (LONGEST, 9):
+            check(sys.argv[1], case, settings, length)

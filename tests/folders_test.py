@@ -1,0 +1,182 @@
+"""The trainer on Hugging Face folders, from outside: what transformers wrote is trained, resumed, sampled and loaded by
+transformers again, in every family, with a tokenizer.
+
+Usage: folders_test.py PATH_TO_SCRUPLE
+"""
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import torch
+    from gradients_test import LLAMA3, decoder, gpt2, random_model
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, PreTrainedTokenizerFast
+    from transformers import Qwen2Config, Qwen3Config
+    from transformers.utils import logging
+except ImportError as error:
+    print(f"skipped: {error}")
+    sys.exit(77)
+
+SCRUPLE = ""
+WORDS = 320
+END = "<|end|>"
+FAMILIES = {
+    "gpt2": gpt2(vocab_size=WORDS),
+    "gpt2, untied": gpt2(vocab_size=WORDS, tie_word_embeddings=False),
+    "llama, stretched": decoder(LlamaConfig, vocab_size=WORDS, rope_parameters=LLAMA3),
+    "mistral": decoder(MistralConfig, vocab_size=WORDS, sliding_window=64),
+    "qwen2": decoder(Qwen2Config, vocab_size=WORDS, tie_word_embeddings=True),
+    "qwen3": decoder(Qwen3Config, vocab_size=WORDS),
+}
+TEXT = "".join(f"The number after {i} is {i + 1}, and the one after {i + 1} is {i + 2}.\n" for i in range(200))
+
+
+def run(*arguments):
+    return subprocess.run([SCRUPLE, *map(str, arguments)], capture_output=True, text=True, timeout=900, errors="replace")
+
+
+def weights_of(folder):
+    """What tells every tensor's bytes from others."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return {name: (str(x.dtype), tuple(x.shape), hashlib.sha256(x.view(torch.uint8).numpy().tobytes()).hexdigest()) for name, x in found.items()}
+
+
+class Folders(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+        self.text = self.root / "book.txt"
+        self.text.write_text(TEXT)
+
+    def model(self, config, dtype=torch.bfloat16, shard="1GB", name="model"):
+        """Written by transformers, with a tokenizer of its own."""
+        torch.manual_seed(1)
+        model = random_model(config).to(dtype)
+        model.save_pretrained(self.root / name, max_shard_size=shard)
+        words = Tokenizer(models.BPE())
+        words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        words.train_from_iterator([TEXT], trainers.BpeTrainer(
+            vocab_size=WORDS, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END).save_pretrained(self.root / name)
+        return self.root / name
+
+    def train(self, model, out, *more, data=None, steps=3, batch=2):
+        done = run("train", "--model", model, "--data", data or self.text, "--out", self.root / out, "--steps", steps,
+                   "--batch", batch, "--context", 24, *more)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return self.root / out
+
+    def refused(self, words, *arguments):
+        done = run(*arguments)
+        self.assertNotEqual(done.returncode, 0, done.stdout)
+        self.assertIn(words, done.stderr)
+
+    def test_no_steps_change_no_byte(self):
+        for name, config in FAMILIES.items():
+            with self.subTest(name):
+                model = self.model(config, shard="20KB")
+                self.assertGreater(len(list(model.glob("*.safetensors"))), 1, "shards")
+                out = self.train(model, f"out {name}", steps=0)
+                self.assertEqual(weights_of(out), weights_of(model))
+                tokens = torch.arange(20)[None]
+                theirs, ours = (AutoModelForCausalLM.from_pretrained(path) for path in (model, out))
+                with torch.no_grad():
+                    self.assertTrue(torch.equal(theirs(tokens).logits, ours(tokens).logits))
+                self.assertEqual(AutoTokenizer.from_pretrained(out)(TEXT[:300]), AutoTokenizer.from_pretrained(model)(TEXT[:300]))
+        for dtype, recipe in ((torch.float32, "fp32"), (torch.float16, "fp16+8")):
+            model = self.model(FAMILIES["qwen3"], dtype, name=recipe)
+            more = ("--recipe", recipe) if recipe == "fp32" else ("--weights", recipe)
+            self.assertEqual(weights_of(self.train(model, f"out {recipe}", *more, steps=0)), weights_of(model))
+
+    def test_a_resumed_run_has_the_bits_of_one_that_was_left_alone(self):
+        for name, config in FAMILIES.items():
+            with self.subTest(name):
+                model = self.model(config)
+                whole = self.train(model, f"whole {name}", steps=4)
+                part = self.train(model, f"part {name}", "--save-every", 2, steps=4)
+                for path in (part / "checkpoints").iterdir():
+                    if path.name.endswith("4"):
+                        for file in path.iterdir():
+                            file.unlink()
+                        path.rmdir()
+                (part / "model.safetensors").unlink()
+                done = run("train", "--resume", part)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertIn("going on after step 2", done.stdout)
+                self.assertEqual(weights_of(part), weights_of(whole))
+                self.assertNotEqual(weights_of(whole), weights_of(model))
+                released = self.train(model, f"released {name}", "--gradients", "released", "--clip", 0, steps=4)
+                stored = self.train(model, f"stored {name}", "--gradient-format", "fp32", "--clip", 0, steps=4)
+                self.assertEqual(weights_of(released), weights_of(stored))
+
+    def test_completions_are_learnt(self):
+        model, data = self.model(FAMILIES["llama, stretched"]), self.root / "notes.jsonl"
+        lines = [{"prompt": f"After {i} comes", "completion": f" {i + 1}."} for i in range(40)]
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        out = self.train(model, "tuned", "--lr", "1e-2", data=data, steps=60, batch=8)
+        losses = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        seen = [line["val_loss"] for line in losses if "val_loss" in line]
+        self.assertLess(seen[-1], 0.5 * seen[0])
+        said = run("sample", out, "--prompt", "After 7 comes", "--temperature", 0, "--length", 12).stdout
+        self.assertRegex(said, r"^After 7 comes \d+\.\n$", "it ends where completions end")
+        theirs, words = AutoModelForCausalLM.from_pretrained(out).float(), AutoTokenizer.from_pretrained(out)
+        prompt = words("After 7 comes", return_tensors="pt").input_ids
+        told = words.decode(theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=words.eos_token_id,
+                                            pad_token_id=words.eos_token_id)[0])
+        self.assertEqual(told.replace(END, ""), said.strip())
+
+    def test_other_data(self):
+        model = self.model(FAMILIES["qwen2"])
+        self.assertEqual(run("tokenize", "--model", model, self.text, "--out", self.root / "tokens.bin").returncode, 0)
+        packed = self.train(model, "packed", "--lr", "1e-3")
+        tokens = self.train(model, "tokens", "--lr", "1e-3", data=self.root / "tokens.bin")
+        self.assertEqual(weights_of(packed), weights_of(tokens), "the same tokens, whoever made them")
+        texts = self.root / "texts"
+        texts.mkdir()
+        for i, line in enumerate(TEXT.splitlines()[:60]):
+            (texts / f"{i}.txt").write_text(line)
+        together = self.train(model, "together", "--lr", "1e-3", data=texts)
+        apart = self.train(model, "apart", "--lr", "1e-3", "--isolate", data=texts)
+        self.assertNotEqual(weights_of(together), weights_of(apart))
+        scratch = self.train(model / "config.json", "scratch")
+        self.assertNotEqual(weights_of(scratch), weights_of(packed))
+        self.assertRegex(run("sample", scratch / "nothing").stderr, "neither config.json nor a complete checkpoint")
+
+    def test_what_does_not_fit_is_refused(self):
+        model = self.model(FAMILIES["mistral"])
+        base = ("train", "--data", self.text, "--out", self.root / "no", "--model")
+        self.refused("there is no such folder or file", *base, self.root / "nowhere")
+        self.refused("--layers is for --model gpt", *base, model, "--layers", 2)
+        self.refused("a context of 65 was asked for", *base, model, "--context", 65)
+        self.refused("the model's is 70 at most", *base, model, "--context", 71)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "model_type": "falcon"}))
+        self.refused("this trainer knows gpt2, llama, mistral, qwen2, qwen3", *base, model)
+        (model / "config.json").write_text(json.dumps({**config, "vocab_size": WORDS - 1}))
+        self.refused("and the config asks for", *base, model)
+        (model / "config.json").write_text(json.dumps(config))
+        (model / "tokenizer.json").unlink()
+        self.refused("has no tokenizer.json", *base, model)
+        self.refused("has no tokenizer.json", "sample", model)
+        (model / "model.safetensors").unlink()
+        self.refused("no weights, neither model.safetensors nor its index", *base, model)
+        self.assertFalse((self.root / "no").exists(), "nothing was made")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    SCRUPLE = os.path.abspath(sys.argv.pop(1))
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    unittest.main()
