@@ -7,10 +7,10 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <random>
 #include <set>
+#include <span>
 #include <stdexcept>
 
 #include "tests/descriptions.h"
@@ -58,22 +58,23 @@ struct Keep : Gradients {
   void take(int parameter, const FillRows& fill) override {
     const Parameter& p = list[static_cast<std::size_t>(parameter)];
     EXPECT_TRUE(taken.insert(parameter).second) << p.name << " was handed over twice";
+    const auto at = static_cast<std::size_t>(parameter);
     const std::int64_t rows = p.shape[0], width = p.size() / rows, step = tile_rows > 0 ? tile_rows : rows;
     for (std::int64_t first = 0; first < rows; first += step) {
       const std::int64_t count = std::min(step, rows - first);
-      float* tile = all[static_cast<std::size_t>(parameter)].data() + first * width;
+      float* tile = all[at].data() + first * width;
       fill(first, count, tile);
       std::vector<float> again(static_cast<std::size_t>(count * width), -1.0f);
       fill(first, count, again.data());
       EXPECT_EQ(std::memcmp(again.data(), tile, again.size() * sizeof(float)), 0) << p.name;
+      if (step_in != nullptr) std::fill_n(step_in->values_of[at].data() + first * width, count * width, 1e9f);
     }
-    if (after) after(parameter);
   }
   std::vector<Parameter> list;
   std::int64_t tile_rows;
   Values all;
   std::set<int> taken;
-  std::function<void(int)> after;
+  Store* step_in = nullptr;  // steps each tile as soon as it is there
 };
 
 struct Examples {
@@ -142,6 +143,14 @@ const Description kLarge = gpt2({2, 160, 5, 150, 300});
 
 const Description kSmallOnes[] = {kOdd, other_parts({2, 12, 6, 7, 11}, 3, 10)};
 const Description kLargeOnes[] = {kLarge, other_parts({2, 160, 4, 150, 300}, 2, 34)};
+// More words than logits are computed at a time.
+const Description kWordyOnes[] = {gpt2({1, 12, 3, 150, 1100}), other_parts({1, 12, 6, 150, 2100}, 3, 10)};
+
+std::vector<Description> with_many_words(std::span<const Description> shapes) {
+  std::vector<Description> all(shapes.begin(), shapes.end());
+  all.insert(all.end(), std::begin(kWordyOnes), std::end(kWordyOnes));
+  return all;
+}
 
 TEST(GptReference, LossAndEveryGradient) {
   const Description shapes[] = {kOdd, gpt2({1, 6, 1, 5, 4}), gpt2({1, 10, 5, 1, 3}), gpt2({1, 1, 1, 2, 2})};
@@ -238,10 +247,11 @@ Result alone(const Description& shape, const Examples& batch) {
 
 TEST(GptDocuments, PackedOnesAreAsAlone) {
   const std::vector<std::int64_t> few = {3, 4}, many = {1, 66, 5, 78};
-  for (int i = 0; i < 4; ++i) {
-    const Description& shape = i < 2 ? kSmallOnes[i] : kLargeOnes[i - 2];
+  std::vector<Description> shapes = with_many_words(kLargeOnes);
+  shapes.insert(shapes.end(), std::begin(kSmallOnes), std::end(kSmallOnes));
+  for (const Description& shape : shapes) {
     Examples batch(shape, 3);
-    cut(shape, i < 2 ? few : many, batch);
+    cut(shape, shape.context == 7 ? few : many, batch);
     const Result packed = run(shape, batch, Precision::fp32), want = alone(shape, batch);
     EXPECT_NEAR(packed.loss, want.loss, 1e-6 * want.loss);
     for (std::size_t p = 0; p < want.gradients.size(); ++p)
@@ -251,7 +261,7 @@ TEST(GptDocuments, PackedOnesAreAsAlone) {
 
 // Not one bit: no token of one document reaches another.
 TEST(GptDocuments, NothingOfTheOneBeforeIsSeen) {
-  for (const Description& shape : kLargeOnes)
+  for (const Description& shape : with_many_words(kLargeOnes))
     for (const Precision precision : kPrecisions) {
       Examples batch(shape, 2);
       cut(shape, {90, 60}, batch);
@@ -267,7 +277,7 @@ TEST(GptDocuments, NothingOfTheOneBeforeIsSeen) {
 }
 
 TEST(GptDocuments, OneStartIsNoStarts) {
-  for (const Description& shape : kLargeOnes) {
+  for (const Description& shape : with_many_words(kLargeOnes)) {
     Examples batch(shape, 2);
     const Result want = run(shape, batch, Precision::bf16);
     cut(shape, {shape.context}, batch);
@@ -276,7 +286,7 @@ TEST(GptDocuments, OneStartIsNoStarts) {
 }
 
 TEST(GptTargets, NoneThatCountsIsNoLossAndNoGradient) {
-  for (const Description& shape : kSmallOnes)
+  for (const Description& shape : with_many_words(kSmallOnes))
     for (const Precision precision : kPrecisions) {
       Examples batch(shape, 2);
       std::fill(batch.targets.begin(), batch.targets.end(), -100);
@@ -288,7 +298,7 @@ TEST(GptTargets, NoneThatCountsIsNoLossAndNoGradient) {
 }
 
 TEST(GptBits, SameOnAnyNumberOfThreads) {
-  for (const Description& shape : kLargeOnes)
+  for (const Description& shape : with_many_words(kLargeOnes))
     for (const Precision precision : kPrecisions) {
       const Examples batch(shape, 3);
       const Result one = run(shape, batch, precision, 1, 64);
@@ -299,7 +309,7 @@ TEST(GptBits, SameOnAnyNumberOfThreads) {
 }
 
 TEST(GptBits, SameForDirectWeights) {
-  for (const Description& shape : kSmallOnes) {
+  for (const Description& shape : with_many_words(kSmallOnes)) {
     const Examples batch(shape, 2);
     EXPECT_TRUE(same_bits(run(shape, batch, Precision::fp32, 2, 1, 0, false),
                           run(shape, batch, Precision::fp32, 2, 1, 0, true)));
@@ -307,7 +317,7 @@ TEST(GptBits, SameForDirectWeights) {
 }
 
 TEST(GptBits, ASecondPassIsLikeTheFirst) {
-  for (const Description& shape : kSmallOnes) {
+  for (const Description& shape : with_many_words(kSmallOnes)) {
     for (const Precision precision : kPrecisions) {
       Threads pool(2);
       Ledger ledger;
@@ -329,7 +339,7 @@ TEST(GptBits, ASecondPassIsLikeTheFirst) {
 }
 
 TEST(GptGradients, TilesChangeRoundingOnly) {
-  for (const Description& shape : kLargeOnes) {
+  for (const Description& shape : with_many_words(kLargeOnes)) {
     const Examples batch(shape, 2);
     const Result whole = run(shape, batch, Precision::fp32);
     for (const std::int64_t rows : {7, 64}) {
@@ -340,22 +350,20 @@ TEST(GptGradients, TilesChangeRoundingOnly) {
   }
 }
 
-// A policy may step a weight as soon as its gradient has been taken. No gradient that follows may see the
-// new value.
+// A policy may step rows of a weight as soon as their gradient has been taken. No gradient that follows may
+// see the new values.
 TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
-  for (const Description& shape : kSmallOnes) {
+  for (const Description& shape : with_many_words(kSmallOnes)) {
     for (const bool direct : {false, true}) {
       const Examples batch(shape, 2);
-      const Result want = run(shape, batch, Precision::fp32);
+      const Result want = run(shape, batch, Precision::fp32, 2, 1, 5);
       Threads pool(2);
       Ledger ledger;
       Transformer model(shape, 2, Precision::fp32, pool, ledger);
       Store store(shape);
       store.direct = direct;
-      Keep keep(shape, 0);
-      keep.after = [&](int parameter) {
-        for (float& x : store.values_of[static_cast<std::size_t>(parameter)]) x = 1e9f;
-      };
+      Keep keep(shape, 5);
+      keep.step_in = &store;
       const double loss = model.forward(store, batch.all());
       model.backward(store, keep, 1);
       EXPECT_TRUE(same_bits(want, {loss, keep.all}));
@@ -374,7 +382,7 @@ TEST(GptGradients, TheTokenTableIsTied) {
 }
 
 TEST(GptGradients, ScaleIsAFactor) {
-  for (const Description& shape : kSmallOnes) {
+  for (const Description& shape : with_many_words(kSmallOnes)) {
     const Examples batch(shape, 2);
     const Result one = run(shape, batch, Precision::fp32), many = run(shape, batch, Precision::fp32, 2, 1024);
     EXPECT_EQ(one.loss, many.loss);
@@ -385,7 +393,7 @@ TEST(GptGradients, ScaleIsAFactor) {
 }
 
 TEST(GptPrecision, SixteenBitsAreCloseAndAreSixteenBits) {
-  for (const Description& shape : kSmallOnes) {
+  for (const Description& shape : with_many_words(kSmallOnes)) {
     const Examples batch(shape, 2);
     const Result exact = run(shape, batch, Precision::fp32, 2, 256);
     for (const Precision precision : {Precision::bf16, Precision::fp16}) {
@@ -417,7 +425,7 @@ TEST(GptPrecision, Fp16UnderflowsAndOverflows) {
 }
 
 TEST(GptPrecision, ANaNReachesTheLossAndTheGradients) {
-  for (const Description& shape : kSmallOnes) {
+  for (const Description& shape : with_many_words(kSmallOnes)) {
     for (const Precision precision : kPrecisions) {
       Threads pool(1);
       Ledger ledger;
@@ -465,6 +473,30 @@ TEST(GptPrecision, HalvesTheActivations) {
     }
     EXPECT_NEAR(static_cast<double>(bytes[1]) / static_cast<double>(bytes[0]), 0.5, 0.02);
     EXPECT_EQ(bytes[1], bytes[2]);
+  }
+}
+
+// The largest array of a model with many words would be [tokens, vocabulary].
+TEST(GptMemory, DoesNotGrowWithTheWords) {
+  Threads pool(2);
+  std::int64_t bytes[2] = {};
+  for (const bool many : {false, true}) {
+    Ledger ledger = Ledger::counter();
+    const Transformer model(gpt2({2, 64, 2, 512, many ? 200000 : 2000}), 8, Precision::fp32, pool, ledger);
+    bytes[many] = ledger.peak("activations");
+  }
+  EXPECT_EQ(bytes[0], bytes[1]);
+}
+
+// Validation has the loss of training.
+TEST(GptBits, LossAloneIsTheSame) {
+  for (const Description& shape : with_many_words(kSmallOnes)) {
+    Threads pool(2);
+    Ledger ledger;
+    Transformer model(shape, 2, Precision::bf16, pool, ledger);
+    Store store(shape);
+    const Examples batch(shape, 2);
+    EXPECT_EQ(model.loss(store, batch.all()), model.forward(store, batch.all()));
   }
 }
 
@@ -520,8 +552,7 @@ TEST(GptErrors, BackwardNeedsItsForward) {
   model.backward(store, keep, 1);
   EXPECT_THROW(model.backward(store, keep, 1), std::logic_error);
   model.forward(store, batch.all());
-  std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
-  model.next(store, batch.tokens.data(), 1, logits.data());
+  model.loss(store, batch.all());
   EXPECT_THROW(model.backward(store, keep, 1), std::logic_error);
 }
 

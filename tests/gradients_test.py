@@ -41,7 +41,9 @@ def decoder(kind, **more):
 CASES = {
     "gpt2": gpt2(),
     "gpt2, untied, MLP of another width, another epsilon": gpt2(tie_word_embeddings=False, n_inner=50, layer_norm_epsilon=1e-3),
+    "gpt2, more words than logits in a piece": gpt2(vocab_size=2500),
     "llama": decoder(LlamaConfig),
+    "llama, more words than logits in a piece": decoder(LlamaConfig, vocab_size=2500),
     "llama, tied, without head_dim, every head its own keys": decoder(LlamaConfig, tie_word_embeddings=True, head_dim=None,
                                                                       num_attention_heads=4, num_key_value_heads=4),
     "llama, one key-value head": decoder(LlamaConfig, num_key_value_heads=1),
@@ -86,6 +88,7 @@ def check(program, name, config, context):
     torch.manual_seed(1)
     model = random_model(config)
     tokens, targets = (torch.randint(0, VOCABULARY, (SEQUENCES, context)) for _ in range(2))
+    targets[1:] *= config.vocab_size // VOCABULARY
     targets[1:][torch.rand(SEQUENCES - 1, context) < 0.4] = -100
     cut, starts = 2 * context // 5, torch.zeros_like(tokens)
     starts[2, cut:] = cut

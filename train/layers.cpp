@@ -58,12 +58,12 @@ void Workers::chunks(Index rows, const std::function<void(Index, Index, Arena&)>
 Index workspace_of(const Description& model) {
   const Index width = padded(model.width), inner = padded(model.inner), qkv = padded(model.qkv_width());
   const Index wide = padded(model.expanded_width()), head_width = padded(model.head_width);
-  const Index length = padded(model.context), vocabulary = padded(model.vocabulary);
+  const Index length = padded(model.context), columns = padded(std::min(kHeadColumns, model.vocabulary));
   const Index activated = model.mlp == Mlp::gated_silu ? 4 * inner : 2 * inner;  // in activated_backward
   const Index chunk = kChunk * (std::max({activated, wide, qkv}) + 3 * width);
-  const Index head = kChunk * (3 * width + std::min(kHeadColumns, vocabulary)) + vocabulary;
+  const Index head = kChunk * (3 * width + columns + 3) + columns;
   const Index attention = 6 * length * head_width + 2 * kQueries * length + 4 * kQueries * head_width;
-  const Index gradient = kDepth * (kTileRows + std::min(kTileColumns, std::max({wide, qkv, width})));
+  const Index gradient = kDepth * (kTileRows + std::max(width, std::min(kTileColumns, std::max(wide, qkv))));
   return std::max({chunk, head, attention, gradient}) + 16 * kLine;
 }
 
@@ -453,34 +453,106 @@ void normalise(const Workers& workers, const Normed& x, Index rows, Matrix& hidd
   });
 }
 
-double head(const Workers& workers, const Matrix& hidden, const float* table, const std::int32_t* targets,
-            Index rows, Matrix& logits, float* log_sums, double* chunk_losses) {
-  const Index width = hidden.columns(), vocabulary = logits.columns();
-  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
-    const View in = hidden.read(first, count, 0, width, arena.floats(count * width));
-    float* scratch = arena.floats(count * std::min(kHeadColumns, vocabulary));
-    for (Index column = 0; column < vocabulary; column += kHeadColumns) {
-      const Index columns = std::min(kHeadColumns, vocabulary - column);
-      const Target out = logits.open(first, column, columns, scratch);
-      product(count, columns, width, 1, in, transposed({table + column * width, width}), 0, out);
-      logits.keep(first, count, column, columns, out);
-    }
-    float* line = arena.floats(vocabulary);
-    double loss = 0;
-    for (Index r = 0; r < count; ++r) {
-      if (targets[first + r] < 0) continue;
-      const float* row = logits.read(first + r, 1, 0, vocabulary, line).data;
-      const float top = largest_of(row, vocabulary);
-      const float sum = sum_of(vocabulary, [&](Index i) { return exp_of(row[i] - top); });
-      const double log_sum = static_cast<double>(top) + std::log(static_cast<double>(sum));
-      log_sums[first + r] = static_cast<float>(log_sum);
-      loss += log_sum - static_cast<double>(row[targets[first + r]]);
-    }
-    chunk_losses[first / kChunk] = loss;
-  });
+namespace {
+
+double sum_in_order(const double* chunk_losses, Index rows) {
   double total = 0;
   for (Index i = 0; i < chunks_of(rows); ++i) total += chunk_losses[i];
   return total;
+}
+
+}  // namespace
+
+double head(const Workers& workers, const Head& head, Matrix& logits, double* chunk_losses) {
+  const Index width = head.hidden.columns(), vocabulary = head.vocabulary;
+  workers.chunks(head.rows, [&](Index first, Index count, Arena& arena) {
+    const View in = head.hidden.read(first, count, 0, width, arena.floats(count * width));
+    const Target out = logits.open(first, 0, vocabulary, arena.floats(count * vocabulary));
+    product(count, vocabulary, width, 1, in, transposed({head.table, width}), 0, out);
+    logits.keep(first, count, 0, vocabulary, out);
+    float* line = arena.floats(vocabulary);
+    double loss = 0;
+    for (Index r = first; r < first + count; ++r) {
+      if (head.targets[r] < 0) continue;
+      const float* row = logits.read(r, 1, 0, vocabulary, line).data;
+      const float top = largest_of(row, vocabulary);
+      const float sum = sum_of(vocabulary, [&](Index i) { return exp_of(row[i] - top); });
+      const double log_sum = static_cast<double>(top) + std::log(static_cast<double>(sum));
+      head.log_sums[r] = static_cast<float>(log_sum);
+      loss += log_sum - static_cast<double>(row[head.targets[r]]);
+    }
+    chunk_losses[first / kChunk] = loss;
+  });
+  return sum_in_order(chunk_losses, head.rows);
+}
+
+namespace {
+
+// A softmax whose values come in pieces (Milakov & Gimelshein, 1805.02867, algorithm 3).
+struct Running {
+  float top, sum;
+  float at_target;
+
+  // `values` become e^(value - top). Returns what to multiply earlier ones by.
+  float add(float* values, Index count, bool first) {
+    const float largest = largest_of(values, count), before = top;
+    top = first || largest > before ? largest : before;
+    const float factor = first ? 0.0f : exp_of(before - top);
+    for (Index i = 0; i < count; ++i) values[i] = exp_of(values[i] - top);
+    const float part = sum_of(count, [&](Index i) { return values[i]; });
+    sum = first ? part : sum * factor + part;
+    return factor;
+  }
+  double log_sum() const { return static_cast<double>(top) + std::log(static_cast<double>(sum)); }
+};
+
+// The weighted mean of rows of a table, less that of the target; 0 where there is none, not even a NaN.
+void off_target(const float* sum, float inverse, const float* target, Index width, float* to) {
+  for (Index i = 0; i < width; ++i) to[i] = target == nullptr ? 0.0f : sum[i] * inverse - target[i];
+}
+
+}  // namespace
+
+// The gradient is softmax(hidden table^T) table - table[target]: attention, with the table for keys and
+// values. It is taken while the logits are there.
+double head_in_pieces(const Workers& workers, const Head& head, Matrix* g, double* chunk_losses) {
+  const Index width = head.hidden.columns(), vocabulary = head.vocabulary;
+  workers.chunks(head.rows, [&](Index first, Index count, Arena& arena) {
+    const std::int32_t* targets = head.targets + first;
+    const View in = head.hidden.read(first, count, 0, width, arena.floats(count * width));
+    const Target logits = {arena.floats(count * kHeadColumns), kHeadColumns};
+    const Target mean = {arena.floats(count * width), width};
+    Running rows[kChunk] = {};
+    for (Index column = 0; column < vocabulary; column += kHeadColumns) {
+      const Index columns = std::min(kHeadColumns, vocabulary - column);
+      const View part = {head.table + column * width, width};
+      product(count, columns, width, 1, in, transposed(part), 0, logits);
+      for (Index r = 0; r < count; ++r) {
+        float* values = logits.data + r * logits.stride;
+        if (targets[r] >= column && targets[r] < column + columns)
+          rows[r].at_target = values[targets[r] - column];
+        const float factor = rows[r].add(values, columns, column == 0);
+        if (g == nullptr || column == 0 || factor == 1) continue;
+        for (Index i = 0; i < width; ++i) mean.data[r * width + i] *= factor;
+      }
+      if (g != nullptr) product(count, width, columns, 1, logits, part, column == 0 ? 0.0f : 1.0f, mean);
+    }
+    double loss = 0;
+    for (Index r = 0; r < count; ++r) {
+      const double log_sum = rows[r].log_sum();
+      head.log_sums[first + r] = static_cast<float>(log_sum);
+      if (targets[r] >= 0) loss += log_sum - static_cast<double>(rows[r].at_target);
+    }
+    chunk_losses[first / kChunk] = loss;
+    if (g == nullptr) return;
+    const Target out = g->open(first, 0, width, arena.floats(count * width));
+    for (Index r = 0; r < count; ++r) {
+      const float* target = targets[r] < 0 ? nullptr : head.table + targets[r] * width;
+      off_target(mean.data + r * width, 1.0f / rows[r].sum, target, width, out.data + r * out.stride);
+    }
+    g->keep(first, count, 0, width, out);
+  });
+  return sum_in_order(chunk_losses, head.rows);
 }
 
 // ---- Backward ----
@@ -521,41 +593,50 @@ void norm_rows(const Normed& x, Index first, Index count, View g, bool add, Matr
   out.keep(first, count, 0, width, to);
 }
 
-void softmax_gradient(Matrix& logits, Index row, Index target, float scale, float log_sum, float* scratch) {
-  const Index vocabulary = logits.columns();
-  logits.read(row, 1, 0, vocabulary, scratch);
-  const Target out = logits.open(row, 0, vocabulary, scratch);  // the same place
-  float* values = out.data;
-  if (target < 0) {  // a NaN that nothing counts on stays here
-    std::fill_n(values, vocabulary, 0.0f);
-    logits.keep(row, 1, 0, vocabulary, out);
+// values = (softmax - [target]) scale, where `target` may be none of them; 0 where the row counts for nothing.
+void softmax_gradient(Index count, Index target, bool counts, float scale, float log_sum, float* values) {
+  if (!counts) {  // not even a NaN
+    std::fill_n(values, count, 0.0f);
     return;
   }
-  const float at_target = (exp_of(values[target] - log_sum) - 1.0f) * scale;
-  for (Index i = 0; i < vocabulary; ++i) values[i] = exp_of(values[i] - log_sum) * scale;
-  values[target] = at_target;
-  logits.keep(row, 1, 0, vocabulary, out);
+  const bool here = target >= 0 && target < count;
+  const float at_target = here ? (exp_of(values[target] - log_sum) - 1.0f) * scale : 0.0f;
+  for (Index i = 0; i < count; ++i) values[i] = exp_of(values[i] - log_sum) * scale;
+  if (here) values[target] = at_target;
 }
 
 }  // namespace
 
-void head_backward(const Workers& workers, const float* table, const std::int32_t* targets, Index rows,
-                   float scale, const float* log_sums, Matrix& logits, const Normed& x, Matrix& g,
-                   float* sums) {
-  const Index width = g.columns(), vocabulary = logits.columns();
-  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+void head_backward(const Workers& workers, const Head& head, float scale, Matrix& logits, const Normed& x,
+                   Matrix& g, float* sums) {
+  const Index width = g.columns(), vocabulary = head.vocabulary;
+  workers.chunks(head.rows, [&](Index first, Index count, Arena& arena) {
     float* line = arena.floats(vocabulary);
-    for (Index r = first; r < first + count; ++r)
-      softmax_gradient(logits, r, targets[r], scale, log_sums[r], line);
-    float* scratch = arena.floats(count * std::min(kHeadColumns, vocabulary));
-    const Target dh = {arena.floats(count * width), width};
-    for (Index column = 0; column < vocabulary; column += kHeadColumns) {
-      const Index columns = std::min(kHeadColumns, vocabulary - column);
-      const View part = logits.read(first, count, column, columns, scratch);
-      product(count, width, columns, 1, part, View{table + column * width, width}, column == 0 ? 0.0f : 1.0f,
-              dh);
+    for (Index r = first; r < first + count; ++r) {
+      logits.read(r, 1, 0, vocabulary, line);
+      const Target out = logits.open(r, 0, vocabulary, line);  // the same place
+      const Index target = head.targets[r];
+      softmax_gradient(vocabulary, target, target >= 0, scale, head.log_sums[r], out.data);
+      logits.keep(r, 1, 0, vocabulary, out);
     }
+    const View part = logits.read(first, count, 0, vocabulary, arena.floats(count * vocabulary));
+    const Target dh = {arena.floats(count * width), width};
+    product(count, width, vocabulary, 1, part, View{head.table, width}, 0, dh);
     norm_rows(x, first, count, dh, false, g, sums, arena);
+  });
+}
+
+void head_in_pieces_backward(const Workers& workers, Index rows, float scale, const Normed& x, Matrix& g,
+                             float* sums) {
+  const Index width = g.columns();
+  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+    float* scratch = arena.floats(count * width);
+    const View unscaled = g.read(first, count, 0, width, scratch);
+    for (Index r = 0; r < count; ++r) {
+      float* to = in_scratch(unscaled, r, width, scratch);
+      for (Index i = 0; i < width; ++i) to[i] *= scale;
+    }
+    norm_rows(x, first, count, {scratch, width}, false, g, sums, arena);
   });
 }
 
@@ -707,11 +788,17 @@ void add_row(const float* __restrict from, Index count, float* __restrict to) {
 
 }  // namespace
 
+namespace {
+
 // Pieces are broad, for a column of a may have to be computed, and high, for b may have to be decoded; but
 // there should be enough of them for several threads.
+Index tile_height(Index rows) { return rows < 4 * kTileRows ? kTileRows / 2 : kTileRows; }
+
+}  // namespace
+
 void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index tokens, Index first,
                      Index rows, float* tile) {
-  const Index columns = b.columns, most = rows < 4 * kTileRows ? kTileRows / 2 : kTileRows;
+  const Index columns = b.columns, most = tile_height(rows);
   const Index across = (columns + kTileColumns - 1) / kTileColumns, down = (rows + most - 1) / most;
   workers.pieces(across * down, [&](Index piece, Arena& arena) {
     const Index row = piece / across * most, column = piece % across * kTileColumns;
@@ -723,6 +810,28 @@ void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index
       const View left = a.source.read(token, depth, a.column + first + row, height, a_scratch);
       const View right = b.source.read(token, depth, b.column + column, breadth, b_scratch);
       product(height, breadth, depth, 1, transposed(left), right, token == 0 ? 0.0f : 1.0f, out);
+    }
+  });
+}
+
+void head_gradient(const Workers& workers, const Head& head, float scale, Index first, Index rows,
+                   float* tile) {
+  const Index width = head.hidden.columns(), most = tile_height(rows);
+  workers.pieces((rows + most - 1) / most, [&](Index piece, Arena& arena) {
+    const Index row = piece * most, height = std::min(most, rows - row), word = first + row;
+    const Target logits = {arena.floats(kDepth * height), height};
+    float* scratch = arena.floats(kDepth * width);
+    for (Index token = 0; token < head.rows; token += kDepth) {
+      const Index depth = std::min(kDepth, head.rows - token);
+      const View hidden = head.hidden.read(token, depth, 0, width, scratch);
+      product(depth, height, width, 1, hidden, transposed({head.table + word * width, width}), 0, logits);
+      for (Index r = 0; r < depth; ++r) {
+        const Index target = head.targets[token + r];
+        softmax_gradient(height, target - word, target >= 0, scale, head.log_sums[token + r],
+                         logits.data + r * height);
+      }
+      product(height, width, depth, 1, transposed(logits), hidden, token == 0 ? 0.0f : 1.0f,
+              {tile + row * width, width});
     }
   });
 }

@@ -172,18 +172,34 @@ void attend(const Workers& workers, const Attention& shape, const Matrix& qkv, M
 
 // The final norm, into `hidden`.
 void normalise(const Workers& workers, const Normed& x, Index rows, Matrix& hidden);
-// The sum of -log softmax(hidden table^T)[target] over the rows whose target is not below 0; logits are
-// rounded before the loss sees them.
-double head(const Workers& workers, const Matrix& hidden, const float* table, const std::int32_t* targets,
-            Index rows, Matrix& logits, float* log_sums, double* chunk_losses);
+
+// The output head: logits = hidden table^T. Targets below 0 count for nothing.
+struct Head {
+  const Matrix& hidden;
+  const float* table;  // [vocabulary, width]
+  Index vocabulary;
+  const std::int32_t* targets;
+  Index rows;
+  float* log_sums;  // log sum exp(logits), per row
+};
+// Logits are kept for the backward pass where one piece of work computes all of a row. For a larger
+// vocabulary [rows, vocabulary] values never exist at once: they are computed in pieces, and again for each
+// tile of the table's gradient.
+inline bool keeps_logits(const Description& model) { return model.vocabulary <= kHeadColumns; }
+// The sum of -log softmax(logits)[target] over the rows; logits are rounded before the loss sees them.
+double head(const Workers& workers, const Head& head, Matrix& logits, double* chunk_losses);
+// The same without `logits`. Leaves the gradient of each row's loss in `g`, if there is one to write to.
+double head_in_pieces(const Workers& workers, const Head& head, Matrix* g, double* chunk_losses);
 
 // ---- Backward ----
 
 // logits = (softmax(logits) - [target]) scale, then `g` = the gradient of the norm's input; the norm's own
 // gradient is left in `sums`.
-void head_backward(const Workers& workers, const float* table, const std::int32_t* targets, Index rows,
-                   float scale, const float* log_sums, Matrix& logits, const Normed& x, Matrix& g,
-                   float* sums);
+void head_backward(const Workers& workers, const Head& head, float scale, Matrix& logits, const Normed& x,
+                   Matrix& g, float* sums);
+// From what head_in_pieces left in `g`, times `scale`, to the same.
+void head_in_pieces_backward(const Workers& workers, Index rows, float scale, const Normed& x, Matrix& g,
+                             float* sums);
 // dx = g w^T.
 void linear_backward(const Workers& workers, const Matrix& g, const Linear& layer, Index rows, Matrix& dx);
 // dx = the gradient of what `x` activates, whose own is g w^T.
@@ -207,6 +223,10 @@ struct Part {
 // Rows [first, first + rows) of a^T b.
 void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index tokens, Index first,
                      Index rows, float* tile);
+// Rows [first, first + rows) of the gradient of the head's table, of logits that were not kept. Reads these rows
+// of the table and no others.
+void head_gradient(const Workers& workers, const Head& head, float scale, Index first, Index rows,
+                   float* tile);
 // The sum of g's rows.
 void bias_gradient(const Workers& workers, const Matrix& g, Index tokens, Index first, Index count,
                    float* tile);

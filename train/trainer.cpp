@@ -286,7 +286,7 @@ double Trainer::validate(const Windows& data, std::int64_t windows, const std::f
   for (std::int64_t b = 0; b < batches; ++b) {
     if (!go_on()) return std::nan("");
     read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, all); });
-    sum += forward();
+    sum += model_->loss(*state_, {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>()});
   }
   return sum / static_cast<double>(batches);
 }

@@ -37,7 +37,7 @@ struct Transformer::State {
         rows(batch * m.context),
         x(ledger, precision, rows, m.width),
         hidden(ledger, precision, rows, m.width),
-        logits(ledger, precision, rows, m.vocabulary),
+        logits(ledger, precision, keeps_logits(m) ? rows : 0, m.vocabulary),
         x_statistics(ledger, m, rows),
         log_sums(ledger, "activations", rows * 4),
         tokens(ledger, "activations", rows * 4),
@@ -94,8 +94,9 @@ struct Transformer::State {
   std::vector<Linear> without_biases(Weights& weights, const LinearPlaces& at) {
     return linear_at(weights, at, false);
   }
-  const float* head_table(Weights& weights) {
-    return weights.values(places.head, matrix_scratch.as<float>());
+  Head head_of(Weights& weights) {
+    const float* table = weights.values(places.head, matrix_scratch.as<float>());
+    return {hidden, table, model.vocabulary, targets.as<std::int32_t>(), rows, log_sums.as<float>()};
   }
   Attention attention(Weights& weights, const LayerPlaces& at, Index count, Index length) {
     float* scratch = vector_scratch.as<float>() + 2 * model.width;
@@ -122,24 +123,26 @@ struct Transformer::State {
   void place(const std::int32_t* starts, Index count, Index length);
   void run(Weights& weights, const std::int32_t* input, Index count, Index length);
   void run_layer(Weights& weights, Index index, Index count, Index length);
-  void back_through_head(Weights& weights, Gradients& gradients, float scale);
+  double loss(Weights& weights, bool for_backward);
+  void back_through_head(Weights& weights, Gradients& gradients);
   void back_through_mlp(Weights& weights, Gradients& gradients, Index index);
   void back_through_attention(Weights& weights, Gradients& gradients, Index index);
   void take_linear(Gradients& gradients, const LinearPlaces& places_at, const Source& in, const Matrix& dy);
   void take_norm(Gradients& gradients, const NormPlace& at);
   void take_head_norms(Gradients& gradients, const LayerPlaces& at);
-  void head_gradient(Index first, Index count, float* tile);
-  void take_embeddings(Gradients& gradients);
+  FillRows fill_head(Weights& weights);
+  void take_embeddings(Weights& weights, Gradients& gradients);
   void check(const std::int32_t* list, Index count, const char* what) const;
 
   const Description model;
   const Places places;
   const Index sequences, rows;
-  Matrix x, hidden,
-      logits;  // the last layer's output, the same normalised, and what backward turns into gradients
+  Matrix x, hidden;  // the last layer's output, and the same normalised
+  Matrix logits;     // backward turns them into their gradients; empty where they are not kept
   Statistics x_statistics;
   Block log_sums, tokens, targets, positions;
   Index counted = 0;                        // targets
+  float scale = 1;                          // of the gradient of each
   Matrix g, g_attended, g_qkv, g_expanded;  // gradients; g is that of the residual stream
   Block norm_sums, head_norm_sums, rotation, chunk_losses, matrix_scratch, vector_scratch;
   Workspace workspace;
@@ -217,6 +220,15 @@ void Transformer::State::run_layer(Weights& weights, Index index, Index count, I
                   tokens_read, layer.middle, output_of(index), statistics_after(index));
 }
 
+double Transformer::State::loss(Weights& weights, bool for_backward) {
+  run(weights, tokens.as<std::int32_t>(), sequences, model.context);
+  double* losses = chunk_losses.as<double>();
+  const Head last = head_of(weights);
+  const double sum = keeps_logits(model) ? head(workers, last, logits, losses)
+                                         : head_in_pieces(workers, last, for_backward ? &g : nullptr, losses);
+  return sum / static_cast<double>(std::max<Index>(counted, 1));
+}
+
 // ---- Backward ----
 
 // As the matrix lies: x^T dy, or dy^T x.
@@ -256,15 +268,14 @@ void Transformer::State::take_head_norms(Gradients& gradients, const LayerPlaces
                    });
 }
 
-void Transformer::State::back_through_head(Weights& weights, Gradients& gradients, float scale) {
+void Transformer::State::back_through_head(Weights& weights, Gradients& gradients) {
   const Normed in(x, x_statistics, norm(weights, places.last_norm));
-  head_backward(workers, head_table(weights), targets.as<std::int32_t>(), rows,
-                scale / static_cast<float>(std::max<Index>(counted, 1)), log_sums.as<float>(), logits, in, g,
-                norm_sums.as<float>());
+  if (keeps_logits(model))
+    head_backward(workers, head_of(weights), scale, logits, in, g, norm_sums.as<float>());
+  else
+    head_in_pieces_backward(workers, rows, scale, in, g, norm_sums.as<float>());
   take_norm(gradients, places.last_norm);
-  if (!model.tied)
-    gradients.take(places.head,
-                   [&](Index first, Index count, float* tile) { head_gradient(first, count, tile); });
+  if (!model.tied) gradients.take(places.head, fill_head(weights));
 }
 
 // A weight may change when its gradient is taken: what reads it comes first. A norm's weight is read for
@@ -297,22 +308,29 @@ void Transformer::State::back_through_attention(Weights& weights, Gradients& gra
   take_norm(gradients, at.attention_norm);
 }
 
-void Transformer::State::head_gradient(Index first, Index count, float* tile) {
-  const Stored outputs(logits), inputs(hidden);
-  weight_gradient(workers, {outputs, 0, model.vocabulary}, {inputs, 0, model.width}, rows, first, count,
-                  tile);
+FillRows Transformer::State::fill_head(Weights& weights) {
+  if (keeps_logits(model))
+    return [this](Index first, Index count, float* tile) {
+      const Stored outputs(logits), inputs(hidden);
+      weight_gradient(workers, {outputs, 0, model.vocabulary}, {inputs, 0, model.width}, rows, first, count,
+                      tile);
+    };
+  return [this, head = head_of(weights)](Index first, Index count, float* tile) {
+    head_gradient(workers, head, scale, first, count, tile);
+  };
 }
 
 // The gradient of a table that is the output head as well is the sum of both.
-void Transformer::State::take_embeddings(Gradients& gradients) {
+void Transformer::State::take_embeddings(Weights& weights, Gradients& gradients) {
   if (places.positions >= 0)
     gradients.take(places.positions, [&](Index first, Index count, float* tile) {
       std::fill_n(tile, count * model.width, 0.0f);
       embedding_gradient(workers, g, positions.as<std::int32_t>(), rows, first, count, tile);
     });
+  const FillRows as_head = model.tied ? fill_head(weights) : nullptr;
   gradients.take(places.tokens, [&](Index first, Index count, float* tile) {
     if (model.tied)
-      head_gradient(first, count, tile);
+      as_head(first, count, tile);
     else
       std::fill_n(tile, count * model.width, 0.0f);
     embedding_gradient(workers, g, tokens.as<std::int32_t>(), rows, first, count, tile);
@@ -337,11 +355,16 @@ double Transformer::forward(Weights& weights, const Batch& batch) {
   State& s = *state_;
   s.ready = false;
   s.read(batch);
-  s.run(weights, s.tokens.as<std::int32_t>(), s.sequences, s.model.context);
-  const double loss = head(s.workers, s.hidden, s.head_table(weights), s.targets.as<std::int32_t>(), s.rows,
-                           s.logits, s.log_sums.as<float>(), s.chunk_losses.as<double>());
+  const double loss = s.loss(weights, true);
   s.ready = true;
-  return loss / static_cast<double>(std::max<Index>(s.counted, 1));
+  return loss;
+}
+
+double Transformer::loss(Weights& weights, const Batch& batch) {
+  State& s = *state_;
+  s.ready = false;
+  s.read(batch);
+  return s.loss(weights, false);
 }
 
 void Transformer::backward(Weights& weights, Gradients& gradients, float scale) {
@@ -351,12 +374,13 @@ void Transformer::backward(Weights& weights, Gradients& gradients, float scale) 
         "backward was called without a forward pass before it; each forward serves one "
         "backward, and next() uses the same memory: call forward first");
   s.ready = false;
-  s.back_through_head(weights, gradients, scale);
+  s.scale = scale / static_cast<float>(std::max<Index>(s.counted, 1));
+  s.back_through_head(weights, gradients);
   for (Index i = s.model.layers - 1; i >= 0; --i) {
     s.back_through_mlp(weights, gradients, i);
     s.back_through_attention(weights, gradients, i);
   }
-  s.take_embeddings(gradients);
+  s.take_embeddings(weights, gradients);
 }
 
 void Transformer::next(Weights& weights, const std::int32_t* tokens, std::int64_t count, float* logits) {
@@ -372,7 +396,7 @@ void Transformer::next(Weights& weights, const std::int32_t* tokens, std::int64_
   const Index width = s.model.width;
   Arena arena(s.workspace);
   const View last = s.hidden.read(count - 1, 1, 0, width, arena.floats(width));
-  const float* table = s.head_table(weights);
+  const float* table = s.head_of(weights).table;
   product(1, s.model.vocabulary, width, 1, last, transposed({table, width}), 0, {logits, s.model.vocabulary});
 }
 

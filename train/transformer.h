@@ -25,12 +25,13 @@ struct Weights {
   virtual const float* values(int parameter, float* scratch) = 0;
 };
 
-// Computes rows [first, first + rows) of a gradient, in full; asked twice it gives the same bits. Uses the
-// model's threads: not to be called from a piece of their work. Other tiles may round differently.
+// Computes rows [first, first + rows) of a gradient, in full; asked twice it gives the same bits. May read
+// these rows of the weight, and no others. Uses the model's threads: not to be called from a piece of their
+// work. Other tiles may round differently.
 using FillRows = std::function<void(std::int64_t first, std::int64_t rows, float* tile)>;
 
 // Whoever takes the gradients. Each parameter is handed over once per backward pass, as soon as its
-// gradient can be computed; its weight may be stepped inside the call.
+// gradient can be computed; its weight may be stepped inside the call, each row once its tile is there.
 struct Gradients {
   virtual ~Gradients() = default;
   virtual void take(int parameter, const FillRows& fill) = 0;
@@ -54,6 +55,8 @@ class Transformer {
 
   // The mean loss in nats over the targets that count; 0 where none does. Keeps what backward needs.
   double forward(Weights& weights, const Batch& batch);
+  // The same loss, for validation: backward cannot follow.
+  double loss(Weights& weights, const Batch& batch);
   // Gradients of scale * loss, of the last forward; once for each, because it works in the same memory.
   void backward(Weights& weights, Gradients& gradients, float scale);
   // The logits (vocabulary of them) after the last of `count` <= context tokens. Overwrites what forward
