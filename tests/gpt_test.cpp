@@ -95,10 +95,11 @@ struct Result {
 };
 
 Result run(const Description& shape, const Examples& batch, Precision precision, int threads = 2,
-           float scale = 1, std::int64_t tile_rows = 0, bool direct = false) {
+           float scale = 1, std::int64_t tile_rows = 0, bool direct = false,
+           Recompute recompute = Recompute::none) {
   Threads pool(threads);
   Ledger ledger;
-  Transformer model(shape, batch.size, precision, pool, ledger);
+  Transformer model(shape, batch.size, precision, pool, ledger, recompute);
   Store store(shape);
   store.direct = direct;
   Keep keep(shape, tile_rows);
@@ -486,6 +487,61 @@ TEST(GptMemory, DoesNotGrowWithTheWords) {
     bytes[many] = ledger.peak("activations");
   }
   EXPECT_EQ(bytes[0], bytes[1]);
+}
+
+TEST(GptRecompute, ChangesNoBit) {
+  for (const Description& shape : {kSmallOnes[0], kSmallOnes[1], kLargeOnes[0], kLargeOnes[1]})
+    for (const Precision precision : kPrecisions) {
+      Description deep = shape;
+      deep.layers = 3;
+      Examples batch(deep, 2);
+      cut(deep, {shape.context / 2, shape.context - shape.context / 2}, batch);
+      batch.targets[1] = -1;
+      const Result want = run(deep, batch, precision);
+      for (const Recompute recompute : {Recompute::mlp, Recompute::block})
+        EXPECT_TRUE(same_bits(want, run(deep, batch, precision, 2, 1, 0, false, recompute)));
+    }
+}
+
+// A layer is computed again before any of its weights is stepped.
+TEST(GptRecompute, SeesNoWeightThatWasStepped) {
+  for (const Description& shape : kSmallOnes)
+    for (const Recompute recompute : {Recompute::mlp, Recompute::block}) {
+      const Examples batch(shape, 2);
+      Threads pool(2);
+      Ledger ledger;
+      Transformer model(shape, 2, Precision::fp32, pool, ledger, recompute);
+      Store store(shape);
+      store.direct = true;
+      Keep keep(shape, 5);
+      keep.step_in = &store;
+      const double loss = model.forward(store, batch.all());
+      model.backward(store, keep, 1);
+      EXPECT_TRUE(same_bits(run(shape, batch, Precision::fp32, 2, 1, 5), {loss, keep.all}));
+    }
+}
+
+TEST(GptRecompute, SavesAllLayersButOne) {
+  for (Description shape : kLargeOnes) {
+    shape.layers = 6;
+    Threads pool(2);
+    const std::int64_t tokens = 4 * shape.context, width = shape.width;
+    const auto activations = [&](Recompute recompute) {
+      Ledger planned = Ledger::counter(), taken;
+      const Transformer counted(shape, 4, Precision::bf16, pool, planned, recompute);
+      const Transformer model(shape, 4, Precision::bf16, pool, taken, recompute);
+      EXPECT_EQ(planned.entries().size(), taken.entries().size());
+      for (const Ledger::Entry& entry : planned.entries())
+        EXPECT_EQ(entry.peak, taken.peak(entry.kind)) << entry.kind;
+      return taken.peak("activations");
+    };
+    const std::int64_t all = activations(Recompute::none);
+    const std::int64_t expanded = 2 * tokens * shape.expanded_width();
+    EXPECT_EQ(all - activations(Recompute::mlp), 5 * expanded);
+    const std::int64_t inside =
+        2 * tokens * (shape.qkv_width() + shape.query_width() + width) + 4 * tokens * (shape.heads + 2);
+    EXPECT_EQ(all - activations(Recompute::block), 5 * (expanded + inside));
+  }
 }
 
 // Validation has the loss of training.

@@ -13,32 +13,35 @@ std::string text(Index number) { return std::to_string(number); }
 }  // namespace
 
 struct Transformer::State {
-  // What one layer keeps from forward to backward. Norms, rotations, activation functions and attention
-  // weights are computed again.
-  struct Layer {
-    Layer(Ledger& ledger, Precision precision, const Description& model, Index rows)
-        : x(ledger, precision, rows, model.width),
-          qkv(ledger, precision, rows, model.qkv_width()),
+  // What forward keeps for backward. Norms, rotations, activation functions and attention weights are always
+  // computed again. Here: the residual stream before a layer, or in the middle of one.
+  struct Residual {
+    Residual(Ledger& ledger, Precision precision, const Description& model, Index rows)
+        : x(ledger, precision, rows, model.width), statistics(ledger, model, rows) {}
+    Matrix x;
+    Statistics statistics;
+  };
+  // Here: of every layer, or only of the one that is at work (Recompute::block).
+  struct Inside {
+    Inside(Ledger& ledger, Precision precision, const Description& model, Index rows)
+        : qkv(ledger, precision, rows, model.qkv_width()),
           attended(ledger, precision, rows, model.query_width()),
-          middle(ledger, precision, rows, model.width),
-          expanded(ledger, precision, rows, model.expanded_width()),
-          x_statistics(ledger, model, rows),
-          middle_statistics(ledger, model, rows),
-          log_sums(ledger, "activations", rows * model.heads * static_cast<Index>(sizeof(float))) {}
-    Matrix x, qkv, attended, middle, expanded;
-    Statistics x_statistics, middle_statistics;
+          log_sums(ledger, "activations", rows * model.heads * static_cast<Index>(sizeof(float))),
+          middle(ledger, precision, model, rows) {}
+    Matrix qkv, attended;
     Block log_sums;
+    Residual middle;
   };
 
-  State(const Description& m, Index batch, Precision precision, Threads& threads, Ledger& ledger)
+  State(const Description& m, Index batch, Precision precision, Threads& threads, Ledger& ledger,
+        Recompute what)
       : model(m),
         places(places_of(m)),
+        recompute(what),
         sequences(batch),
         rows(batch * m.context),
-        x(ledger, precision, rows, m.width),
         hidden(ledger, precision, rows, m.width),
         logits(ledger, precision, keeps_logits(m) ? rows : 0, m.vocabulary),
-        x_statistics(ledger, m, rows),
         log_sums(ledger, "activations", rows * 4),
         tokens(ledger, "activations", rows * 4),
         targets(ledger, "activations", rows * 4),
@@ -55,8 +58,11 @@ struct Transformer::State {
         vector_scratch(ledger, "workspace", vector_floats(m) * 4),
         workspace(ledger, threads.count(), workspace_of(m)),
         workers{threads, workspace} {
-    layers.reserve(static_cast<std::size_t>(m.layers));
-    for (Index i = 0; i < m.layers; ++i) layers.emplace_back(ledger, precision, m, rows);
+    for (Index i = 0; i <= m.layers; ++i) residuals.emplace_back(ledger, precision, m, rows);
+    for (Index i = 0; i < (what == Recompute::block ? 1 : m.layers); ++i)
+      insides.emplace_back(ledger, precision, m, rows);
+    for (Index i = 0; i < (what == Recompute::none ? m.layers : 1); ++i)
+      expansions.emplace_back(ledger, precision, rows, m.expanded_width());
     if (m.rotary.base > 0 && !ledger.only_counts()) rotation_of(m, rotation.as<float>());
   }
 
@@ -112,17 +118,17 @@ struct Transformer::State {
             static_cast<float>(model.epsilon)};
   }
 
-  Matrix& output_of(Index layer) {
-    return layer + 1 < model.layers ? layers[static_cast<std::size_t>(layer + 1)].x : x;
-  }
-  Statistics& statistics_after(Index layer) {
-    return layer + 1 < model.layers ? layers[static_cast<std::size_t>(layer + 1)].x_statistics : x_statistics;
-  }
+  const LayerPlaces& place_of(Index layer) const { return places.layers[static_cast<std::size_t>(layer)]; }
+  Residual& residual_of(Index layer) { return residuals[static_cast<std::size_t>(layer)]; }
+  Inside& inside_of(Index layer) { return insides[static_cast<std::size_t>(layer) % insides.size()]; }
+  Matrix& expanded_of(Index layer) { return expansions[static_cast<std::size_t>(layer) % expansions.size()]; }
 
   void read(const Batch& batch);
   void place(const std::int32_t* starts, Index count, Index length);
   void run(Weights& weights, const std::int32_t* input, Index count, Index length);
-  void run_layer(Weights& weights, Index index, Index count, Index length);
+  void attend_in(Weights& weights, Index layer, Index count, Index length);
+  void expand_in(Weights& weights, Index layer, Index tokens_read);
+  void compute_again(Weights& weights, Index layer);
   double loss(Weights& weights, bool for_backward);
   void back_through_head(Weights& weights, Gradients& gradients);
   void back_through_mlp(Weights& weights, Gradients& gradients, Index index);
@@ -136,10 +142,10 @@ struct Transformer::State {
 
   const Description model;
   const Places places;
+  const Recompute recompute;
   const Index sequences, rows;
-  Matrix x, hidden;  // the last layer's output, and the same normalised
-  Matrix logits;     // backward turns them into their gradients; empty where they are not kept
-  Statistics x_statistics;
+  Matrix hidden;  // the last layer's output, normalised
+  Matrix logits;  // backward turns them into their gradients; empty where they are not kept
   Block log_sums, tokens, targets, positions;
   Index counted = 0;                        // targets
   float scale = 1;                          // of the gradient of each
@@ -147,8 +153,10 @@ struct Transformer::State {
   Block norm_sums, head_norm_sums, rotation, chunk_losses, matrix_scratch, vector_scratch;
   Workspace workspace;
   Workers workers;
-  std::vector<Layer> layers;
-  bool ready = false;  // for backward
+  std::vector<Residual> residuals;  // before each layer, and after the last
+  std::vector<Inside> insides;
+  std::vector<Matrix> expansions;  // inside each MLP
+  bool ready = false;              // for backward
 };
 
 // ---- Forward ----
@@ -191,33 +199,50 @@ void Transformer::State::place(const std::int32_t* starts, Index count, Index le
 }
 
 void Transformer::State::run(Weights& weights, const std::int32_t* input, Index count, Index length) {
-  Layer& first = layers.front();
+  Residual& first = residuals.front();
   float* scratch = matrix_scratch.as<float>();
   const float* tokens_at = weights.values(places.tokens, scratch);
   const float* positions_at = values(weights, places.positions, scratch + model.vocabulary * model.width);
   embed(workers, input, positions.as<std::int32_t>(), count * length, tokens_at, positions_at, first.x,
-        first.x_statistics);
-  for (Index i = 0; i < model.layers; ++i) run_layer(weights, i, count, length);
+        first.statistics);
+  for (Index i = 0; i < model.layers; ++i) {
+    attend_in(weights, i, count, length);
+    expand_in(weights, i, count * length);
+    Residual& out = residual_of(i + 1);
+    linear_residual(workers, Activated(expanded_of(i), model.mlp),
+                    linear_at(weights, place_of(i).mlp_out).front(), count * length, inside_of(i).middle.x,
+                    out.x, out.statistics);
+  }
   const Norm last = norm(weights, places.last_norm);
-  normalise(workers, Normed(x, x_statistics, last), count * length, hidden);
+  normalise(workers, Normed(residuals.back().x, residuals.back().statistics, last), count * length, hidden);
 }
 
-void Transformer::State::run_layer(Weights& weights, Index index, Index count, Index length) {
-  Layer& layer = layers[static_cast<std::size_t>(index)];
-  const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
-  const Index tokens_read = count * length;
-  const Norm first = norm(weights, at.attention_norm);
-  linear(workers, Normed(layer.x, layer.x_statistics, first), linear_at(weights, at.attention_in),
-         tokens_read, layer.qkv);
-  attend(workers, attention(weights, at, count, length), layer.qkv, layer.attended,
-         layer.log_sums.as<float>());
-  linear_residual(workers, Stored(layer.attended), linear_at(weights, at.attention_out).front(), tokens_read,
-                  layer.x, layer.middle, layer.middle_statistics);
-  const Norm second = norm(weights, at.mlp_norm);
-  linear(workers, Normed(layer.middle, layer.middle_statistics, second), linear_at(weights, at.mlp_in),
-         tokens_read, layer.expanded);
-  linear_residual(workers, Activated(layer.expanded, model.mlp), linear_at(weights, at.mlp_out).front(),
-                  tokens_read, layer.middle, output_of(index), statistics_after(index));
+// From the layer's input to its middle.
+void Transformer::State::attend_in(Weights& weights, Index layer, Index count, Index length) {
+  const Residual& in = residual_of(layer);
+  Inside& inside = inside_of(layer);
+  const LayerPlaces& at = place_of(layer);
+  const Norm before = norm(weights, at.attention_norm);
+  linear(workers, Normed(in.x, in.statistics, before), linear_at(weights, at.attention_in), count * length,
+         inside.qkv);
+  attend(workers, attention(weights, at, count, length), inside.qkv, inside.attended,
+         inside.log_sums.as<float>());
+  linear_residual(workers, Stored(inside.attended), linear_at(weights, at.attention_out).front(),
+                  count * length, in.x, inside.middle.x, inside.middle.statistics);
+}
+
+void Transformer::State::expand_in(Weights& weights, Index layer, Index tokens_read) {
+  const Residual& middle = inside_of(layer).middle;
+  const Norm before = norm(weights, place_of(layer).mlp_norm);
+  linear(workers, Normed(middle.x, middle.statistics, before), linear_at(weights, place_of(layer).mlp_in),
+         tokens_read, expanded_of(layer));
+}
+
+// The last layer is the one that forward has left.
+void Transformer::State::compute_again(Weights& weights, Index layer) {
+  if (recompute == Recompute::none || layer + 1 == model.layers) return;
+  if (recompute == Recompute::block) attend_in(weights, layer, sequences, model.context);
+  expand_in(weights, layer, rows);
 }
 
 double Transformer::State::loss(Weights& weights, bool for_backward) {
@@ -269,7 +294,7 @@ void Transformer::State::take_head_norms(Gradients& gradients, const LayerPlaces
 }
 
 void Transformer::State::back_through_head(Weights& weights, Gradients& gradients) {
-  const Normed in(x, x_statistics, norm(weights, places.last_norm));
+  const Normed in(residuals.back().x, residuals.back().statistics, norm(weights, places.last_norm));
   if (keeps_logits(model))
     head_backward(workers, head_of(weights), scale, logits, in, g, norm_sums.as<float>());
   else
@@ -281,12 +306,12 @@ void Transformer::State::back_through_head(Weights& weights, Gradients& gradient
 // A weight may change when its gradient is taken: what reads it comes first. A norm's weight is read for
 // the gradient of the linear layer after it.
 void Transformer::State::back_through_mlp(Weights& weights, Gradients& gradients, Index index) {
-  Layer& layer = layers[static_cast<std::size_t>(index)];
-  const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
-  const Activated activated(layer.expanded, model.mlp);
+  const Residual& middle = inside_of(index).middle;
+  const LayerPlaces& at = place_of(index);
+  const Activated activated(expanded_of(index), model.mlp);
   activated_backward(workers, g, without_biases(weights, at.mlp_out).front(), rows, activated, g_expanded);
   take_linear(gradients, at.mlp_out, activated, g);
-  const Normed in(layer.middle, layer.middle_statistics, norm(weights, at.mlp_norm));
+  const Normed in(middle.x, middle.statistics, norm(weights, at.mlp_norm));
   normed_backward(workers, g_expanded, without_biases(weights, at.mlp_in), rows, in, g,
                   norm_sums.as<float>());
   take_linear(gradients, at.mlp_in, in, g_expanded);
@@ -294,14 +319,14 @@ void Transformer::State::back_through_mlp(Weights& weights, Gradients& gradients
 }
 
 void Transformer::State::back_through_attention(Weights& weights, Gradients& gradients, Index index) {
-  Layer& layer = layers[static_cast<std::size_t>(index)];
-  const LayerPlaces& at = places.layers[static_cast<std::size_t>(index)];
+  const Inside& inside = inside_of(index);
+  const LayerPlaces& at = place_of(index);
   linear_backward(workers, g, without_biases(weights, at.attention_out).front(), rows, g_attended);
-  take_linear(gradients, at.attention_out, Stored(layer.attended), g);
-  attend_backward(workers, attention(weights, at, sequences, model.context), layer.qkv, layer.attended,
-                  layer.log_sums.as<float>(), g_attended, g_qkv, head_norm_sums.as<float>());
+  take_linear(gradients, at.attention_out, Stored(inside.attended), g);
+  attend_backward(workers, attention(weights, at, sequences, model.context), inside.qkv, inside.attended,
+                  inside.log_sums.as<float>(), g_attended, g_qkv, head_norm_sums.as<float>());
   if (model.head_norms) take_head_norms(gradients, at);
-  const Normed in(layer.x, layer.x_statistics, norm(weights, at.attention_norm));
+  const Normed in(residual_of(index).x, residual_of(index).statistics, norm(weights, at.attention_norm));
   normed_backward(workers, g_qkv, without_biases(weights, at.attention_in), rows, in, g,
                   norm_sums.as<float>());
   take_linear(gradients, at.attention_in, in, g_qkv);
@@ -340,13 +365,13 @@ void Transformer::State::take_embeddings(Weights& weights, Gradients& gradients)
 // ---- The model ----
 
 Transformer::Transformer(const Description& model, std::int64_t batch, Precision activations,
-                         Threads& threads, Ledger& ledger) {
+                         Threads& threads, Ledger& ledger, Recompute recompute) {
   if (const std::string problem = problem_with(model); !problem.empty()) throw std::invalid_argument(problem);
   const Index most = (Index{1} << 31) / model.context;
   if (batch < 1 || batch > most)
     throw std::invalid_argument("a batch of " + text(batch) + " sequences was asked for; with a context of " +
                                 text(model.context) + " choose from 1 to " + text(most));
-  state_ = std::make_unique<State>(model, batch, activations, threads, ledger);
+  state_ = std::make_unique<State>(model, batch, activations, threads, ledger, recompute);
 }
 
 Transformer::~Transformer() = default;
@@ -377,6 +402,7 @@ void Transformer::backward(Weights& weights, Gradients& gradients, float scale) 
   s.scale = scale / static_cast<float>(std::max<Index>(s.counted, 1));
   s.back_through_head(weights, gradients);
   for (Index i = s.model.layers - 1; i >= 0; --i) {
+    s.compute_again(weights, i);
     s.back_through_mlp(weights, gradients, i);
     s.back_through_attention(weights, gradients, i);
   }

@@ -45,12 +45,16 @@ struct Batch {
   const std::int32_t* starts = nullptr;
 };
 
+// What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing, the inside of
+// each MLP, or all of each layer but its input. The bits are the same.
+enum class Recompute { none, mlp, block };
+
 class Transformer {
  public:
   // Activations and workspace are allocated here, once. Throws std::invalid_argument where problem_with()
   // finds one.
   Transformer(const Description& model, std::int64_t batch, Precision activations, Threads& threads,
-              Ledger& ledger);
+              Ledger& ledger, Recompute recompute = Recompute::none);
   ~Transformer();
 
   // The mean loss in nats over the targets that count; 0 where none does. Keeps what backward needs.
