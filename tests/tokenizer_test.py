@@ -305,6 +305,13 @@ class Files(Case):
                     "pattern": {"Regex": "(("}}): b"regular expression",
             changed(added_tokens=[{"content": "x"}]): b"the number of token", changed(added_tokens=[{"id": 1}]): b"content",
             changed(added_tokens=[{"content": "x", "id": 1 << 40}]): b"the number of token",
+            changed(pre_tokenizer={"type": "Split", "behavior": "Isolated", "pattern": {"Regex": "a\\C"}}): b"regular expression",
+            changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 40}): b"more than 16 parts",
+            changed(pre_tokenizer={"type": "Metaspace", "replacement": "__"}): b"one character",
+            changed(normalizer={"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 60}):
+                b"more than 1024 times as long",
+            changed(post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}],
+                                    "special_tokens": {"<s>": {"ids": [99999]}}}): b"adds token 99999, which is not in the vocabulary",
             model(type="Unigram"): b"only BPE", model(vocab={}): b"no \"vocab\"", model(vocab={"a": -1}): b"the number of token",
             model(vocab={"a": "b"}): b"the number of token", model(merges=[["a"]]): b"merge 0", model(merges=[["a", "ȫȫ"]]): b"merge 0",
             model(merges=["q zzzz"]): b"not in the vocabulary", model(unk_token="<none>"): b"unk_token", model(dropout=0.1): b"dropout",

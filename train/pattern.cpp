@@ -60,7 +60,8 @@ Pattern::Pattern(const std::string& expression) : compiled_(std::make_unique<Com
   int error = 0;
   PCRE2_SIZE at = 0;
   Compiled& c = *compiled_;
-  c.code = pcre2_compile(reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), PCRE2_UTF | PCRE2_UCP,
+  c.code = pcre2_compile(reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(),
+                         PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C,  // which would cut characters
                          &error, &at, nullptr);
   if (c.code == nullptr) fail("the regular expression " + expression, error);
   c.match = pcre2_match_data_create_from_pattern(c.code, nullptr);

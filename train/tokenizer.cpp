@@ -26,6 +26,8 @@ using io::shown;
 
 constexpr Token kMostTokens = 1u << 24;
 constexpr int kMostDepth = 32;
+constexpr std::size_t kMostCuts = 16;           // each may double the pieces of a text
+constexpr double kMostGrowth = 1024;            // of a text that is normalised
 constexpr std::size_t kMostBytes = 256u << 20;  // of a tokenizer.json
 
 // GPT-2's words: contractions, then letters, digits or anything else with one space before them, then white space
@@ -256,6 +258,15 @@ Normalise normaliser_of(const Json& part) {
   unknown("the normalizer", part, "NFC, Prepend, Replace of a String, and a Sequence of them");
 }
 
+// How many times as long a text may become at most.
+double growth_of(const Json& part) {
+  const std::string type = type_of(part);
+  if (type == "NFC") return 3;  // Unicode's annex 15
+  if (type == "Prepend") return 1 + static_cast<double>(text_in(part, "prepend").size());
+  const std::string from = text_in(member(part, "pattern"), "String"), to = text_in(part, "content");
+  return from.empty() ? 1 : std::max(1.0, static_cast<double>(to.size()) / static_cast<double>(from.size()));
+}
+
 // Matches and what lies between them, each a piece of its own.
 Cut cut_by(const std::string& expression) {
   auto pattern = std::make_shared<Pattern>(expression);
@@ -296,6 +307,8 @@ Cut cut_digits(bool each) {
 
 Cut cut_metaspace(const Json& part) {
   const std::string mark = text_in(part, "replacement");
+  if (mark.empty() || mark.size() != character_length(mark[0]))
+    fail("the replacement of a Metaspace is ", shown(mark), "; it must be one character");
   const Json& scheme = member(part, "prepend_scheme");
   const std::string prepend = scheme.is_string()                        ? scheme.get<std::string>()
                               : flag_in(part, "add_prefix_space", true) ? "always"
@@ -543,9 +556,15 @@ Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(st
       if (of_bytes) fail("its pre_tokenizer goes on after ByteLevel, which is not known here");
       add_cuts(part, parts_->cuts);
       of_bytes = type_of(part) == "ByteLevel";
+      if (parts_->cuts.size() > kMostCuts) fail("its pre_tokenizer has more than ", kMostCuts, " parts");
     });
-    each_part(member(json, "normalizer"), "normalizers",
-              [&](const Json& part) { parts_->normalisers.push_back(normaliser_of(part)); });
+    double growth = 1;
+    each_part(member(json, "normalizer"), "normalizers", [&](const Json& part) {
+      parts_->normalisers.push_back(normaliser_of(part));
+      growth *= growth_of(part);
+      if (growth > kMostGrowth)
+        fail("its normalizer could make a text more than ", kMostGrowth, " times as long");
+    });
     parts_->read_model(member(json, "model"), of_bytes);
     parts_->read_added(member(json, "added_tokens"));
     parts_->read_template(member(json, "post_processor"));
@@ -568,6 +587,10 @@ Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(st
   const Decoder& decoder = parts_->decoder;
   for (const auto& [name, token] : parts_->names)
     parts_->texts[token] = decoder.of_bytes ? as_bytes(name).value_or(name) : name;
+  for (const auto* around : {&parts_->before, &parts_->after})
+    for (const Token token : *around)
+      if (!parts_->texts.contains(token))
+        fail(path, ": the post_processor adds token ", token, ", which is not in the vocabulary");
 }
 Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
