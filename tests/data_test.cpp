@@ -215,21 +215,22 @@ TEST_F(DataTest, PromptsArePaddedUnlessAskedOtherwise) {
           "{\"prompt\": \"ABCDE\", \"completion\": \"fghi\"}\n"  // its last prompt token predicts one more
           "{\"prompt\": \"ABCDEF\", \"completion\": \"ghi\"}\n"  // nothing counts
           "{\"prompt\": \"AB\", \"completion\": \"\"}\n"         // only its end counts
+          "{\"prompt\": \"AB|\", \"completion\": \"\"}\n"
           "  \n"
           "{\"text\": \"klmnopqr\"}\n"  // cut
           "{\"text\": \"stuvw\"}",      // its end is the last target
           "notes.jsonl");
   const Data data(file, {.context = 5}, {.end = kEnd});
   EXPECT_EQ(data.layout(), Layout::padded);
-  EXPECT_EQ(data.documents(), 5);
+  EXPECT_EQ(data.documents(), 6);
   EXPECT_EQ(data.left_out(), 1);
   EXPECT_EQ(data.cut(), 2);
   const Windows training = data.training();
-  EXPECT_EQ(training.count(), 4);
+  EXPECT_EQ(training.count(), 5);
   EXPECT_EQ(data.validation().count(), 1);
   const std::pair<const char*, const char*> expected[] = {
-      {"ABcd|", ".cd|."}, {"ABCDE", "....f"}, {"AB|..", ".|..."}, {"klmno", "lmnop"}};
-  for (std::int64_t d = 0; d < 4; ++d) {
+      {"ABcd|", ".cd|."}, {"ABCDE", "....f"}, {"AB|..", ".|..."}, {"AB||.", "..|.."}, {"klmno", "lmnop"}};
+  for (std::int64_t d = 0; d < 5; ++d) {
     const Window window = read(training, d);
     EXPECT_EQ(shown(window.tokens), expected[d].first) << d;
     EXPECT_EQ(shown(window.targets), expected[d].second) << d;
@@ -435,20 +436,26 @@ TEST_F(DataTest, BrokenUtf8IsReplacedAndCounted) {
   EXPECT_EQ(Data(put("\xFF\xFF\xFF\xFF", "bytes"), packed(1)).replaced(), 0);  // bytes may be any
 }
 
-TEST_F(DataTest, ALongTextShowsItsProgress) {
+TEST_F(DataTest, LongTextsShowTheirProgress) {
   Tokenizer tokenizer = marked();
-  std::string text;
-  while (text.size() < 2'000'000) text += "a b ";
+  std::string text, lines;
+  while (text.size() < 1'000'000) text += "a b ";
+  for (int i = 0; i < 3; ++i) lines += "{\"text\": \"" + text + "\"}\n";
+  for (int i = 0; i < 1000; ++i) lines += "{\"text\": \"a\"}\n";
+  std::filesystem::create_directory(path("texts"));
+  put(text, "texts/a.txt");
+  put(lines, "texts/b.jsonl");
+  const auto size = static_cast<std::int64_t>(text.size() + lines.size());
   std::vector<std::int64_t> seen;
-  const Data data(
-      put(text, "text"), packed(4),
-      {.tokenizer = &tokenizer, .vocabulary = 9, .progress = [&](std::int64_t done, std::int64_t all) {
-         EXPECT_EQ(all, 2'000'000);
-         seen.push_back(done);
-       }});
-  EXPECT_GT(seen.size(), 5u);
+  const auto note = [&](std::int64_t done, std::int64_t all) {
+    EXPECT_EQ(all, size);
+    seen.push_back(done);
+  };
+  const Data data(path("texts"), packed(4), {.tokenizer = &tokenizer, .vocabulary = 9, .progress = note});
+  EXPECT_GT(seen.size(), 12u);
+  EXPECT_LT(seen.size(), 20u);
   EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
-  EXPECT_EQ(seen.back(), 2'000'000);
+  EXPECT_EQ(seen.back(), size);
 }
 
 TEST_F(DataTest, WhatDoesNotFitIntoMemoryIsRefused) {

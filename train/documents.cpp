@@ -68,6 +68,7 @@ Documents::Documents(const std::string& path, const Reading& reading) : reading_
     const std::vector<std::uint8_t> text = read_standard_input(reading.limit);
     bytes_ = static_cast<std::int64_t>(text.size());
     read_text(text_of(std::as_bytes(std::span(text))), "standard input");
+    show_progress(text.size());
   } else if (is_tokens) {
     read_tokens(path);
     return;
@@ -91,12 +92,13 @@ Documents::Documents(const std::string& path, const Reading& reading) : reading_
 void Documents::read_file(const std::string& path) {
   const io::MappedFile file(path);
   const std::string_view content = text_of(file.bytes());
+  const std::int64_t before = bytes_done_;
   if (path.ends_with(".jsonl"))
     read_jsonl(content, path);
   else
     read_text(content, path);
-  bytes_done_ += static_cast<std::int64_t>(content.size());
-  show_progress(0);
+  bytes_done_ = before + static_cast<std::int64_t>(content.size());
+  show_progress();
 }
 
 void Documents::read_text(std::string_view text, const std::string& place) {
@@ -114,6 +116,7 @@ void Documents::read_text(std::string_view text, const std::string& place) {
 
 void Documents::read_jsonl(std::string_view content, const std::string& path) {
   JsonLines lines(content, path);
+  const std::int64_t before = bytes_done_;
   while (lines.next()) {
     const std::string place = lines.place();
     check_fits(lines.line().size(), place);
@@ -124,7 +127,8 @@ void Documents::read_jsonl(std::string_view content, const std::string& path) {
     const std::int64_t counted = held();
     append(document.text, document.prompt ? Tokenizer::Part::completion : Tokenizer::Part::whole, place);
     !document.prompt&& document.text.empty() ? leave_out(begin) : finish({begin, 0, counted}, place);
-    show_progress(lines.bytes_read());
+    bytes_done_ = before + static_cast<std::int64_t>(lines.bytes_read());
+    show_progress();
   }
   replaced_ += lines.replaced();
 }
@@ -198,9 +202,12 @@ void Documents::check_fits(std::size_t bytes, const std::string& place) const {
              " MiB are free; cut it into several files of one folder");
 }
 
-void Documents::show_progress(std::size_t here) const {
-  if (reading_.progress)
-    reading_.progress(std::min(bytes_done_ + static_cast<std::int64_t>(here), bytes_), bytes_);
+void Documents::show_progress(std::size_t here) {
+  constexpr std::int64_t kEvery = 1 << 18;
+  const std::int64_t done = std::min(bytes_done_ + static_cast<std::int64_t>(here), bytes_);
+  if (!reading_.progress || (done < bytes_told_ + kEvery && done < bytes_)) return;
+  bytes_told_ = done;
+  reading_.progress(done, bytes_);
 }
 
 std::int64_t Documents::held() const {

@@ -64,7 +64,7 @@ class Documents {
   void finish(Document document, const std::string& place);  // its end is here
   void leave_out(std::int64_t begin);                        // all from there on: a document without a text
   void check_fits(std::size_t bytes, const std::string& place) const;
-  void show_progress(std::size_t here) const;
+  void show_progress(std::size_t here = 0);  // `here`: bytes of the text that is being read
   std::int64_t held() const;
 
   Reading reading_;
@@ -74,7 +74,7 @@ class Documents {
   std::vector<Document> documents_;
   bool has_prompts_ = false;
   std::int64_t empty_ = 0, replaced_ = 0;
-  std::int64_t bytes_ = 0, bytes_done_ = 0;  // to be read; read
+  std::int64_t bytes_ = 0, bytes_done_ = 0, bytes_told_ = 0;  // to be read; read; of which progress was shown
 };
 
 }  // namespace scruple::train
