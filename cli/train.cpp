@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
@@ -78,7 +79,7 @@ struct Options {
   Choice choice;
   ModelOptions model;
   GradientOptions gradients;
-  std::string data, out, activations, schedule = "cosine", layout;
+  std::string data, out, activations, schedule = "cosine", layout, recompute = train::kRecomputes[0];
   bool isolate = false;
   double validation = 0.05;
   double lr = 0, weight_decay = -1;  // lr 0: by default
@@ -98,6 +99,11 @@ train::Schedule schedule_of(const Options& options) {
     throw UsageError("--warmup is " + std::to_string(warmup) + " and there are " + grouped(steps) +
                      " steps; it must not be larger");
   return {static_cast<train::Annealing>(at - train::kAnnealings), options.lr, warmup, steps};
+}
+
+train::Recompute recompute_of(const std::string& name) {
+  const auto* const at = std::find(std::begin(train::kRecomputes), std::end(train::kRecomputes), name);
+  return static_cast<train::Recompute>(at - train::kRecomputes);
 }
 
 // What was read, for people.
@@ -317,18 +323,25 @@ Data open_data(const Options& options, const ChosenModel& model, const std::stri
     throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
                              " tokens, and the model " + grouped(model.config.shape.vocabulary) +
                              "; they do not belong together");
-  const bool shows = isatty(STDERR_FILENO) != 0;
-  Data data(options.data, cutting,
-            {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
-             .end = words.end,
-             .vocabulary = model.config.shape.vocabulary,
-             .limit = free_memory(),
-             .progress = [&](std::int64_t done, std::int64_t all) {
-               if (shows && all > 0)
-                 std::cerr << "\rreading " << name_of(options.data) << ": " << 100 * done / all << " %"
-                           << std::flush;
-             }});
-  if (shows) std::cerr << "\r" << std::string(name_of(options.data).size() + 16, ' ') << '\r' << std::flush;
+  // What takes a while says so.
+  const bool terminal = isatty(STDERR_FILENO) != 0;
+  const auto start = std::chrono::steady_clock::now();
+  std::size_t shown = 0;
+  Data data(
+      options.data, cutting,
+      {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
+       .end = words.end,
+       .vocabulary = model.config.shape.vocabulary,
+       .limit = free_memory(),
+       .progress = [&](std::int64_t done, std::int64_t all) {
+         if (!terminal || all == 0 || std::chrono::steady_clock::now() - start < std::chrono::seconds(1))
+           return;
+         const std::string line =
+             "reading " + name_of(options.data) + ": " + std::to_string(100 * done / all) + " %";
+         std::cerr << '\r' << line << std::flush;
+         shown = line.size();
+       }});
+  if (shown > 0) std::cerr << '\r' << std::string(shown, ' ') << '\r' << std::flush;
   return data;
 }
 
@@ -553,6 +566,7 @@ void train_with(const CLI::App& command, Session session) {
   train::Job job = make_job(options.choice, options.choice.recipe, options.model, session.model,
                             options.gradients, options.activations);
   job.isolates = options.isolate;
+  job.recompute = recompute_of(options.recompute);
   job.schedule = schedule_of(options);
   const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
   const Table memory = checked_memory("the run", job, plan, ", or a smaller recipe");
@@ -639,7 +653,7 @@ void add_options(CLI::App& command, Options& options) {
   command.add_option("--out", options.out, "the folder to write")->type_name("DIR");
   command.add_flag("--force", options.force,
                    "replace the run that --out has, once the new one has taken a step; others' files stay");
-  options.model.add_options(command);
+  options.model.add_options(command, 0);  // 0 steps: the weights are written as they are
   options.choice.add_options(command);
   command.get_option("--recipe")->description("formats of weights, moments and gradients (default: scruple)");
   command
@@ -662,6 +676,12 @@ void add_options(CLI::App& command, Options& options) {
       .add_option("--activations", options.activations,
                   "fp32, bf16 or fp16 (default: as the weights are computed)")
       ->check(one_of({"fp32", "bf16", "fp16"}));
+  command
+      .add_option(
+          "--recompute", options.recompute,
+          "what backward computes again to save activations: none, mlp, or block (all but a layer's input)")
+      ->capture_default_str()
+      ->check(one_of({std::begin(train::kRecomputes), std::end(train::kRecomputes)}));
   command
       .add_option("--validate-every", options.validate_every,
                   "steps between validations (default: a twentieth)")

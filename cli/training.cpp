@@ -99,7 +99,7 @@ CLI::Validator not_negative() {
           ""};
 }
 
-void ModelOptions::add_options(CLI::App& command) {
+void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
   const auto add = [&](const char* name, auto& value, const char* doc) {
     command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(above_zero());
   };
@@ -120,10 +120,10 @@ void ModelOptions::add_options(CLI::App& command) {
       ->type_name("N")
       ->check(above_zero());
   add("--batch", batch, "windows in a micro-batch");
-  command.add_option("--steps", steps, "optimizer steps; 0: none, the weights are written as they are")
+  command.add_option("--steps", steps, "optimizer steps")
       ->type_name("N")
       ->capture_default_str()
-      ->check(not_negative());
+      ->check(fewest_steps > 0 ? above_zero() : not_negative());
   command.add_option("--seed", seed, "of weights, batches and stochastic rounding")
       ->type_name("N")
       ->capture_default_str();

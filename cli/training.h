@@ -33,7 +33,7 @@ struct ModelOptions {
   std::uint64_t seed = 1;
   int threads = 0;
 
-  void add_options(CLI::App& command);
+  void add_options(CLI::App& command, std::int64_t fewest_steps = 1);
   bool is_gpt() const { return model == kGpt; }
 };
 inline constexpr std::int64_t kUsualContext = 1024;

@@ -223,7 +223,7 @@ class Train(Case):
         refused(2, "serves", "--recipe", "lpmm")
         refused(2, "dynamic", "--loss-scale", "often")
         refused(2, "--warmup", "--warmup", "2000")
-        refused(2, "above 0", "--steps", "0")
+        refused(2, "0 or more", "--steps", "-1")
         refused(2, "--batch", "--batch", str(2**62))
         refused(1, "bytes", "--context", "100000")
         refused(2, "context", "--context", "9223372036854775807")

@@ -169,7 +169,8 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
     position = take_up(*from);
   else
     state_->start(job.initial ? job.initial : random_values(state_->parameters(), job.seed), ledger);
-  model_ = std::make_unique<Transformer>(job.shape, job.batch, job.activations, threads_, ledger);
+  model_ =
+      std::make_unique<Transformer>(job.shape, job.batch, job.activations, threads_, ledger, job.recompute);
   if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler;
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
@@ -192,7 +193,7 @@ Ledger memory_of(const Job& job) {
     Threads threads(engine.threads());
     const Optimizer decaying = job.optimizer(), undecayed = without_decay(job.optimizer());
     const State state(engine, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
-    const Transformer model(job.shape, job.batch, job.activations, threads, ledger);
+    const Transformer model(job.shape, job.batch, job.activations, threads, ledger, job.recompute);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
     const Block tile(ledger, released ? "gradients" : "workspace", tile_bytes(state.parameters()));
     const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
@@ -265,7 +266,7 @@ Outcome Trainer::step(const Windows& data) {
       return data.random_start(job_.seed,
                                static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
     });
-    outcome.loss += forward() / static_cast<double>(parts);
+    outcome.loss += model_->forward(*state_, batch()) / static_cast<double>(parts);
     model_->backward(*state_, *tiles_, outcome.loss_scale);
     tiles_->end();
   }
@@ -299,9 +300,9 @@ void Trainer::read(const Windows& data, const std::function<std::int64_t(std::in
   }
 }
 
-double Trainer::forward() {
-  return model_->forward(*state_, {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>(),
-                                   job_.isolates ? starts_.as<std::int32_t>() : nullptr});
+Batch Trainer::batch() const {
+  return {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>(),
+          job_.isolates ? starts_.as<std::int32_t>() : nullptr};
 }
 
 }  // namespace scruple::train

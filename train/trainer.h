@@ -34,6 +34,7 @@ struct Job {
   std::int64_t batch = 16;  // windows in a micro-batch
   bool isolates = false;    // documents of a window do not see each other
   Precision activations = Precision::fp32;
+  Recompute recompute = Recompute::none;
   std::function<Optimizer()> optimizer;
   Describe describe;
   Schedule schedule;
@@ -88,7 +89,7 @@ class Trainer {
  private:
   class Tiles;
   void read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);  // of each window
-  double forward();
+  Batch batch() const;
   Position take_up(const io::Checkpoint& from);
   Job job_;
   Engine engine_;

@@ -48,6 +48,7 @@ struct Batch {
 // What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing, the inside of
 // each MLP, or all of each layer but its input. The bits are the same.
 enum class Recompute { none, mlp, block };
+inline constexpr const char* kRecomputes[] = {"none", "mlp", "block"};  // their names
 
 class Transformer {
  public:
