@@ -38,7 +38,7 @@ constexpr const char* kFooter =
     "  B/param     bytes of weights, moments and gradients per parameter: planned, and counted in the run\n"
     "  peak MiB    all model memory at its peak, activations and workspace included\n"
     "  ms/step     forward, backward and optimizer; validations are not counted\n"
-    "  val loss    nats per byte on text that was not trained on\n"
+    "  val loss    nats per byte, or per token of a folder's model, on text that was not trained on\n"
     "  gap         to the fp32 run of the same optimizer and seed\n"
     "  sd          with --seeds: standard deviation over the seeds; the losses and gaps are then means\n"
     "\n"
@@ -46,6 +46,7 @@ constexpr const char* kFooter =
     "  scruple compare\n"
     "  scruple compare --recipes fp32,scruple,scant --seeds 3 --steps 400 --json\n"
     "  scruple compare --data book.txt --layers 4 --width 128\n"
+    "  scruple compare --model ./SmolLM2-135M --data notes.jsonl --recipes fp32,scruple --steps 50\n"
     "  scruple compare --out demo          writes demo/report.html";
 
 // Long enough that no window is seen twice in the runs that people wait for.
@@ -109,10 +110,12 @@ Text text_of(const Grammar& grammar, std::int64_t context) {
 }
 
 Text text_of(const Options& options) {
-  const std::int64_t context = options.chosen.config.shape.context;
+  const ChosenModel& model = options.chosen;
+  const std::int64_t context = model.config.shape.context;
   if (options.data.empty()) return text_of(Grammar(kGrammar), context);
-  const auto file = std::make_shared<train::Data>(options.data, train::Cutting{.context = context},
-                                                  train::Reading{.limit = free_memory()});
+  const std::string tokenizer = model.folder ? model.folder->folder() : "";
+  const auto file =
+      std::make_shared<train::Data>(open_data(options.data, {.context = context}, model, tokenizer));
   return {file->training(), file->validation(), file};
 }
 
@@ -488,10 +491,14 @@ std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& ru
 
 std::string heading(const Comparison& found, const Options& options) {
   const train::Description& shape = options.chosen.config.shape;
-  return "A byte-level GPT of " + grouped(found.params) + " parameters (" + plural(shape.layers, "layer") +
-         ", width " + grouped(shape.width) + ", context " + grouped(shape.context) + "), " +
+  const bool is_gpt = options.model.is_gpt();
+  return (is_gpt ? "A byte-level GPT of "
+                 : options.model.model + ", " + kind_words(options.chosen.config) + " of ") +
+         grouped(found.params) + " parameters (" + plural(shape.layers, "layer") + ", width " +
+         grouped(shape.width) + ", context " + grouped(shape.context) + "), " +
          plural(options.model.steps, "step") + " of " +
-         grouped(options.model.batch * options.gradients.accumulate * shape.context) + " bytes" +
+         grouped(options.model.batch * options.gradients.accumulate * shape.context) + " " +
+         token_word(shape) + "s" +
          (found.floor ? "; the grammar that makes the text, which no model beats but by chance, has a "
                         "validation loss of " +
                             fixed(*found.floor, 4) + " nats per byte."
@@ -571,9 +578,9 @@ void print_json(const Comparison& found, const Options& options) {
   std::cout << all.dump(2) << '\n';
 }
 
-train::Chart chart_of(const std::string& title, const std::string& note, const std::vector<Run>& runs,
-                      std::optional<double> floor) {
-  train::Chart chart = {title, note, "step", "validation loss, nats per byte", {}, {}};
+train::Chart chart_of(const std::string& title, const std::string& note, const std::string& unit,
+                      const std::vector<Run>& runs, std::optional<double> floor) {
+  train::Chart chart = {title, note, "step", "validation loss, " + unit, {}, {}};
   for (const Run& run : runs) {
     train::Curve curve = {run.name, {}, {}, &run == &runs.front()};
     for (const auto& [step, loss] : run.record.validations)
@@ -596,7 +603,7 @@ train::Chart chart_of(const std::string& optimizer, const Comparison& found, con
                                                    ": the gaps in the legend are of this seed alone."
                            : again ? "What is no further from fp32 than its second seed is noise."
                                    : kOneSeed;
-  return chart_of("Loss, " + optimizer, note, runs, found.floor);
+  return chart_of("Loss, " + optimizer, note, nats_per(options.chosen.config.shape), runs, found.floor);
 }
 
 train::Bars bars_of(const Comparison& found) {
@@ -627,7 +634,11 @@ train::Report report_of(const Comparison& found, const Options& options) {
   const auto add = [&](const char* title, const char* text, const std::vector<Run>& runs) {
     if (!runs.empty())
       report.sections.push_back(
-          {title, text, {{"", "", table_of_hazard(runs)}}, {}, {chart_of("Loss", kOneSeed, runs, {})}});
+          {title,
+           text,
+           {{"", "", table_of_hazard(runs)}},
+           {},
+           {chart_of("Loss", kOneSeed, nats_per(options.chosen.config.shape), runs, {})}});
   };
   add("A small learning rate", kSmallRate, found.small_rate);
   add("fp16 without loss scaling", kHalf, found.half);
@@ -665,17 +676,21 @@ void add_compare(CLI::App& program) {
   options->model.steps = 400;
   command->add_option("--recipes", options->recipes, "names with commas between them (default: all)")
       ->type_name("LIST");
-  command->add_option("--data", options->data, "a file to learn instead of the grammar's text")
+  command->add_option("--data", options->data, "what to learn instead of the grammar's text, as in train")
       ->type_name("FILE");
   command
       ->add_option("--seeds", options->seeds,
                    "runs of each recipe, from seed 1 on (default: one, and fp32 from a second)")
       ->type_name("N")
       ->check(CLI::Range(1, 1000));
-  command->add_option("--lr", options->lr, "peak learning rate of AdamW")
+  command
+      ->add_option("--lr", options->lr,
+                   "peak learning rate of AdamW; of a folder's weights " + shortest(kTuningLr))
       ->capture_default_str()
       ->check(above_zero());
-  command->add_option("--sgd-lr", options->sgd_lr, "peak learning rate of SGD with momentum")
+  command
+      ->add_option("--sgd-lr", options->sgd_lr,
+                   "peak learning rate of SGD with momentum; of a folder's weights " + shortest(kTuningSgdLr))
       ->capture_default_str()
       ->check(above_zero());
   command->add_option("--weight-decay", options->weight_decay, "of AdamW")
@@ -697,6 +712,14 @@ void add_compare(CLI::App& program) {
   command->callback([command, options] {
     refuse_sizes(options->model, *command);
     options->chosen = choose_model(options->model);
+    if (!options->model.is_gpt()) {
+      if (options->data.empty())
+        throw UsageError("--model " + options->model.model +
+                         " needs --data: the grammar's text is for the gpt");
+      options->no_hazards = true;  // they are of the grammar's text
+    }
+    if (options->chosen.has_weights() && command->count("--lr") == 0) options->lr = kTuningLr;
+    if (options->chosen.has_weights() && command->count("--sgd-lr") == 0) options->sgd_lr = kTuningSgdLr;
     compare(*options);
   });
 }

@@ -1,5 +1,6 @@
 // `scruple plan`: where every byte of a model's training state goes, recipe by recipe.
 #include <algorithm>
+#include <filesystem>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -8,6 +9,9 @@
 #include "commands.h"
 #include "memory.h"
 #include "text.h"
+#if defined(SCRUPLE_HAS_TRAIN)
+#include "training.h"
+#endif
 
 namespace scruple::cli {
 namespace {
@@ -22,7 +26,9 @@ constexpr const char* kFooter =
     "  scales      the scales of weights and moments\n"
     "  gradients   with their scales: stored in the recipe's format until the step, released (freed\n"
     "              during the backward pass), or compressed (folded into 8-bit accumulators)\n"
-    "  total       all of these; activations are not counted\n"
+    "  activations, workspace   with --batch: what the native trainer keeps for the backward pass, and works "
+    "in\n"
+    "  total       all of these\n"
     "  released, compressed   the total with that policy, where --gradients does not choose one\n"
     "\n"
     "A model is .safetensors files (only headers are read; shards add up), the index of shards, a\n"
@@ -32,6 +38,8 @@ constexpr const char* kFooter =
     "Examples:\n"
     "  scruple plan --params 8.03e9 --optimizer adamw\n"
     "  scruple plan config.json --recipe scruple --gradients compressed\n"
+    "  scruple plan ./Llama-3.1-8B --recipe scruple --gradients compressed --batch 4 --context 1024 "
+    "--recompute block\n"
     "  scruple plan --params 125M --optimizer sgd --set momentum=0.95\n"
     "  scruple plan run1 --optimizer lion\n"
     "  scruple plan --params 1.1B --weights bf16+4 --moments companded8 --second-moments log5";
@@ -40,13 +48,24 @@ struct Options {
   Choice choice;
   std::string params, policy;
   std::vector<std::string> files;
+  std::int64_t batch = 0, context = 0;  // batch 0: the state alone
+  std::string recompute = "none";
   bool as_json = false;
 };
 
 struct Row {
   std::string recipe, policy;
   Memory memory;
-  std::int64_t released = 0, compressed = 0;  // totals
+  std::int64_t released = 0, compressed = 0;    // totals
+  std::int64_t activations = 0, workspace = 0;  // of a run with --batch
+
+  std::int64_t total() const { return memory.total() + activations + workspace; }
+  // Everything by name, in the order of columns.
+  std::vector<std::pair<std::string, std::int64_t>> parts() const {
+    std::vector<std::pair<std::string, std::int64_t>> all = memory.parts();
+    if (activations > 0) all.insert(all.end(), {{"activations", activations}, {"workspace", workspace}});
+    return all;
+  }
 };
 
 struct Plan {
@@ -54,6 +73,37 @@ struct Plan {
   std::vector<Row> rows;
   std::vector<Refusal> refusals;
 };
+
+#if defined(SCRUPLE_HAS_TRAIN)
+// What a run of the trainer takes beside weights, moments and gradients.
+void add_run(const Options& options, const ChosenModel& model, Row& row) {
+  ModelOptions run;
+  run.batch = options.batch;
+  GradientOptions gradients;
+  gradients.policy = row.policy;
+  train::Job job = make_job(options.choice, row.recipe, run, model, gradients, "");
+  job.recompute = recompute_of(options.recompute);
+  const train::Ledger needed = train::memory_of(job);
+  row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
+  row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
+}
+
+ChosenModel model_to_run(const Options& options) {
+  if (options.files.size() != 1)
+    throw UsageError("--batch is for the run of one model: name its folder, or its config.json");
+  std::error_code ignored;
+  ModelOptions model;
+  model.model = options.files.front(), model.context = options.context;
+  if (std::filesystem::is_directory(model.model, ignored)) model.model += "/config.json";
+  return choose_model(model);
+}
+#else
+struct ChosenModel {};
+void add_run(const Options&, const ChosenModel&, Row&) {}
+ChosenModel model_to_run(const Options&) {
+  throw UsageError("--batch needs the trainer, which this build leaves out");
+}
+#endif
 
 Plan make_plan(const Options& options) {
   if (options.params.empty() == options.files.empty())
@@ -63,12 +113,18 @@ Plan make_plan(const Options& options) {
   const Optimizer optimizer = choice.make_optimizer();
   plan.model =
       options.files.empty() ? one_tensor(parse_count(options.params, "--params")) : read_model(options.files);
+  ChosenModel model;
+  if (options.batch > 0)
+    model = model_to_run(options);
+  else if (options.context > 0 || options.recompute != "none")
+    throw UsageError("--context and --recompute are of a run: say its --batch too");
   plan.refusals = for_each_recipe(choice, [&](const std::string& recipe) {
     const std::string policy = options.policy.empty() ? "stored" : options.policy;
     const auto with = [&](const std::string& other) {
       return measure(choice, optimizer, recipe, plan.model, other);
     };
     plan.rows.push_back({recipe, policy, with(policy), with("released").total(), with("compressed").total()});
+    if (options.batch > 0) add_run(options, model, plan.rows.back());
   });
   return plan;
 }
@@ -78,12 +134,12 @@ void print_json(const Plan& plan, const Options& options) {
   const double params = static_cast<double>(plan.model.params);
   for (const Row& row : plan.rows) {
     ordered_json parts = ordered_json::object();
-    for (const auto& [name, bytes] : row.memory.parts()) parts[name] = bytes;
+    for (const auto& [name, bytes] : row.parts()) parts[name] = bytes;
     rows.push_back({{"recipe", row.recipe},
                     {"optimizer", options.choice.optimizer},
                     {"gradients", row.policy},
-                    {"bytes_per_param", static_cast<double>(row.memory.total()) / params},
-                    {"total_bytes", row.memory.total()},
+                    {"bytes_per_param", static_cast<double>(row.total()) / params},
+                    {"total_bytes", row.total()},
                     {"parts", parts}});
   }
   for (const Refusal& refusal : plan.refusals)
@@ -98,24 +154,24 @@ void print_json(const Plan& plan, const Options& options) {
 
 void print_table(const Plan& plan, const Options& options) {
   std::int64_t largest = 0;
-  for (const Row& row : plan.rows) largest = std::max(largest, row.memory.total());
+  for (const Row& row : plan.rows) largest = std::max(largest, row.total());
   const Unit unit = unit_for(largest);
   const double params = static_cast<double>(plan.model.params);
   const auto size = [&](std::int64_t bytes) {
     return bytes == 0 ? "-" : fixed(static_cast<double>(bytes) / unit.bytes, unit.bytes == 1 ? 0 : 2);
   };
   const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
-  const bool all_policies = options.policy.empty();
+  const bool all_policies = options.policy.empty() && options.batch == 0;
 
   Table table;
   for (const Row& row : plan.rows) {
     std::vector<std::string> header = {"recipe"}, cells = {row.recipe};
-    for (const auto& [name, bytes] : row.memory.parts()) header.push_back(name), cells.push_back(size(bytes));
+    for (const auto& [name, bytes] : row.parts()) header.push_back(name), cells.push_back(size(bytes));
     const auto add_total = [&](const char* name, std::int64_t bytes) {
       header.insert(header.end(), {name, "B/param"});
       cells.insert(cells.end(), {size(bytes), each(bytes)});
     };
-    add_total("total", row.memory.total());
+    add_total("total", row.total());
     if (all_policies) add_total("released", row.released), add_total("compressed", row.compressed);
     if (table.rows.empty()) table.rows.push_back(header);
     table.rows.push_back(cells);
@@ -146,6 +202,16 @@ void add_plan(CLI::App& program) {
   command->add_option("--gradients", options->policy, "what becomes of gradients (default: stored)")
       ->type_name("POLICY")
       ->check(one_of({std::begin(kPolicies), std::end(kPolicies)}));
+  command
+      ->add_option("--batch", options->batch,
+                   "windows in a micro-batch of 'scruple train': counts a whole run")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--context", options->context, "tokens of a window, beside --batch (default: as train)")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--recompute", options->recompute, "none, mlp or block, beside --batch")
+      ->check(one_of({"none", "mlp", "block"}));
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'; sizes in bytes");
   command->callback([options] {
     const Plan plan = make_plan(*options);

@@ -73,7 +73,7 @@ constexpr const char* kFooter =
     "  scruple train --resume run6\n"
     "  scruple train --resume run6 --steps 2000";
 
-constexpr double kLr = 1e-3, kTuningLr = 1e-5;
+constexpr double kLr = 1e-3;
 
 struct Options {
   Choice choice;
@@ -99,16 +99,6 @@ train::Schedule schedule_of(const Options& options) {
     throw UsageError("--warmup is " + std::to_string(warmup) + " and there are " + grouped(steps) +
                      " steps; it must not be larger");
   return {static_cast<train::Annealing>(at - train::kAnnealings), options.lr, warmup, steps};
-}
-
-train::Recompute recompute_of(const std::string& name) {
-  const auto* const at = std::find(std::begin(train::kRecomputes), std::end(train::kRecomputes), name);
-  return static_cast<train::Recompute>(at - train::kRecomputes);
-}
-
-// What was read, for people.
-std::string name_of(const std::string& data) {
-  return data == Data::kStandardInput ? "standard input" : data;
 }
 
 const char* layout_name(train::Layout layout) { return train::kLayouts[static_cast<int>(layout)]; }
@@ -305,44 +295,14 @@ std::string tokenizer_folder(const Session& session) {
              : std::filesystem::path(options.model.model).parent_path().string();
 }
 
-Data open_data(const Options& options, const ChosenModel& model, const std::string& tokenizer) {
+train::Cutting cutting_of(const Options& options, const ChosenModel& model) {
   train::Cutting cutting = {.context = model.config.shape.context,
                             .layout = {},
                             .isolate = options.isolate,
                             .validation_share = options.validation};
   if (!options.layout.empty())
     cutting.layout = options.layout == train::kLayouts[0] ? train::Layout::packed : train::Layout::padded;
-  Vocabulary words = vocabulary_of(tokenizer);
-  const bool of_tokens = options.data.ends_with(".bin");
-  if (!words.tokenizer && !of_tokens && model.has_weights() && model.config.shape.vocabulary != 256)
-    throw std::runtime_error(
-        tokenizer +
-        " has no tokenizer.json, so nothing says what tokens a text has; put it there, or "
-        "give a file of tokens (*.bin, which 'scruple tokenize' writes)");
-  if (words.tokenizer && words.tokenizer->size() > model.config.shape.vocabulary)
-    throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
-                             " tokens, and the model " + grouped(model.config.shape.vocabulary) +
-                             "; they do not belong together");
-  // What takes a while says so.
-  const bool terminal = isatty(STDERR_FILENO) != 0;
-  const auto start = std::chrono::steady_clock::now();
-  std::size_t shown = 0;
-  Data data(
-      options.data, cutting,
-      {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
-       .end = words.end,
-       .vocabulary = model.config.shape.vocabulary,
-       .limit = free_memory(),
-       .progress = [&](std::int64_t done, std::int64_t all) {
-         if (!terminal || all == 0 || std::chrono::steady_clock::now() - start < std::chrono::seconds(1))
-           return;
-         const std::string line =
-             "reading " + name_of(options.data) + ": " + std::to_string(100 * done / all) + " %";
-         std::cerr << '\r' << line << std::flush;
-         shown = line.size();
-       }});
-  if (shown > 0) std::cerr << '\r' << std::string(shown, ' ') << '\r' << std::flush;
-  return data;
+  return cutting;
 }
 
 // What a kill has left between saves.
@@ -555,7 +515,7 @@ void train_with(const CLI::App& command, Session session) {
     }
   }
   const std::string tokenizer = tokenizer_folder(session);
-  const Data data = open_data(options, session.model, tokenizer);
+  const Data data = open_data(options.data, cutting_of(options, session.model), session.model, tokenizer);
   if (session.from) {
     const io::Metadata now = data_notes(options.data, data);
     check_data(session.notes, now);

@@ -224,6 +224,44 @@ Vocabulary vocabulary_of(const std::string& folder) {
   return found;
 }
 
+std::string name_of(const std::string& data) {
+  return data == train::Data::kStandardInput ? "standard input" : data;
+}
+
+train::Data open_data(const std::string& path, const train::Cutting& cutting, const ChosenModel& model,
+                      const std::string& tokenizer) {
+  Vocabulary words = vocabulary_of(tokenizer);
+  const bool of_tokens = path.ends_with(".bin");
+  if (!words.tokenizer && !of_tokens && model.has_weights() && model.config.shape.vocabulary != 256)
+    throw std::runtime_error(
+        tokenizer +
+        " has no tokenizer.json, so nothing says what tokens a text has; put it there, or "
+        "give a file of tokens (*.bin, which 'scruple tokenize' writes)");
+  if (words.tokenizer && words.tokenizer->size() > model.config.shape.vocabulary)
+    throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
+                             " tokens, and the model " + grouped(model.config.shape.vocabulary) +
+                             "; they do not belong together");
+  // What takes a while says so.
+  const bool terminal = isatty(STDERR_FILENO) != 0;
+  const auto start = std::chrono::steady_clock::now();
+  std::size_t shown = 0;
+  train::Data data(
+      path, cutting,
+      {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
+       .end = words.end,
+       .vocabulary = model.config.shape.vocabulary,
+       .limit = free_memory(),
+       .progress = [&](std::int64_t done, std::int64_t all) {
+         if (!terminal || all == 0 || std::chrono::steady_clock::now() - start < std::chrono::seconds(1))
+           return;
+         const std::string line = "reading " + name_of(path) + ": " + std::to_string(100 * done / all) + " %";
+         std::cerr << '\r' << line << std::flush;
+         shown = line.size();
+       }});
+  if (shown > 0) std::cerr << '\r' << std::string(shown, ' ') << '\r' << std::flush;
+  return data;
+}
+
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
                     const ChosenModel& model, const GradientOptions& gradients,
                     const std::string& activations) {
@@ -259,6 +297,11 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.gradients.tensor_norm = gradients.clip_tensor;
   job.gradients.adagc = gradients.adagc;
   return job;
+}
+
+train::Recompute recompute_of(const std::string& name) {
+  const auto* const at = std::find(std::begin(train::kRecomputes), std::end(train::kRecomputes), name);
+  return static_cast<train::Recompute>(at - train::kRecomputes);
 }
 
 const char* token_word(const train::Description& shape) { return shape.vocabulary == 256 ? "byte" : "token"; }

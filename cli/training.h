@@ -12,6 +12,7 @@
 #include "choice.h"
 #include "memory.h"
 #include "text.h"
+#include "train/data.h"
 #include "train/model.h"
 #include "train/run.h"
 #include "train/tokenizer.h"
@@ -37,6 +38,8 @@ struct ModelOptions {
   bool is_gpt() const { return model == kGpt; }
 };
 inline constexpr std::int64_t kUsualContext = 1024;
+// Peak learning rates for weights that were trained before.
+inline constexpr double kTuningLr = 1e-5, kTuningSgdLr = 1e-3;
 
 // What --model names.
 struct ChosenModel {
@@ -57,6 +60,12 @@ struct Vocabulary {
 };
 Vocabulary vocabulary_of(const std::string& folder);
 
+std::string name_of(const std::string& data);  // what is read, for people
+// What --data names, in the tokens of the model, whose tokenizer is in the folder `tokenizer` ("": none). What takes a
+// while says so on a terminal.
+train::Data open_data(const std::string& path, const train::Cutting& cutting, const ChosenModel& model,
+                      const std::string& tokenizer);
+
 struct GradientOptions {
   std::string policy = "stored", accumulation = "none", loss_scale;
   int accumulate = 1;
@@ -72,8 +81,9 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
                     const ChosenModel& model, const GradientOptions& gradients,
                     const std::string& activations);
 const char* precision_name(train::Precision precision);
-const char* token_word(const train::Description& shape);   // byte, or token
-std::string nats_per(const train::Description& shape);     // nats per byte
+const char* token_word(const train::Description& shape);  // byte, or token
+std::string nats_per(const train::Description& shape);    // nats per byte
+train::Recompute recompute_of(const std::string& name);
 std::string kind_words(const train::ModelConfig& model);   // gpt2, llama...
 std::string shape_words(const train::Description& shape);  // 2 layers, width 64, 4 heads, context 128
 // What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".
