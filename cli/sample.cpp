@@ -10,10 +10,10 @@
 #include "scruple/scruple.hpp"
 #include "text.h"
 #include "train/checkpoint.h"
+#include "train/generate.h"
 #include "train/model.h"
 #include "train/random.h"
 #include "train/tokenizer.h"
-#include "train/transformer.h"
 #include "train/utf8.h"
 #include "training.h"
 
@@ -146,12 +146,14 @@ void sample(const Options& options) {
   std::vector<std::int32_t> tokens = words.tokens_of(options.prompt);
   train::Ledger ledger;
   Threads threads(options.threads > 0 ? options.threads : Engine().threads());
-  train::Transformer network(model.shape, 1, train::Precision::fp32, threads, ledger);
+  train::Generator generator(model.shape, threads, ledger);
   std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
   std::string said = words.text_of(tokens);
   for (std::int64_t i = 0; i < options.length; ++i) {
-    const auto seen = std::min<std::int64_t>(static_cast<std::int64_t>(tokens.size()), model.shape.context);
-    network.next(model, &tokens[tokens.size() - static_cast<std::size_t>(seen)], seen, logits.data());
+    const auto written = static_cast<std::int64_t>(tokens.size());
+    if (written > model.shape.context) generator.clear();  // the window moves, and every position with it
+    const std::int64_t fed = std::min(written, model.shape.context) - generator.length();
+    generator.feed(model, tokens.data() + (written - fed), fed, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
     if (i == 0) std::cout << options.prompt;

@@ -17,6 +17,7 @@
 #include "tests/gpt_reference.h"
 #include "train/blas.h"
 #include "train/families/gpt2.h"
+#include "train/generate.h"
 #include "train/layers.h"
 #include "train/math.h"
 #include "train/transformer.h"
@@ -556,43 +557,123 @@ TEST(GptBits, LossAloneIsTheSame) {
   }
 }
 
-TEST(GptNext, IsTheReferenceAfterAnyPrefix) {
-  Threads pool(2);
+// ---- Token by token ----
+
+// The logits after all tokens, fed in pieces of these lengths.
+std::vector<float> logits_after(const Description& shape, const std::vector<std::int32_t>& tokens,
+                                const std::vector<std::int64_t>& pieces, int threads = 2) {
+  Threads pool(threads);
   Ledger ledger;
-  Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
-  Store store(kOdd);
+  Generator generator(shape, pool, ledger);
+  Store store(shape);
+  std::vector<float> logits(static_cast<std::size_t>(shape.vocabulary));
+  for (const std::int64_t count : pieces)
+    generator.feed(store, tokens.data() + generator.length(), count, logits.data());
+  EXPECT_EQ(generator.length(), static_cast<std::int64_t>(tokens.size()));
+  return logits;
+}
+
+TEST(Generator, IsTheReferenceAfterAnyPrefix) {
   const Examples batch(kOdd, 1);
-  const auto p = in_double(store);
+  const auto p = in_double(Store(kOdd));
   const gpt_reference::Shape shape = plain(kOdd);
   for (int count = 1; count <= kOdd.context; ++count) {
-    std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
-    model.next(store, batch.tokens.data(), count, logits.data());
-    const auto rows = gpt_reference::Model<double>{shape, p}.logits(batch.tokens.data(), count);
-    EXPECT_LE(relative_error(logits, rows.back()), 2e-6) << count;
+    const std::vector<std::int32_t> tokens(batch.tokens.begin(), batch.tokens.begin() + count);
+    const auto rows = gpt_reference::Model<double>{shape, p}.logits(tokens.data(), count);
+    EXPECT_LE(relative_error(logits_after(kOdd, tokens, {count}), rows.back()), 2e-6) << count;
+    const std::vector<std::int64_t> ones(tokens.size(), 1);
+    EXPECT_LE(relative_error(logits_after(kOdd, tokens, ones), rows.back()), 2e-6) << count;
   }
 }
 
-// The loss of forward from the logits of next().
-TEST(GptNext, AgreesWithForward) {
-  for (const Description& shape : kLargeOnes) {
+// The longest one passes through the layers in several parts.
+TEST(Generator, PiecesChangeRoundingOnly) {
+  std::vector<Description> shapes = with_many_words(kLargeOnes);
+  shapes.push_back(other_parts({2, 24, 6, 700, 50}, 3, 10));
+  for (const Description& shape : shapes) {
+    const Examples batch(shape, 1);
+    const std::int64_t all = shape.context;
+    const std::vector<float> whole = logits_after(shape, batch.tokens, {all});
+    const std::vector<std::int64_t> ones(batch.tokens.size(), 1);
+    for (const auto& pieces : {ones, {1, all - 1}, {all - 1, 1}, {70, 1, all - 72, 1}}) {
+      const std::vector<float> logits = logits_after(shape, batch.tokens, pieces);
+      for (std::size_t i = 0; i < whole.size(); ++i) ASSERT_NEAR(logits[i], whole[i], 1e-5);
+    }
+  }
+}
+
+// The loss of forward from the logits after each token.
+TEST(Generator, AgreesWithForward) {
+  for (const Description& shape : with_many_words(kLargeOnes)) {
     for (const Precision precision : kPrecisions) {
       Threads pool(2);
       Ledger ledger;
       Transformer model(shape, 1, precision, pool, ledger);
+      Generator generator(shape, pool, ledger);
       Store store(shape);
       const Examples batch(shape, 1);
       const double loss = model.forward(store, batch.all());
       double mean = 0;
-      for (std::int64_t t = 0; t < shape.context; ++t) {
+      for (std::size_t t = 0; t < batch.tokens.size(); ++t) {
         std::vector<float> logits(static_cast<std::size_t>(shape.vocabulary));
-        model.next(store, batch.tokens.data(), t + 1, logits.data());
+        generator.feed(store, &batch.tokens[t], 1, logits.data());
         double sum = 0;
         for (const float l : logits) sum += std::exp(static_cast<double>(l));
-        const auto target = static_cast<std::size_t>(batch.targets[static_cast<std::size_t>(t)]);
+        const auto target = static_cast<std::size_t>(batch.targets[t]);
         mean += (std::log(sum) - static_cast<double>(logits[target])) / static_cast<double>(shape.context);
       }
       EXPECT_NEAR(loss, mean, precision == Precision::fp32 ? 1e-5 : 1e-2);
     }
+  }
+}
+
+TEST(Generator, SameBitsOnAnyNumberOfThreads) {
+  for (const Description& shape : with_many_words(kLargeOnes)) {
+    const Examples batch(shape, 1);
+    const std::vector<std::int64_t> pieces = {140, 1, 9};
+    const std::vector<float> one = logits_after(shape, batch.tokens, pieces, 1);
+    for (const int threads : {2, 5}) EXPECT_EQ(logits_after(shape, batch.tokens, pieces, threads), one);
+  }
+}
+
+TEST(Generator, RefusesWhatIsBeyondTheContextAndForgets) {
+  Threads pool(1);
+  Ledger ledger;
+  Generator generator(kOdd, pool, ledger);
+  Store store(kOdd);
+  const Examples batch(kOdd, 1);
+  std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary)), first = logits;
+  const std::int32_t outside[] = {3, 11}, below[] = {3, -1};
+  EXPECT_THROW(generator.feed(store, outside, 2, logits.data()), std::invalid_argument);
+  EXPECT_THROW(generator.feed(store, below, 2, logits.data()), std::invalid_argument);
+  EXPECT_THROW(generator.feed(store, batch.tokens.data(), 0, logits.data()), std::invalid_argument);
+  EXPECT_THROW(generator.feed(store, batch.tokens.data(), 8, logits.data()), std::invalid_argument);
+  EXPECT_EQ(generator.length(), 0);
+  generator.feed(store, batch.tokens.data(), 5, first.data());
+  try {
+    generator.feed(store, batch.tokens.data(), 3, logits.data());
+    ADD_FAILURE() << "8 tokens in a context of 7";
+  } catch (const std::invalid_argument& error) {
+    const std::string said = error.what();
+    EXPECT_NE(said.find("3 tokens after 5 was asked for; the context is 7"), said.npos) << said;
+  }
+  EXPECT_EQ(generator.length(), 5);
+  generator.feed(store, batch.tokens.data(), 2, logits.data());
+  EXPECT_NE(logits, first);
+  generator.clear();
+  EXPECT_EQ(generator.length(), 0);
+  generator.feed(store, batch.tokens.data(), 5, logits.data());
+  EXPECT_EQ(logits, first);
+}
+
+TEST(Generator, CountsWhatItTakes) {
+  for (const Description& shape : with_many_words(kLargeOnes)) {
+    Threads pool(2);
+    Ledger planned = Ledger::counter(), taken;
+    const Generator counted(shape, pool, planned), generator(shape, pool, taken);
+    for (const Ledger::Entry& entry : planned.entries())
+      EXPECT_EQ(entry.peak, taken.peak(entry.kind)) << entry.kind;
+    EXPECT_EQ(taken.peak("cache"), 8 * shape.layers * shape.context * shape.key_width());
   }
 }
 
@@ -627,24 +708,19 @@ TEST(GptErrors, ADocumentBeginsAtOneOfItsTokens) {
   }
 }
 
-TEST(GptErrors, TokensOutsideTheVocabularyAndCountsOutsideTheContext) {
+TEST(GptErrors, TokensOutsideTheVocabularyAndBatchesOfNone) {
   Threads pool(1);
   Ledger ledger;
   Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
   Store store(kOdd);
-  std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary));
   for (const std::int32_t bad : {-1, 11}) {
     Examples batch(kOdd, 1);
     batch.tokens[3] = bad;
     EXPECT_THROW(model.forward(store, batch.all()), std::invalid_argument);
-    EXPECT_THROW(model.next(store, batch.tokens.data(), 4, logits.data()), std::invalid_argument);
   }
   Examples beyond(kOdd, 1);
   beyond.targets[3] = 11;
   EXPECT_THROW(model.forward(store, beyond.all()), std::invalid_argument);
-  const Examples batch(kOdd, 2);
-  for (const std::int64_t count : {0, 8})
-    EXPECT_THROW(model.next(store, batch.tokens.data(), count, logits.data()), std::invalid_argument);
   EXPECT_THROW(Transformer(kOdd, 0, Precision::fp32, pool, ledger), std::invalid_argument);
   EXPECT_THROW(Transformer(kOdd, std::int64_t{1} << 40, Precision::fp32, pool, ledger),
                std::invalid_argument);

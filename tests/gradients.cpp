@@ -9,6 +9,7 @@
 #include <exception>
 
 #include "train/families/families.h"
+#include "train/generate.h"
 #include "train/model.h"
 #include "train/trainer.h"
 
@@ -84,8 +85,12 @@ void run(const std::string& folder, std::int64_t context, const std::string& fro
   network.backward(model, keep, 1);
   const std::int64_t vocabulary = model.shape.vocabulary;
   std::vector<float> logits(static_cast<std::size_t>(context * vocabulary));
-  for (std::int64_t i = 0; i < context; ++i)
-    network.next(model, tokens.data(), i + 1, logits.data() + i * vocabulary);
+  train::Generator generator(model.shape, threads, ledger);
+  for (std::int64_t i = 0; i < context; ++i) {
+    if (i % 3 == 0) generator.clear();  // then whole prefixes, else one token more
+    const std::int64_t fed = generator.length();
+    generator.feed(model, tokens.data() + fed, i + 1 - fed, logits.data() + i * vocabulary);
+  }
 
   std::vector<io::TensorInfo> list = {{"loss", io::Dtype::f32, {1}},
                                       {"logits", io::Dtype::f32, {context, vocabulary}},

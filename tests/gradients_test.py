@@ -43,7 +43,7 @@ CASES = {
     "gpt2, untied, MLP of another width, another epsilon": gpt2(tie_word_embeddings=False, n_inner=50, layer_norm_epsilon=1e-3),
     "gpt2, more words than logits in a piece": gpt2(vocab_size=2500),
     "llama": decoder(LlamaConfig),
-    "llama, more words than logits in a piece": decoder(LlamaConfig, vocab_size=2500),
+    "llama, more words than logits in a piece": decoder(LlamaConfig, vocab_size=1100),
     "llama, tied, without head_dim, every head its own keys": decoder(LlamaConfig, tie_word_embeddings=True, head_dim=None,
                                                                       num_attention_heads=4, num_key_value_heads=4),
     "llama, one key-value head": decoder(LlamaConfig, num_key_value_heads=1),

@@ -1,6 +1,7 @@
 // Prints the logits after a text, as the trainer computes them. usage: logits FOLDER TEXT
 #include <cstdio>
 
+#include "train/generate.h"
 #include "train/model.h"
 
 using namespace scruple;
@@ -12,8 +13,8 @@ int main(int argc, char** argv) {
   for (const char* c = argv[2]; *c != 0; ++c) tokens.push_back(static_cast<unsigned char>(*c));
   train::Ledger ledger;
   Threads threads(1);
-  train::Transformer network(model.shape, 1, train::Precision::fp32, threads, ledger);
+  train::Generator generator(model.shape, threads, ledger);
   std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
-  network.next(model, tokens.data(), static_cast<std::int64_t>(tokens.size()), logits.data());
+  generator.feed(model, tokens.data(), static_cast<std::int64_t>(tokens.size()), logits.data());
   for (const float value : logits) std::printf("%.9g\n", static_cast<double>(value));
 }

@@ -327,7 +327,7 @@ struct Turned {
         const float rstd = rms_rstd(to, width, shape.epsilon);
         for (Index i = 0; i < width; ++i) to[i] *= rstd * norm[i];
       }
-      if (shape.rotation != nullptr) turn(shape.rotation, r, width, 1, to);
+      if (shape.rotation != nullptr) turn(shape.rotation, shape.positions[row + r], width, 1, to);
     }
     return {scratch, width};
   }
@@ -337,7 +337,8 @@ struct Turned {
   void back(Index first, Index count, Target g, float* scratch, float* sums) const {
     const Index width = shape.head_width;
     if (shape.rotation != nullptr)
-      for (Index r = 0; r < count; ++r) turn(shape.rotation, first + r, width, -1, g.data + r * g.stride);
+      for (Index r = 0; r < count; ++r)
+        turn(shape.rotation, shape.positions[row + first + r], width, -1, g.data + r * g.stride);
     if (norm == nullptr) return;
     const View x = qkv.read(row + first, count, column, width, scratch);
     for (Index r = 0; r < count; ++r) rms_row(x.data + r * x.stride, g.data + r * g.stride, sums);
@@ -394,7 +395,7 @@ void each_document(const Attention& shape, const Matrix& qkv, Index piece,
 View from_row(View view, Index row) { return {view.data + row * view.stride, view.stride}; }
 
 // Softmax of queries first, first + 1... over the keys that each may see; the rest of a row is cleared for
-// the products.
+// the products. `log_sums` are those of these queries, or nullptr.
 void causal_softmax(Target scores, Index first, Index count, float* log_sums) {
   for (Index r = 0; r < count; ++r) {
     float* row = scores.data + r * scores.stride;
@@ -405,24 +406,24 @@ void causal_softmax(Target scores, Index first, Index count, float* log_sums) {
     const float inverse = 1.0f / sum;
     for (Index i = 0; i < seen; ++i) row[i] *= inverse;
     std::fill(row + seen, row + first + count, 0.0f);
-    log_sums[first + r] = top + std::log(sum);
+    if (log_sums != nullptr) log_sums[r] = top + std::log(sum);
   }
 }
 
-void attend_document(const Group& group, Matrix& y, float* log_sums, Arena& arena) {
+// The group's queries over keys and values that begin `past` rows before them.
+void attend_over(const Group& group, View k, View v, Index past, Matrix& y, float* log_sums, Arena& arena) {
   const Attention& shape = group.shape;
-  const Index width = shape.head_width, length = group.length;
-  const View k = group.keys().read(arena.floats(length * width));
-  const View v = group.values(arena.floats(length * width));
+  const Index width = shape.head_width, length = group.length, keys = past + length;
   float* q_scratch = arena.floats(length * width);
-  const Target scores = {arena.floats(kQueries * length), length};
+  const Target scores = {arena.floats(kQueries * keys), keys};
   float* scratch = arena.floats(kQueries * width);
   for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
     const View q = group.queries(head).read(q_scratch);
     for (Index first = 0; first < length; first += kQueries) {
-      const Index count = std::min(kQueries, length - first), seen = first + count;
+      const Index count = std::min(kQueries, length - first), seen = past + first + count;
       product(count, seen, width, group.scale, from_row(q, first), transposed(k), 0, scores);
-      causal_softmax(scores, first, count, log_sums + group.log_sums(head));
+      causal_softmax(scores, past + first, count,
+                     log_sums == nullptr ? nullptr : log_sums + group.log_sums(head) + first);
       const Target out = y.open(group.row + first, shape.query(head), width, scratch);
       product(count, width, seen, 1, scores, v, 0, out);
       y.keep(group.row + first, count, shape.query(head), width, out);
@@ -437,8 +438,28 @@ void attend(const Workers& workers, const Attention& shape, const Matrix& qkv, M
   workers.pieces(shape.sequences * shape.kv_heads, [&](Index piece, Arena& arena) {
     each_document(shape, qkv, piece, [&](const Group& group) {
       arena.start_again();
-      attend_document(group, y, log_sums, arena);
+      const Index floats = group.length * shape.head_width;
+      const View k = group.keys().read(arena.floats(floats)), v = group.values(arena.floats(floats));
+      attend_over(group, k, v, 0, y, log_sums, arena);
     });
+  });
+}
+
+void attend_cached(const Workers& workers, const Attention& shape, const Matrix& qkv, const Cache& cache,
+                   Matrix& y) {
+  const Index width = shape.head_width;
+  workers.pieces(shape.kv_heads, [&](Index piece, Arena& arena) {
+    const Group group(shape, qkv, piece, 0, shape.length);
+    const Index own = piece * cache.context * width;
+    float* scratch = arena.floats(shape.length * width);
+    for (const bool keys : {true, false}) {
+      const View from = keys ? group.keys().read(scratch) : group.values(scratch);
+      float* to = (keys ? cache.keys : cache.values) + own + cache.length * width;
+      for (Index r = 0; r < shape.length; ++r)
+        std::copy_n(from.data + r * from.stride, width, to + r * width);
+    }
+    attend_over(group, {cache.keys + own, width}, {cache.values + own, width}, cache.length, y, nullptr,
+                arena);
   });
 }
 

@@ -169,6 +169,14 @@ void rotation_of(const Description& model, float* table);
 // each document of a sequence by itself. Keys and queries are normed and turned as they are read. Keeps the
 // logarithm of each softmax's sum.
 void attend(const Workers& workers, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums);
+// Keys as attention sees them, and values: [context, head_width] for each key-value head.
+struct Cache {
+  float *keys, *values;
+  Index context, length;  // rows for each head, and how many are there
+};
+// Attention of one sequence to what is in the cache and to itself; its keys and values are added.
+void attend_cached(const Workers& workers, const Attention& shape, const Matrix& qkv, const Cache& cache,
+                   Matrix& y);
 
 // The final norm, into `hidden`.
 void normalise(const Workers& workers, const Normed& x, Index rows, Matrix& hidden);

@@ -64,9 +64,6 @@ class Transformer {
   double loss(Weights& weights, const Batch& batch);
   // Gradients of scale * loss, of the last forward; once for each, because it works in the same memory.
   void backward(Weights& weights, Gradients& gradients, float scale);
-  // The logits (vocabulary of them) after the last of `count` <= context tokens. Overwrites what forward
-  // kept.
-  void next(Weights& weights, const std::int32_t* tokens, std::int64_t count, float* logits);
 
  private:
   struct State;
