@@ -140,7 +140,7 @@ TEST_F(DataTest, APackedWindowCountsCompletionsAlone) {
   const std::string file =
       put("{\"prompt\": \"AB\", \"completion\": \"cd\"}\n"
           "{\"text\": \"efg\"}\n"
-          "{\"completion\": \"i\", \"more\": [{\"text\": 1}], \"prompt\": \"H\"}\n"
+          "{\"completion\": \"i\", \"more\": [{\"completion\": \"x\", \"text\": 1}], \"prompt\": \"H\"}\n"
           "{\"text\": \"jklmnopqrstuvwxyz\"}\n",
           "notes.jsonl");
   const Data data(file, packed(12), {.end = kEnd});  // ABcd|efg|Hi|jklmnopqrstuvwxyz|

@@ -42,7 +42,7 @@ class Events : public Json::json_sax_t {
   bool number_float(number_float_t, const string_t&) override { return value("a number"); }
   bool binary(binary_t&) override { return value("binary"); }
   bool string(string_t& text) override {
-    if (depth_ == 1 && field_ < kFields.size())
+    if (field_ < kFields.size())
       texts_[field_] = std::move(text);
     else
       value("text");
@@ -79,8 +79,7 @@ class Events : public Json::json_sax_t {
   }
   bool value(const char* kind) {
     if (depth_ == 0) refuse("it is ", kind, "; a line must be ", kForms);
-    if (depth_ == 1 && field_ < kFields.size())
-      refuse("\"", kFields[field_], "\" is ", kind, "; it must be text");
+    if (field_ < kFields.size()) refuse("\"", kFields[field_], "\" is ", kind, "; it must be text");
     return true;
   }
   void note(const std::string& name) {
@@ -91,7 +90,9 @@ class Events : public Json::json_sax_t {
   std::string_view line_;
   std::string place_, others_;
   std::array<std::optional<std::string>, 3> texts_;
-  std::size_t field_ = kFields.size(), unknown_ = 0;
+  std::size_t field_ =
+      kFields.size();  // whose value comes next or is being read; at the end: another member's
+  std::size_t unknown_ = 0;
   std::int64_t depth_ = 0;
 };
 
