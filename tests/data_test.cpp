@@ -468,7 +468,7 @@ TEST_F(DataTest, WhatDoesNotFitIntoMemoryIsRefused) {
   for (int i = 0; i < 3000; ++i) lines += "{\"text\": \"" + std::string(1000, 'a') + "\"}\n";
   put(lines, "notes.jsonl");
   expect_words(refused(path("notes.jsonl"), packed(4), {.limit = 1 << 20}),
-               "what was read up to here takes more than the 1 MiB", "many lines");
+               "what is read up to here takes more than the 1 MiB", "many lines");
   put("{\"text\": \"" + std::string(1 << 20, 'a') + "\"}", "notes.jsonl");
   expect_words(refused(path("notes.jsonl"), packed(4), {.limit = 2 << 20}),
                "notes.jsonl, line 1: a text of 1 MiB", "a long line");

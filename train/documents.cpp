@@ -109,9 +109,13 @@ void Documents::read_text(std::string_view text, const std::string& place) {
     append(valid_utf8(text, replaced), Tokenizer::Part::whole, place);
     replaced_ += replaced;
   } else {
+    check_limit(text.size(), place);
     append(text, Tokenizer::Part::whole, place);
   }
-  text.empty() ? leave_out(begin) : finish({begin, 0, begin}, place);
+  if (text.empty())
+    leave_out(begin);
+  else
+    finish({begin, 0, begin}, place);
 }
 
 void Documents::read_jsonl(std::string_view content, const std::string& path) {
@@ -126,7 +130,10 @@ void Documents::read_jsonl(std::string_view content, const std::string& path) {
     if (document.prompt) append(*document.prompt, Tokenizer::Part::prompt, place);
     const std::int64_t counted = held();
     append(document.text, document.prompt ? Tokenizer::Part::completion : Tokenizer::Part::whole, place);
-    !document.prompt&& document.text.empty() ? leave_out(begin) : finish({begin, 0, counted}, place);
+    if (!document.prompt && document.text.empty())
+      leave_out(begin);
+    else
+      finish({begin, 0, counted}, place);
     bytes_done_ = before + static_cast<std::int64_t>(lines.bytes_read());
     show_progress();
   }
@@ -141,7 +148,7 @@ void Documents::read_tokens(const std::string& path) {
         for (std::size_t i = 0, begin = 0; i < tokens.size(); ++i) {
           if (tokens[i] >= reading_.vocabulary)
             io::fail(path, ": token ", i, " is number ", tokens[i], ", and the model's vocabulary has ",
-                     reading_.vocabulary, "; the file was made for another model");
+                     reading_.vocabulary, "; the file was made for another model, or holds no tokens");
           if (i + 1 < tokens.size() && reading_.end != Token{tokens[i]}) continue;
           documents_.push_back({static_cast<std::int64_t>(begin), static_cast<std::int64_t>(i + 1),
                                 static_cast<std::int64_t>(begin)});
@@ -186,11 +193,15 @@ void Documents::finish(Document document, const std::string& place) {
   document.end = held();
   if (document.end == document.begin) return leave_out(document.begin);
   documents_.push_back(document);
-  if (memory() > reading_.limit)
-    io::fail(
-        place, ": what was read up to here takes more than the ", reading_.limit >> 20,
-        " MiB of memory that are free for it; make a file of tokens with 'scruple tokenize', which is not "
-        "read whole");
+  check_limit(0, place);
+}
+
+void Documents::check_limit(std::size_t more, const std::string& place) const {
+  if (memory() + static_cast<std::int64_t>(more) > reading_.limit)
+    io::fail(place, ": what is read up to here takes more than the ", reading_.limit >> 20,
+             " MiB of memory that are free for it; give one file of bytes, or of tokens ('scruple "
+             "tokenize'), which "
+             "is not read whole");
 }
 
 // A text is read whole: beside it there are its characters made valid, normalised, and their tokens.

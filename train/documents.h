@@ -63,6 +63,7 @@ class Documents {
   void append(std::string_view text, Tokenizer::Part part, const std::string& place);
   void finish(Document document, const std::string& place);  // its end is here
   void leave_out(std::int64_t begin);                        // all from there on: a document without a text
+  void check_limit(std::size_t more, const std::string& place) const;
   void check_fits(std::size_t bytes, const std::string& place) const;
   void show_progress(std::size_t here = 0);  // `here`: bytes of the text that is being read
   std::int64_t held() const;
