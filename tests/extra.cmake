@@ -39,10 +39,12 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   add_subdirectory(torch)
 endif()
 
-# Half a minute of compiling and a short run; a long one is `fuzz/run.sh FOLDER 600`.
+# A minute of compiling and a short run of each target; a long one is `fuzz/run.sh FOLDER 600`.
 if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
-  add_test(NAME fuzz_checkpoint COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 5)
-  set_tests_properties(fuzz_checkpoint PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+  add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 6 checkpoint
+                             $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
+           COMMAND_EXPAND_LISTS)
+  set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
 endif()
 
 # The trainer from outside: its commands, its reports in a browser, its weights in transformers.
