@@ -39,12 +39,12 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   add_subdirectory(torch)
 endif()
 
-# A minute of compiling and a short run of each target; a long one is `fuzz/run.sh FOLDER 600`.
+# Two minutes of compiling and a short run of each target; a long one is `fuzz/run.sh FOLDER 600`.
 if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 6 checkpoint
                              $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
            COMMAND_EXPAND_LISTS)
-  set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 600)
+  set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
 endif()
 
 # The trainer from outside: its commands, its reports in a browser, its weights in transformers.

@@ -246,7 +246,7 @@ Normalise normaliser_of(const Json& part) {
   const std::string type = type_of(part);
   if (type == "NFC") return [](const std::string& text, bool) { return composed(text); };
   if (type == "Prepend")
-    return [before = text_in(part, "prepend")](std::string text, bool joined) {
+    return [before = text_in(part, "prepend")](const std::string& text, bool joined) {
       return text.empty() || joined ? text : before + text;
     };
   if (type == "Replace" && member(member(part, "pattern"), "String").is_string())
