@@ -1,4 +1,4 @@
-// `scruple train`: a byte-level GPT on any file.
+// `scruple train`: a byte-level GPT, or a model of Hugging Face's, on any text.
 #include <unistd.h>
 
 #include <algorithm>
@@ -38,11 +38,17 @@ using train::RunFolder;
 using train::Trainer;
 
 constexpr const char* kFooter =
-    "Writes into --out: metrics.jsonl (a line per step), report.html (curves and memory), and the weights "
-    "as\n"
-    "Hugging Face's GPT-2 (config.json, model.safetensors): transformers loads the folder as it is, 'scruple "
-    "sample'\n"
-    "continues a text with it. The last twentieth of the text is kept for validation.\n"
+    "Writes into --out: metrics.jsonl (a line per step), report.html (curves and memory), and the weights as "
+    "a\n"
+    "Hugging Face folder (config.json, model.safetensors, the tokenizer): transformers loads it as it is, "
+    "'scruple sample'\n"
+    "continues a text with it. The last twentieth of the data is kept for validation.\n"
+    "\n"
+    "--model is gpt, a folder of a gpt2, llama, mistral, qwen2 or qwen3 model to go on from, or a "
+    "config.json to begin\n"
+    "from. --data is a text, a folder of texts, *.jsonl with \"text\" or with \"prompt\" and \"completion\" "
+    "(the loss is then\n"
+    "on completions alone), or *.bin, tokens of 'scruple tokenize', llm.c or nanoGPT.\n"
     "\n"
     "Ctrl-C (SIGINT, SIGTERM, SIGHUP) ends after the current step, writes all of the above and a checkpoint, "
     "names the\n"
@@ -64,6 +70,8 @@ constexpr const char* kFooter =
     "\n"
     "Examples:\n"
     "  scruple train --data book.txt --out run1\n"
+    "  scruple train --model ./SmolLM2-135M --data notes.jsonl --out tuned --lr 1e-5\n"
+    "  scruple train --model config.json --data tokens.bin --out run\n"
     "  scruple train --data book.txt --out run1 --force --layers 6 --width 384 --heads 6 --context 256\n"
     "  cat *.txt | scruple train --data - --out run2\n"
     "  scruple train --data book.txt --out run3 --gradients compressed --accumulate 4 --clip 1\n"
@@ -664,7 +672,8 @@ void add_options(CLI::App& command, Options& options) {
 }  // namespace
 
 void add_train(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("train", "Train a byte-level GPT on a file");
+  CLI::App* command =
+      program.add_subcommand("train", "Train a byte-level GPT, or a Hugging Face model, on your data");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   add_options(*command, *options);

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,32 @@ class Folders(unittest.TestCase):
         told = words.decode(theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=words.eos_token_id,
                                             pad_token_id=words.eos_token_id)[0])
         self.assertEqual(told.replace(END, ""), said.strip())
+
+    def test_plan_and_compare(self):
+        model = self.model(FAMILIES["qwen3"])
+        for more in ((), ("--recompute", "mlp"), ("--recompute", "block")):
+            wanted = run("plan", model, "--recipe", "scruple", "--gradients", "released", "--batch", 3, "--context", 20, *more,
+                         "--json")
+            self.assertEqual(wanted.returncode, 0, wanted.stderr)
+            planned = json.loads(wanted.stdout)["rows"][0]["total_bytes"]
+            done = run("train", "--model", model, "--data", self.text, "--out", self.root / "run", "--force", "--steps", 2,
+                       "--gradients", "released", "--batch", 3, "--context", 20, *more)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            peak = re.search(r"peak ([\d.]+) KiB", done.stdout)[1]
+            self.assertAlmostEqual(float(peak), planned / 1024, delta=0.06, msg="planned is measured")
+        rows = run("compare", "--model", model, "--data", self.text, "--recipes", "fp32,scruple", "--steps", 3, "--context", 24,
+                   "--batch", 2, "--json")
+        self.assertEqual(rows.returncode, 0, rows.stderr)
+        self.assertEqual([row["recipe"] for row in json.loads(rows.stdout)["rows"]], ["fp32", "scruple"])
+        self.refused("needs --data", "compare", "--model", model)
+        self.refused("say its --batch too", "plan", model, "--recompute", "mlp")
+
+    def test_recomputed_bits_are_the_same(self):
+        for name, config in FAMILIES.items():
+            model = self.model(config)
+            kept, mlp, block = (weights_of(self.train(model, f"{name} {how}", "--recompute", how)) for how in ("none", "mlp", "block"))
+            self.assertEqual(kept, mlp, name)
+            self.assertEqual(kept, block, name)
 
     def test_other_data(self):
         model = self.model(FAMILIES["qwen2"])
