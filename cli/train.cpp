@@ -1,9 +1,6 @@
 // `scruple train`: a byte-level GPT, or a model of Hugging Face's, on any text.
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
