@@ -293,6 +293,8 @@ double Trainer::validate(const Windows& data, std::int64_t windows, const std::f
 }
 
 void Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
+  if (data.isolates() && !job_.isolates)
+    throw std::invalid_argument("the data's documents are isolated; the job must say so too (Job::isolates)");
   for (std::int64_t w = 0; w < job_.batch; ++w) {
     const std::int64_t at = w * job_.shape.context;
     data.read(start(w), tokens_.as<std::int32_t>() + at, targets_.as<std::int32_t>() + at,
