@@ -356,9 +356,19 @@ class Train(Case):
         """As printed, one after the other, in one folder; only the number of steps is smaller."""
         with open(README, encoding="utf-8") as file:
             commands = [shlex.split(line[2:], comments=True) for line in file
-                        if re.match(r"\$ build/scruple (train|sample|checkpoint) ", line)]
-        self.assertGreater(len(commands), 5)
+                        if re.match(r"\$ build/scruple (train|sample|checkpoint|plan \./) ?", line)]
+        self.assertGreater(len(commands), 8)
         os.rename(self.data, self.path("book.txt"))
+        with open(self.path("notes.jsonl"), "w", encoding="utf-8") as out:
+            out.writelines(json.dumps({"prompt": f"After {i} comes", "completion": f" {i + 1}."}) + "\n" for i in range(40))
+        # Models that others have made, in small; their tokens are bytes.
+        os.mkdir(self.path("Llama-3.1-8B"))
+        with open(self.path("Llama-3.1-8B", "config.json"), "w", encoding="utf-8") as out:
+            json.dump({"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "hidden_act": "silu",
+                       "num_attention_heads": 2, "max_position_embeddings": 2048, "vocab_size": 256}, out)
+        done = run("train", "--model", self.path("Llama-3.1-8B", "config.json"), "--data", self.path("book.txt"), "--steps", "0",
+                   "--context", "32", "--out", self.path("SmolLM2-135M"))
+        self.assertEqual(done.returncode, 0, done.stderr)
         for _, *arguments in commands:
             if arguments[0] == "train" and "--resume" not in arguments and "--steps" not in arguments:
                 arguments += ["--steps", "2"]
