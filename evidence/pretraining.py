@@ -41,15 +41,12 @@ class Task:
         total = sum(float(model(x, y)) * len(x) for x, y in parts)
         return {"validation loss": total / whole}
 
-    def is_base(self, row, seed):
-        """The reference's weights are what fine-tuning starts from."""
-        return row.name == report.REFERENCE and seed == 0 and self.model is gpt2
-
     def needs(self, row, seed):
-        return self.is_base(row, seed) and not (KEPT / "gpt2.pt").exists()
+        """Fine-tuning starts from weights of the reference: those of the first seed that ends here."""
+        return row.name == report.REFERENCE and self.model is gpt2 and not (KEPT / "gpt2.pt").exists()
 
     def finished(self, model, row, seed):
-        if self.is_base(row, seed):
+        if self.needs(row, seed):
             # As models are published: what bf16 holds, so that every row of fine-tuning has the same first weights.
             weights = {name: x.bfloat16() for name, x in model.state_dict().items()}
             keep("gpt2.pt", lambda fresh: torch.save(weights, fresh))

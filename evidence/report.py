@@ -117,8 +117,9 @@ def table(rows):
             put("ms per step (its optimizer)", name, f"{times['ms']:.2f}{inside}")
         last = [run["errors"][-1] for run in runs if run["errors"]]
         for key, title in ERRORS.items():
-            if last and last[0].get(key) is not None:
-                put(title, name, f"{100 * statistics.mean(error[key] for error in last):.1f} %")
+            seen = [error[key] for error in last if error.get(key) is not None]
+            if seen:
+                put(title, name, f"{100 * statistics.mean(seen):.1f} %")
     columns.update({title: columns.pop(title) for title in ERRORS.values() if title in columns})  # the last ones
     out = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
     out += ["| " + " | ".join(cells.get(row, "") for cells in columns.values()) + " |" for row in rows]

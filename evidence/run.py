@@ -137,16 +137,13 @@ def main():
     if not all_:
         sys.exit("no row of no task matches --rows and --only; leave them out to see all names")
     mine = all_[asked.job or 0 :: asked.jobs]
-    left = [
-        (task, row, seed)
-        for task, row, seed in mine
-        if key({**harness.head(task, row, device), "seed": seed}) not in done
-        or (hasattr(task, "needs") and task.needs(row, seed))
-    ]
-    if len(left) < len(mine):
-        print(f"{len(mine) - len(left)} of {len(mine)} runs are in {asked.lines} already", flush=True)
+    is_done = [key({**harness.head(task, row, device), "seed": seed}) in done for task, row, seed in mine]
+    if any(is_done):
+        print(f"{sum(is_done)} of {len(mine)} runs are in {asked.lines} already", flush=True)
     failed = False
-    for task, row, seed in left:
+    for again, (task, row, seed) in sorted(zip(is_done, mine), key=lambda run: run[0]):
+        if again and (asked.times or not (hasattr(task, "needs") and task.needs(row, seed))):
+            continue
         if time.monotonic() - start > 60 * asked.minutes:
             print("time is over; the same command goes on from here", flush=True)
             break
