@@ -9,8 +9,8 @@
 #include "commands.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
+#include "train/backend.h"
 #include "train/checkpoint.h"
-#include "train/generate.h"
 #include "train/model.h"
 #include "train/random.h"
 #include "train/tokenizer.h"
@@ -141,19 +141,20 @@ Found find_model(const Options& options) {
 void sample(const Options& options) {
   if (options.prompt.empty())
     throw UsageError("--prompt is empty; the model needs at least one token to continue");
-  auto [model, folder] = find_model(options);
+  const auto [model, folder] = find_model(options);
   Words words(folder, model.shape.vocabulary);
   std::vector<std::int32_t> tokens = words.tokens_of(options.prompt);
   train::Ledger ledger;
-  Threads threads(options.threads > 0 ? options.threads : Engine().threads());
-  train::Generator generator(model.shape, threads, ledger);
+  const std::unique_ptr<train::Backend> backend = train::cpu_backend(options.threads);
+  const std::unique_ptr<train::Generator> generator = backend->generator(model.shape, ledger);
+  const std::vector<scruple_tensor> weights = model.visible();
   std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
   std::string said = words.text_of(tokens);
   for (std::int64_t i = 0; i < options.length; ++i) {
     const auto written = static_cast<std::int64_t>(tokens.size());
-    if (written > model.shape.context) generator.clear();  // the window moves, and every position with it
-    const std::int64_t fed = std::min(written, model.shape.context) - generator.length();
-    generator.feed(model, tokens.data() + (written - fed), fed, logits.data());
+    if (written > model.shape.context) generator->clear();  // the window moves, and every position with it
+    const std::int64_t fed = std::min(written, model.shape.context) - generator->length();
+    generator->feed(weights, tokens.data() + (written - fed), fed, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
     if (i == 0) std::cout << options.prompt;

@@ -338,7 +338,7 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Des
   Model model;
   for (const train::Parameter& parameter : parameters) model.add(parameter.shape);
   Memory memory = measure(choice, choice.make_optimizer(), recipe, model, policy);
-  if (policy == "released") memory.gradients = train::tile_bytes(parameters);
+  if (policy == "released") memory.gradients = train::cpu_backend(1)->released_bytes(parameters);
   return memory;
 }
 

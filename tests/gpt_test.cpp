@@ -15,12 +15,12 @@
 
 #include "tests/descriptions.h"
 #include "tests/gpt_reference.h"
-#include "train/blas.h"
+#include "train/cpu/blas.h"
+#include "train/cpu/generate.h"
+#include "train/cpu/layers.h"
+#include "train/cpu/math.h"
+#include "train/cpu/transformer.h"
 #include "train/families/gpt2.h"
-#include "train/generate.h"
-#include "train/layers.h"
-#include "train/math.h"
-#include "train/transformer.h"
 
 namespace scruple::train {
 namespace {
@@ -100,7 +100,7 @@ Result run(const Description& shape, const Examples& batch, Precision precision,
            Recompute recompute = Recompute::none) {
   Threads pool(threads);
   Ledger ledger;
-  Transformer model(shape, batch.size, precision, pool, ledger, recompute);
+  Transformer model({shape, batch.size, precision, recompute}, pool, ledger);
   Store store(shape);
   store.direct = direct;
   Keep keep(shape, tile_rows);
@@ -323,7 +323,7 @@ TEST(GptBits, ASecondPassIsLikeTheFirst) {
     for (const Precision precision : kPrecisions) {
       Threads pool(2);
       Ledger ledger;
-      Transformer model(shape, 2, precision, pool, ledger);
+      Transformer model({shape, 2, precision}, pool, ledger);
       Store store(shape);
       const Examples batch(shape, 2), other(shape, 2, 99);
       Result result[2];
@@ -361,7 +361,7 @@ TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
       const Result want = run(shape, batch, Precision::fp32, 2, 1, 5);
       Threads pool(2);
       Ledger ledger;
-      Transformer model(shape, 2, Precision::fp32, pool, ledger);
+      Transformer model({shape, 2, Precision::fp32}, pool, ledger);
       Store store(shape);
       store.direct = direct;
       Keep keep(shape, 5);
@@ -431,7 +431,7 @@ TEST(GptPrecision, ANaNReachesTheLossAndTheGradients) {
     for (const Precision precision : kPrecisions) {
       Threads pool(1);
       Ledger ledger;
-      Transformer model(shape, 1, precision, pool, ledger);
+      Transformer model({shape, 1, precision}, pool, ledger);
       Store store(shape);
       store.values_of[4][0] = std::numeric_limits<float>::quiet_NaN();
       const Examples batch(shape, 1);
@@ -469,7 +469,7 @@ TEST(GptPrecision, HalvesTheActivations) {
     std::int64_t bytes[3] = {};
     for (int i = 0; i < 3; ++i) {
       Ledger ledger;
-      const Transformer model(shape, 4, kPrecisions[i], pool, ledger);
+      const Transformer model({shape, 4, kPrecisions[i]}, pool, ledger);
       bytes[i] = ledger.peak("activations");
       EXPECT_GT(ledger.peak("workspace"), 0);
     }
@@ -484,7 +484,7 @@ TEST(GptMemory, DoesNotGrowWithTheWords) {
   std::int64_t bytes[2] = {};
   for (const bool many : {false, true}) {
     Ledger ledger = Ledger::counter();
-    const Transformer model(gpt2({2, 64, 2, 512, many ? 200000 : 2000}), 8, Precision::fp32, pool, ledger);
+    const Transformer model({gpt2({2, 64, 2, 512, many ? 200000 : 2000}), 8, Precision::fp32}, pool, ledger);
     bytes[many] = ledger.peak("activations");
   }
   EXPECT_EQ(bytes[0], bytes[1]);
@@ -511,7 +511,7 @@ TEST(GptRecompute, SeesNoWeightThatWasStepped) {
       const Examples batch(shape, 2);
       Threads pool(2);
       Ledger ledger;
-      Transformer model(shape, 2, Precision::fp32, pool, ledger, recompute);
+      Transformer model({shape, 2, Precision::fp32, recompute}, pool, ledger);
       Store store(shape);
       store.direct = true;
       Keep keep(shape, 5);
@@ -529,8 +529,8 @@ TEST(GptRecompute, SavesAllLayersButOne) {
     const std::int64_t tokens = 4 * shape.context, width = shape.width;
     const auto activations = [&](Recompute recompute) {
       Ledger planned = Ledger::counter(), taken;
-      const Transformer counted(shape, 4, Precision::bf16, pool, planned, recompute);
-      const Transformer model(shape, 4, Precision::bf16, pool, taken, recompute);
+      const Transformer counted({shape, 4, Precision::bf16, recompute}, pool, planned);
+      const Transformer model({shape, 4, Precision::bf16, recompute}, pool, taken);
       EXPECT_EQ(planned.entries().size(), taken.entries().size());
       for (const Ledger::Entry& entry : planned.entries())
         EXPECT_EQ(entry.peak, taken.peak(entry.kind)) << entry.kind;
@@ -550,7 +550,7 @@ TEST(GptBits, LossAloneIsTheSame) {
   for (const Description& shape : with_many_words(kSmallOnes)) {
     Threads pool(2);
     Ledger ledger;
-    Transformer model(shape, 2, Precision::bf16, pool, ledger);
+    Transformer model({shape, 2, Precision::bf16}, pool, ledger);
     Store store(shape);
     const Examples batch(shape, 2);
     EXPECT_EQ(model.loss(store, batch.all()), model.forward(store, batch.all()));
@@ -564,7 +564,7 @@ std::vector<float> logits_after(const Description& shape, const std::vector<std:
                                 const std::vector<std::int64_t>& pieces, int threads = 2) {
   Threads pool(threads);
   Ledger ledger;
-  Generator generator(shape, pool, ledger);
+  CachedTransformer generator(shape, pool, ledger);
   Store store(shape);
   std::vector<float> logits(static_cast<std::size_t>(shape.vocabulary));
   for (const std::int64_t count : pieces)
@@ -608,8 +608,8 @@ TEST(Generator, AgreesWithForward) {
     for (const Precision precision : kPrecisions) {
       Threads pool(2);
       Ledger ledger;
-      Transformer model(shape, 1, precision, pool, ledger);
-      Generator generator(shape, pool, ledger);
+      Transformer model({shape, 1, precision}, pool, ledger);
+      CachedTransformer generator(shape, pool, ledger);
       Store store(shape);
       const Examples batch(shape, 1);
       const double loss = model.forward(store, batch.all());
@@ -639,7 +639,7 @@ TEST(Generator, SameBitsOnAnyNumberOfThreads) {
 TEST(Generator, RefusesWhatIsBeyondTheContextAndForgets) {
   Threads pool(1);
   Ledger ledger;
-  Generator generator(kOdd, pool, ledger);
+  CachedTransformer generator(kOdd, pool, ledger);
   Store store(kOdd);
   const Examples batch(kOdd, 1);
   std::vector<float> logits(static_cast<std::size_t>(kOdd.vocabulary)), first = logits;
@@ -670,7 +670,7 @@ TEST(Generator, CountsWhatItTakes) {
   for (const Description& shape : with_many_words(kLargeOnes)) {
     Threads pool(2);
     Ledger planned = Ledger::counter(), taken;
-    const Generator counted(shape, pool, planned), generator(shape, pool, taken);
+    const CachedTransformer counted(shape, pool, planned), generator(shape, pool, taken);
     for (const Ledger::Entry& entry : planned.entries())
       EXPECT_EQ(entry.peak, taken.peak(entry.kind)) << entry.kind;
     EXPECT_EQ(taken.peak("cache"), 8 * shape.layers * shape.context * shape.key_width());
@@ -680,7 +680,7 @@ TEST(Generator, CountsWhatItTakes) {
 TEST(GptErrors, BackwardNeedsItsForward) {
   Threads pool(1);
   Ledger ledger;
-  Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
+  Transformer model({kOdd, 1, Precision::fp32}, pool, ledger);
   Store store(kOdd);
   Keep keep(kOdd, 0);
   const Examples batch(kOdd, 1);
@@ -696,7 +696,7 @@ TEST(GptErrors, BackwardNeedsItsForward) {
 TEST(GptErrors, ADocumentBeginsAtOneOfItsTokens) {
   Threads pool(1);
   Ledger ledger;
-  Transformer model(kOdd, 2, Precision::fp32, pool, ledger);
+  Transformer model({kOdd, 2, Precision::fp32}, pool, ledger);
   Store store(kOdd);
   Examples batch(kOdd, 2);
   const std::vector<std::int32_t> right = {0, 0, 2, 2, 4, 5, 5, 0, 1, 1, 1, 1, 1, 1};
@@ -711,7 +711,7 @@ TEST(GptErrors, ADocumentBeginsAtOneOfItsTokens) {
 TEST(GptErrors, TokensOutsideTheVocabularyAndBatchesOfNone) {
   Threads pool(1);
   Ledger ledger;
-  Transformer model(kOdd, 1, Precision::fp32, pool, ledger);
+  Transformer model({kOdd, 1, Precision::fp32}, pool, ledger);
   Store store(kOdd);
   for (const std::int32_t bad : {-1, 11}) {
     Examples batch(kOdd, 1);
@@ -721,9 +721,8 @@ TEST(GptErrors, TokensOutsideTheVocabularyAndBatchesOfNone) {
   Examples beyond(kOdd, 1);
   beyond.targets[3] = 11;
   EXPECT_THROW(model.forward(store, beyond.all()), std::invalid_argument);
-  EXPECT_THROW(Transformer(kOdd, 0, Precision::fp32, pool, ledger), std::invalid_argument);
-  EXPECT_THROW(Transformer(kOdd, std::int64_t{1} << 40, Precision::fp32, pool, ledger),
-               std::invalid_argument);
+  EXPECT_THROW(Transformer({kOdd, 0}, pool, ledger), std::invalid_argument);
+  EXPECT_THROW(Transformer({kOdd, std::int64_t{1} << 40}, pool, ledger), std::invalid_argument);
 }
 
 TEST(GptShapes, ProblemsAreNamed) {

@@ -8,8 +8,8 @@
 #include <cstring>
 #include <exception>
 
+#include "train/cpu/generate.h"
 #include "train/families/families.h"
-#include "train/generate.h"
 #include "train/model.h"
 #include "train/trainer.h"
 
@@ -23,6 +23,14 @@ std::vector<std::int32_t> integers(const io::Safetensors& file, const char* name
   std::memcpy(values.data(), tensor.data.data(), tensor.data.size());
   return values;
 }
+
+struct Store final : train::Weights {
+  explicit Store(const train::Model& of) : model(of) {}
+  const float* values(int parameter, float*) override {
+    return model.parameters[static_cast<std::size_t>(parameter)].data();
+  }
+  const train::Model& model;
+};
 
 struct Keep final : train::Gradients {
   explicit Keep(const train::Description& model) : parameters(train::parameters_of(model)) {
@@ -71,25 +79,26 @@ std::vector<float> losses_of(const train::Model& model, const std::vector<std::i
 }
 
 void run(const std::string& folder, std::int64_t context, const std::string& from, const std::string& to) {
-  train::Model model = train::read_model(folder, context);
+  const train::Model model = train::read_model(folder, context);
+  Store weights(model);
   const io::Safetensors file(from);
   const std::vector<std::int32_t> tokens = integers(file, "tokens"), targets = integers(file, "targets"),
                                   starts = integers(file, "starts");
   train::Ledger ledger;
   Threads threads(2);
   const auto size = static_cast<std::int64_t>(tokens.size());
-  train::Transformer network(model.shape, size / context, train::Precision::fp32, threads, ledger);
+  train::Transformer network({.shape = model.shape, .batch = size / context}, threads, ledger);
   Keep keep(model.shape);
   const auto loss =
-      static_cast<float>(network.forward(model, {tokens.data(), targets.data(), starts.data()}));
-  network.backward(model, keep, 1);
+      static_cast<float>(network.forward(weights, {tokens.data(), targets.data(), starts.data()}));
+  network.backward(weights, keep, 1);
   const std::int64_t vocabulary = model.shape.vocabulary;
   std::vector<float> logits(static_cast<std::size_t>(context * vocabulary));
-  train::Generator generator(model.shape, threads, ledger);
+  train::CachedTransformer generator(model.shape, threads, ledger);
   for (std::int64_t i = 0; i < context; ++i) {
     if (i % 3 == 0) generator.clear();  // then whole prefixes, else one token more
     const std::int64_t fed = generator.length();
-    generator.feed(model, tokens.data() + fed, i + 1 - fed, logits.data() + i * vocabulary);
+    generator.feed(weights, tokens.data() + fed, i + 1 - fed, logits.data() + i * vocabulary);
   }
 
   std::vector<io::TensorInfo> list = {{"loss", io::Dtype::f32, {1}},

@@ -224,8 +224,8 @@ void expect_same(const std::vector<double>& sent, const Json& found) {
 void expect_same(const Chart& sent, const Json& found) {
   ASSERT_EQ(sent.curves.size(), found["curves"].size());
   for (size_t c = 0; c < sent.curves.size(); ++c) {
-    EXPECT_EQ(sent.curves[c].name, found["curves"][c]["name"]);
-    EXPECT_EQ(sent.curves[c].reference, found["curves"][c]["reference"]);
+    EXPECT_EQ(found["curves"][c]["name"], sent.curves[c].name);
+    EXPECT_EQ(found["curves"][c]["reference"], sent.curves[c].reference);
     expect_same(sent.curves[c].x, found["curves"][c]["x"]);
     expect_same(sent.curves[c].y, found["curves"][c]["y"]);
   }

@@ -4,9 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <limits>
+#include <set>
 
 #include "formats/codec.h"
 #include "tests/descriptions.h"
@@ -191,6 +194,65 @@ TEST(Accumulation, FourMicroBatchesAreOneLargeBatch) {
   }
 }
 
+// Completions of 1 to 13 letters.
+Data documents(const std::string& name, const Cutting& cutting) {
+  const std::string path = ::testing::TempDir() + name;
+  std::ofstream file(path);
+  for (int i = 0; i < 64; ++i)
+    file << R"({"prompt": "count: ", "completion": ")"
+         << std::string(static_cast<std::size_t>(1 + i % 13), "abcdefg"[i % 7]) << "\"}\n";
+  file.close();
+  return {path, cutting};
+}
+
+// Validation isolates documents as training does, and every target weighs the same in it.
+TEST(Validation, IsTheMeanOverTargetsOfIsolatedDocuments) {
+  const Data data = documents(
+      "validated.jsonl",
+      {.context = kSmall.context, .layout = Layout::packed, .isolate = true, .validation_share = 0.5});
+  Job job = job_of("fp32");
+  job.batch = 1;
+  job.isolates = true;
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  const std::unique_ptr<Backend> backend = cpu_backend(1);
+  const std::unique_ptr<Network> network = backend->network(job, SCRUPLE_STORED, ledger);
+  const Windows windows = data.validation();
+  std::vector<std::int32_t> tokens(kSmall.context), targets(kSmall.context), starts(kSmall.context);
+  double sum = 0, together = 0, counted = 0;
+  std::set<std::int64_t> counts;
+  for (std::int64_t w = 0; w < 6; ++w) {
+    windows.read(windows.even_start(w, 6), tokens.data(), targets.data(), starts.data());
+    const auto count = std::count_if(targets.begin(), targets.end(), [](std::int32_t t) { return t >= 0; });
+    const auto weight = static_cast<double>(count);
+    counts.insert(count);
+    sum += weight * network->loss(trainer.state().visible(), {tokens.data(), targets.data(), starts.data()});
+    together += weight * network->loss(trainer.state().visible(), {tokens.data(), targets.data()});
+    counted += weight;
+  }
+  EXPECT_GT(counts.size(), 1u) << "windows with as many targets show nothing";
+  EXPECT_NE(sum, together) << "documents that do not see each other anyway show nothing";
+  EXPECT_NEAR(trainer.validate(windows, 6), sum / counted, 1e-12);
+}
+
+// Micro-batches with few targets weigh less, or a long answer among short ones would count too little.
+TEST(Accumulation, EveryTargetWeighsTheSame) {
+  const Data data = documents("uneven.jsonl", {.context = kSmall.context});
+  const auto train = [&](std::int64_t batch, int parts) {
+    Job job = job_of("fp32");
+    job.batch = batch;
+    job.gradients.micro_batches = parts;
+    job.optimizer = [] { return Optimizer("sgd"); };
+    Ledger ledger;
+    Trainer trainer(job, ledger);
+    std::vector<double> losses;
+    for (int i = 0; i < 5; ++i) losses.push_back(trainer.step(data.training()).loss);
+    return losses;
+  };
+  const std::vector<double> whole = train(8, 1), in_parts = train(2, 4);
+  for (std::size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], in_parts[i], 1e-5) << "step " << i + 1;
+}
+
 TEST(Accumulation, MomentumFoldedInBackwardIsTheMeanGradient) {
   Job stored = job_of("fp32"), released = job_of("fp32", SCRUPLE_RELEASED);
   for (Job* job : {&stored, &released}) {
@@ -337,7 +399,8 @@ TEST(State, TheModelComputesWithTheVisibleHalf) {
   for (int p = 0; p < static_cast<int>(trainer.state().parameters().size()); ++p) {
     const std::vector<float> master = trainer.state().master(p);
     std::vector<float> scratch(master.size());
-    const float* const visible = trainer.state().values(p, scratch.data());
+    const float* const visible = visible_values(
+        trainer.engine(), trainer.state().visible()[static_cast<std::size_t>(p)], scratch.data());
     for (std::size_t i = 0; i < master.size(); ++i) {
       ASSERT_EQ(bits_of(visible[i]) & 0xffffu, 0u) << "not a bf16 number";
       ASSERT_NEAR(visible[i], master[i], std::abs(master[i]) * 0x1p-8f);

@@ -247,19 +247,19 @@ void write_weights(const std::string& folder, const ModelConfig& model, Trainer&
   std::vector<ParameterData> data;
   Block decoded;
   for (int p = 0; p < static_cast<int>(state.parameters().size()); ++p) {
-    const scruple_array& weight = state.visible(p);
+    const scruple_array& weight = state.visible()[static_cast<std::size_t>(p)].arrays[SCRUPLE_WEIGHT];
     const std::string format = info_of(weight.format).name;
     if (format == "bf16" || format == "fp16") {
       data.push_back(
           {format == "bf16" ? io::Dtype::bf16 : io::Dtype::f16, [&weight] { return weight.codes; }});
       continue;
     }
-    data.push_back({io::Dtype::f32, [&state, &decoded, &ledger, p] {
-                      const std::int64_t size = state.parameters()[static_cast<std::size_t>(p)].size();
+    data.push_back({io::Dtype::f32, [&, p] {
+                      const scruple_tensor& row = state.visible()[static_cast<std::size_t>(p)];
                       decoded = Block();
-                      if (info_of(state.visible(p).format).name != std::string("fp32"))
-                        decoded = Block(ledger, "workspace", size * std::int64_t{sizeof(float)});
-                      return state.values(p, decoded.as<float>());
+                      if (info_of(row.arrays[SCRUPLE_WEIGHT].format).name != std::string("fp32"))
+                        decoded = Block(ledger, "workspace", row.size * std::int64_t{sizeof(float)});
+                      return visible_values(trainer.engine(), row, decoded.as<float>());
                     }});
   }
   write_model(folder, model, data, {{kStep, std::to_string(trainer.steps_taken())}});

@@ -1,5 +1,5 @@
 // What a model is, as data: its sizes, which of the known parts it is made of, and what its tensors are
-// called. One forward and backward pass reads it (train/transformer.h).
+// called. One forward and backward pass reads it (train/cpu/transformer.h).
 #pragma once
 
 #include <cstdint>

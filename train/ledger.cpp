@@ -44,12 +44,28 @@ std::int64_t Ledger::peak(const std::string& kind) const {
   return 0;
 }
 
-Block::Block(Ledger& ledger, std::string kind, std::int64_t bytes)
-    : ledger_(&ledger), kind_(std::move(kind)), bytes_(bytes) {
+namespace {
+
+class HostMemory final : public Memory {
+  void* take(std::int64_t bytes) override { return std::calloc(1, static_cast<std::size_t>(bytes)); }
+  void give_back(void* memory) noexcept override { std::free(memory); }
+};
+
+}  // namespace
+
+Memory& host_memory() {
+  static HostMemory memory;
+  return memory;
+}
+
+Block::Block(Ledger& ledger, std::string kind, std::int64_t bytes, Memory& from)
+    : ledger_(&ledger),
+      from_(ledger.only_counts() ? &host_memory() : &from),
+      kind_(std::move(kind)),
+      bytes_(bytes) {
   if (bytes < 0) throw std::bad_alloc();
   ledger_->add(kind_, bytes_);
-  const std::int64_t taken = ledger.only_counts() ? 1 : std::max<std::int64_t>(bytes, 1);
-  memory_ = std::calloc(1, static_cast<std::size_t>(taken));
+  memory_ = from_->take(ledger.only_counts() ? 1 : std::max<std::int64_t>(bytes, 1));
   if (memory_ == nullptr) {
     ledger_->give_back(kind_, bytes_);
     throw std::bad_alloc();
@@ -58,12 +74,14 @@ Block::Block(Ledger& ledger, std::string kind, std::int64_t bytes)
 
 Block::Block(Block&& other) noexcept
     : ledger_(std::exchange(other.ledger_, nullptr)),
+      from_(other.from_),
       kind_(std::move(other.kind_)),
       bytes_(std::exchange(other.bytes_, 0)),
       memory_(std::exchange(other.memory_, nullptr)) {}
 
 Block& Block::operator=(Block&& other) noexcept {
   std::swap(ledger_, other.ledger_);
+  std::swap(from_, other.from_);
   std::swap(kind_, other.kind_);
   std::swap(bytes_, other.bytes_);
   std::swap(memory_, other.memory_);
@@ -71,7 +89,7 @@ Block& Block::operator=(Block&& other) noexcept {
 }
 
 Block::~Block() {
-  std::free(memory_);
+  if (memory_ != nullptr) from_->give_back(memory_);
   if (ledger_ != nullptr) ledger_->give_back(kind_, bytes_);
 }
 

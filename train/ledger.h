@@ -17,7 +17,7 @@ class Ledger {
   };
   // More than `limit` bytes at once are refused, before any is touched.
   explicit Ledger(std::int64_t limit = std::numeric_limits<std::int64_t>::max()) : limit_(limit) {}
-  // One that only counts: its blocks have no memory to write to.
+  // One that only counts: its blocks have no memory to write to, and take none of a device.
   static Ledger counter();
   bool only_counts() const { return only_counts_; }
   void add(const std::string& kind, std::int64_t bytes);
@@ -33,12 +33,21 @@ class Ledger {
   bool only_counts_ = false;
 };
 
+// Where blocks come from.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual void* take(std::int64_t bytes) = 0;  // zeroed, at least one byte; nullptr: there is no more
+  virtual void give_back(void* memory) noexcept = 0;
+};
+Memory& host_memory();
+
 // Zeroed memory of one kind, counted from construction to destruction. Throws where the ledger or the
 // machine has no more.
 class Block {
  public:
   Block() = default;
-  Block(Ledger& ledger, std::string kind, std::int64_t bytes);
+  Block(Ledger& ledger, std::string kind, std::int64_t bytes, Memory& from = host_memory());
   Block(Block&& other) noexcept;
   Block& operator=(Block&& other) noexcept;
   ~Block();
@@ -51,6 +60,7 @@ class Block {
 
  private:
   Ledger* ledger_ = nullptr;
+  Memory* from_ = nullptr;
   std::string kind_;
   std::int64_t bytes_ = 0;
   void* memory_ = nullptr;

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "include/scruple/scruple.h"
 #include "io/safetensors.h"
 #include "train/families/gpt2.h"
-#include "train/transformer.h"
 
 namespace scruple::train {
 
@@ -71,13 +71,12 @@ struct ParameterData {
 void write_model(const std::string& folder, const ModelConfig& model,
                  const std::vector<ParameterData>& parameters, io::Metadata notes = {});
 
-// A model whose weights are all in memory, in fp32.
-struct Model final : Weights {
+// A model whose weights are all in host memory, in fp32.
+struct Model {
   Description shape;
   std::vector<std::vector<float>> parameters;  // in the order of parameters_of(shape)
-  const float* values(int parameter, float*) override {
-    return parameters[static_cast<std::size_t>(parameter)].data();
-  }
+  std::vector<scruple_tensor> visible()
+      const;  // as a backend on the host wants them, while `parameters` stay
 };
 Model read_model(const std::string& folder, std::int64_t context = 0);
 

@@ -21,9 +21,12 @@ std::string visible_format(const scruple_array& weight) {
   return name.substr(0, name.find('+'));
 }
 
-State::State(Engine& engine, const std::vector<Parameter>& parameters, const Optimizer& decaying,
+State::State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
              const Optimizer& undecayed, const Describe& describe, Ledger& ledger)
-    : engine_(engine), parameters_(parameters) {
+    : engine_(backend.engine()), parameters_(parameters) {
+  const auto plane = [&](const scruple_tensor& row, int array, bool aux, std::int64_t bytes) {
+    return planes_.emplace_back(ledger, kind_of(row, array, aux), bytes, backend.memory()).as<void>();
+  };
   for (const Parameter& parameter : parameters_) {
     scruple_tensor row = describe(parameter.decays ? decaying : undecayed, parameter.size());
     row.id = static_cast<std::uint32_t>(table_.size());
@@ -32,8 +35,8 @@ State::State(Engine& engine, const std::vector<Parameter>& parameters, const Opt
       if (a == SCRUPLE_GRADIENT) continue;  // the sink's
       std::int64_t codes = 0, aux = 0;
       check(scruple_format_bytes(row.arrays[a].format, row.size, &codes, &aux));
-      row.arrays[a].codes = planes_.emplace_back(ledger, kind_of(row, a, false), codes).as<void>();
-      if (aux > 0) row.arrays[a].aux = planes_.emplace_back(ledger, kind_of(row, a, true), aux).as<void>();
+      row.arrays[a].codes = plane(row, a, false, codes);
+      if (aux > 0) row.arrays[a].aux = plane(row, a, true, aux);
     }
     table_.push_back(row);
     scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
@@ -74,15 +77,6 @@ std::vector<float> State::master(int parameter) const {
   std::vector<float> values(static_cast<std::size_t>(row.size));
   check(scruple_decode(engine_.raw(), &row, SCRUPLE_WEIGHT, values.data()));
   return values;
-}
-
-const float* State::values(int parameter, float* scratch) {
-  const scruple_tensor& row = visible_[static_cast<std::size_t>(parameter)];
-  const scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
-  static const scruple_format* const fp32 = format_named("fp32");
-  if (weight.format == fp32) return static_cast<const float*>(weight.codes);
-  check(scruple_decode(engine_.raw(), &row, SCRUPLE_WEIGHT, scratch));
-  return scratch;
 }
 
 std::int64_t State::size() const {

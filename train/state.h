@@ -1,5 +1,5 @@
-// A model's weights and moments, each array in its own format, counted in the ledger by kind. To the model
-// they are the values it computes with; to the optimizer, table rows.
+// A model's weights and moments, each array in its own format, in a backend's memory, counted in the ledger by
+// kind. To the model they are visible weights; to the optimizer, table rows.
 #pragma once
 
 #include <functional>
@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "include/scruple/scruple.hpp"
-#include "train/ledger.h"
-#include "train/transformer.h"
+#include "train/backend.h"
 
 namespace scruple::train {
 
@@ -25,10 +24,10 @@ Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed)
 // The format that a model computes with: bf16 where a weight is kept as bf16+8, otherwise the weight's own.
 std::string visible_format(const scruple_array& weight);
 
-class State final : public Weights {
+class State {
  public:
-  // `decaying` steps the parameters that decay, `undecayed` the others; both must outlive this.
-  State(Engine& engine, const std::vector<Parameter>& parameters, const Optimizer& decaying,
+  // `decaying` steps the parameters that decay, `undecayed` the others; these and the backend must outlive this.
+  State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
         const Optimizer& undecayed, const Describe& describe, Ledger& ledger);
 
   // The weights that `fill` gives, a parameter at a time, and moments of 0.
@@ -36,11 +35,8 @@ class State final : public Weights {
   void set(int parameter, const float* values);
   // The fp32 values that the optimizer sees: the visible ones and their extra bits.
   std::vector<float> master(int parameter) const;
-  const float* values(int parameter, float* scratch) override;
-  // The weight as the model reads it: without what completes it.
-  const scruple_array& visible(int parameter) const {
-    return visible_[static_cast<std::size_t>(parameter)].arrays[SCRUPLE_WEIGHT];
-  }
+  // The weights as the model reads them: without what completes them.
+  const std::vector<scruple_tensor>& visible() const { return visible_; }
 
   const std::vector<Parameter>& parameters() const { return parameters_; }
   const std::vector<scruple_tensor>& table() const { return table_; }
@@ -51,7 +47,7 @@ class State final : public Weights {
   Engine& engine_;
   std::vector<Parameter> parameters_;
   std::vector<scruple_tensor> table_;
-  std::vector<scruple_tensor> visible_;  // the same weights, as the model reads them
+  std::vector<scruple_tensor> visible_;
   std::vector<Block> planes_;
 };
 

@@ -2,39 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <map>
 #include <numbers>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 
-#include "train/blas.h"
 #include "train/checkpoint.h"
 
 namespace scruple::train {
 namespace {
-
-// No gradient buffer is larger, whatever the tensor.
-constexpr std::int64_t kTileElements = (std::int64_t{1} << 20) / static_cast<std::int64_t>(sizeof(float));
-constexpr std::int64_t kPieceElements = 128;  // pieces begin at multiples: scruple_tensor_view
-
-// Rows of a tile: as many as fit, a whole number of pieces.
-std::int64_t tile_rows(const Parameter& parameter) {
-  const std::int64_t columns = parameter.shape.size() == 2 ? parameter.shape[1] : 1;
-  const std::int64_t step = kPieceElements / std::gcd(kPieceElements, columns);
-  const std::int64_t rows = kTileElements / columns / step * step;
-  if (columns > kTileElements)
-    throw std::runtime_error(parameter.name + " has rows of " + std::to_string(columns) +
-                             " values, and a gradient tile of 1 MiB holds " + std::to_string(kTileElements) +
-                             "; choose a smaller --width");
-  if (rows == 0)
-    throw std::runtime_error(parameter.name + " has rows of " + std::to_string(columns) + " values, and " +
-                             std::to_string(step) +
-                             " of them do not fit into a gradient tile of 1 MiB; choose a --width that is a "
-                             "multiple of 128");
-  return std::min(rows, parameter.shape[0]);
-}
 
 scruple_optimizer* with_rate(const Optimizer& optimizer, double lr) {
   check(scruple_optimizer_set(optimizer.raw(), "lr", lr));
@@ -76,112 +51,54 @@ double Schedule::at(std::int64_t step) const {
   return peak;
 }
 
-std::int64_t tile_bytes(const std::vector<Parameter>& parameters) {
-  std::int64_t largest = 0;
-  for (const Parameter& parameter : parameters)
-    largest = std::max(largest, tile_rows(parameter) * (parameter.size() / parameter.shape[0]));
-  return largest * static_cast<std::int64_t>(sizeof(float));
-}
-
-// Cuts gradients into row tiles and hands them to the sink.
-class Trainer::Tiles final : public Gradients {
- public:
-  Tiles(Engine& engine, const State& state, scruple_sink_options options, Ledger& ledger)
-      : parameters_(state.parameters()), ledger_(ledger) {
-    for (const Parameter& parameter : parameters_) rows_.push_back(tile_rows(parameter));
-    const bool released = options.policy == SCRUPLE_RELEASED;
-    tile_ = Block(ledger, released ? "gradients" : "workspace", tile_bytes(parameters_));
-    options.memory = {this, &Tiles::allocate, &Tiles::free};
-    sink_ = std::make_unique<Sink>(engine, state.table(), options);
-  }
-
-  float loss_scale() const { return *sink_->loss_scale(); }
-
-  void take(int parameter, const FillRows& fill) override {
-    const auto p = static_cast<std::size_t>(parameter);
-    if (sink_->measures() && rows_[p] < parameters_[p].shape[0]) each_tile(parameter, fill, &Sink::measure);
-    each_tile(parameter, fill, &Sink::add);
-  }
-
-  void end() { sink_->end(); }
-  scruple_sink_report report() const { return sink_->read(); }
-  void read_tensors(Position& position) const {
-    position.steps.resize(parameters_.size());
-    position.adagc_norms.resize(parameters_.size());
-    check(scruple_sink_read_tensors(sink_->raw(), position.steps.data(), position.adagc_norms.data()));
-  }
-
- private:
-  using Hand = void (Sink::*)(std::span<const scruple_piece>);
-
-  void each_tile(int parameter, const FillRows& fill, Hand hand) {
-    const Parameter& p = parameters_[static_cast<std::size_t>(parameter)];
-    const std::int64_t step = rows_[static_cast<std::size_t>(parameter)], columns = p.size() / p.shape[0];
-    for (std::int64_t first = 0; first < p.shape[0]; first += step) {
-      const std::int64_t rows = std::min(step, p.shape[0] - first);
-      fill(first, rows, tile_.as<float>());
-      const scruple_piece piece = {parameter,
-                                   first * columns,
-                                   rows * columns,
-                                   {format_named("fp32"), tile_.as<void>(), nullptr, SCRUPLE_NEAREST, 0}};
-      (*sink_.*hand)({&piece, 1});
-    }
-  }
-
-  static void* allocate(void* context, std::int64_t bytes) noexcept {
-    auto& tiles = *static_cast<Tiles*>(context);
+scruple_memory Trainer::Accumulators::memory() {
+  const auto alloc = [](void* context, std::int64_t bytes) noexcept -> void* {
+    auto& all = *static_cast<Accumulators*>(context);
     try {
-      Block block(tiles.ledger_, "gradients", bytes);
+      Block block(all.ledger, "gradients", bytes, all.from);
       void* memory = block.as<void>();
-      tiles.blocks_.emplace(memory, std::move(block));
+      all.blocks.emplace(memory, std::move(block));
       return memory;
     } catch (...) {
       return nullptr;
     }
-  }
-  static void free(void* context, void* memory, std::int64_t) noexcept {
-    static_cast<Tiles*>(context)->blocks_.erase(memory);
-  }
-
-  const std::vector<Parameter>& parameters_;
-  Ledger& ledger_;
-  std::vector<std::int64_t> rows_;  // of each parameter's tiles
-  Block tile_;
-  std::map<void*, Block> blocks_;
-  std::unique_ptr<Sink> sink_;  // gives its memory back to blocks_
-};
+  };
+  const auto free = [](void* context, void* memory, std::int64_t) noexcept {
+    static_cast<Accumulators*>(context)->blocks.erase(memory);
+  };
+  return {this, alloc, free};
+}
 
 Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
     : job_(job),
-      engine_("cpu", job.threads),
-      threads_(engine_.threads()),
+      backend_(job.backend(job.threads)),
       decaying_(job.optimizer()),
-      undecayed_(without_decay(job.optimizer())) {
+      undecayed_(without_decay(job.optimizer())),
+      accumulators_{ledger, backend_->memory(), {}} {
   if (const std::string problem = problem_with(job.shape); !problem.empty())
     throw std::runtime_error(problem);
   with_rate(decaying_, job.schedule.peak);  // refused here, if at all
   decaying_.set_seed(job.seed);
   undecayed_.set_seed(job.seed);
-  state_ =
-      std::make_unique<State>(engine_, parameters_of(job.shape), decaying_, undecayed_, job.describe, ledger);
+  state_ = std::make_unique<State>(*backend_, parameters_of(job.shape), decaying_, undecayed_, job.describe,
+                                   ledger);
   Position position;
   if (from != nullptr)
     position = take_up(*from);
   else
     state_->start(job.initial ? job.initial : random_values(state_->parameters(), job.seed), ledger);
-  model_ =
-      std::make_unique<Transformer>(job.shape, job.batch, job.activations, threads_, ledger, job.recompute);
   if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler;
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
-  tiles_ = std::make_unique<Tiles>(engine_, *state_, job_.gradients, ledger);
+  job_.gradients.memory = accumulators_.memory();
+  sink_ = std::make_unique<Sink>(engine(), state_->table(), job_.gradients);
   job_.gradients.adagc_norms = nullptr;  // copied
   tokens_ = Block(ledger, "activations", token_bytes(job));
   targets_ = Block(ledger, "activations", token_bytes(job));
   if (job.isolates) starts_ = Block(ledger, "activations", token_bytes(job));
+  network_ = backend_->network(job, job.gradients.policy, ledger);
   if (job.gradients.policy == SCRUPLE_COMPRESSED)
     ledger.check_room("gradients", gradient_bytes(state_->table()));
-  reserve_buffers(threads_.count());
 }
 
 Trainer::~Trainer() = default;
@@ -189,13 +106,11 @@ Trainer::~Trainer() = default;
 Ledger memory_of(const Job& job) {
   Ledger ledger = Ledger::counter();
   {
-    Engine engine("cpu", job.threads);
-    Threads threads(engine.threads());
+    const std::unique_ptr<Backend> backend = job.backend(job.threads);
     const Optimizer decaying = job.optimizer(), undecayed = without_decay(job.optimizer());
-    const State state(engine, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
-    const Transformer model(job.shape, job.batch, job.activations, threads, ledger, job.recompute);
+    const State state(*backend, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
+    const std::unique_ptr<Network> network = backend->network(job, job.gradients.policy, ledger);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
-    const Block tile(ledger, released ? "gradients" : "workspace", tile_bytes(state.parameters()));
     const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
     const Block tokens(ledger, "activations", (job.isolates ? 3 : 2) * token_bytes(job));
   }
@@ -241,7 +156,7 @@ Position Trainer::take_up(const io::Checkpoint& from) {
         tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
       io::fail(from.folder(), ": tensor ", p, " is \"", tensor.name, "\", and this model has \"",
                parameters[p].name, "\" there, or of another shape");
-    load(engine_, from, tensor, state_->table()[p]);
+    load(engine(), from, tensor, state_->table()[p]);
     state_->set_step(static_cast<int>(p), tensor.step);
     position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
   }
@@ -252,25 +167,35 @@ Position Trainer::take_up(const io::Checkpoint& from) {
 Position Trainer::position() const {
   Position position;
   position.taken = taken_;
-  if (job_.scaler.scale > 0) position.scaler = tiles_->report().scaler;
-  tiles_->read_tensors(position);
+  if (job_.scaler.scale > 0) position.scaler = sink_->read().scaler;
+  position.steps.resize(state_->parameters().size());
+  position.adagc_norms.resize(state_->parameters().size());
+  check(scruple_sink_read_tensors(sink_->raw(), position.steps.data(), position.adagc_norms.data()));
   return position;
 }
 
 Outcome Trainer::step(const Windows& data) {
   const std::int64_t parts = job_.gradients.micro_batches;
-  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, tiles_->loss_scale(), false};
+  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, *sink_->loss_scale(), false};
   with_rate(decaying_, outcome.lr), with_rate(undecayed_, outcome.lr);
-  for (std::int64_t part = 0; part < parts; ++part) {
-    read(data, [&](std::int64_t w) {
+  const auto read_part = [&](std::int64_t part) {
+    return read(data, [&](std::int64_t w) {
       return data.random_start(job_.seed,
                                static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
     });
-    outcome.loss += model_->forward(*state_, batch()) / static_cast<double>(parts);
-    model_->backward(*state_, *tiles_, outcome.loss_scale);
-    tiles_->end();
+  };
+  // Every target weighs the same, in whatever micro-batch it is: the sink takes the mean over them, so each is
+  // weighed by its targets. Where all have as many the weights are 1.
+  std::int64_t all = 0;
+  for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part);
+  for (std::int64_t part = 0; part < parts; ++part) {
+    const std::int64_t counted = read_part(part);
+    const double weight = all == 0 ? 1 : static_cast<double>(counted * parts) / static_cast<double>(all);
+    outcome.loss += network_->forward(state_->visible(), batch()) * weight / static_cast<double>(parts);
+    network_->backward(state_->visible(), *sink_, outcome.loss_scale * static_cast<float>(weight));
+    sink_->end();
   }
-  const scruple_sink_report report = tiles_->report();
+  const scruple_sink_report report = sink_->read();
   outcome.norm = report.norm;
   outcome.skipped = report.found_inf != 0;
   ++taken_;
@@ -284,15 +209,18 @@ std::int64_t validated_windows(std::int64_t asked, std::int64_t batch) {
 double Trainer::validate(const Windows& data, std::int64_t windows, const std::function<bool()>& go_on) {
   const std::int64_t all = validated_windows(windows, job_.batch), batches = all / job_.batch;
   double sum = 0;
+  std::int64_t counted = 0;
   for (std::int64_t b = 0; b < batches; ++b) {
     if (!go_on()) return std::nan("");
-    read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, all); });
-    sum += model_->loss(*state_, {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>()});
+    const std::int64_t more =
+        read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, all); });
+    sum += network_->loss(state_->visible(), batch()) * static_cast<double>(more);
+    counted += more;
   }
-  return sum / static_cast<double>(batches);
+  return sum / static_cast<double>(std::max<std::int64_t>(counted, 1));
 }
 
-void Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
+std::int64_t Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
   if (data.isolates() && !job_.isolates)
     throw std::invalid_argument("the data's documents are isolated; the job must say so too (Job::isolates)");
   for (std::int64_t w = 0; w < job_.batch; ++w) {
@@ -300,6 +228,9 @@ void Trainer::read(const Windows& data, const std::function<std::int64_t(std::in
     data.read(start(w), tokens_.as<std::int32_t>() + at, targets_.as<std::int32_t>() + at,
               job_.isolates ? starts_.as<std::int32_t>() + at : nullptr);
   }
+  const std::int32_t* const targets = targets_.as<std::int32_t>();
+  return std::count_if(targets, targets + job_.batch * job_.shape.context,
+                       [](std::int32_t t) { return t >= 0; });
 }
 
 Batch Trainer::batch() const {

@@ -4,16 +4,16 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
 #include "include/scruple/scruple.hpp"
 #include "io/checkpoint.h"
+#include "train/backend.h"
 #include "train/data.h"
 #include "train/families/gpt2.h"
-#include "train/ledger.h"
 #include "train/state.h"
-#include "train/transformer.h"
 
 namespace scruple::train {
 
@@ -29,25 +29,21 @@ struct Schedule {
   double at(std::int64_t step) const;  // of step 1, 2...
 };
 
-struct Job {
-  Description shape = gpt2({});
-  std::int64_t batch = 16;  // windows in a micro-batch
-  bool isolates = false;    // documents of a window do not see each other
-  Precision activations = Precision::fp32;
-  Recompute recompute = Recompute::none;
+struct Job : Setup {
+  Job() { shape = gpt2({}); }
+
+  OpenBackend backend = cpu_backend;
+  int threads = 0;
+  bool isolates = false;  // documents of a window do not see each other
   std::function<Optimizer()> optimizer;
   Describe describe;
   Schedule schedule;
   std::uint64_t seed = 1;
   Fill initial;  // the weights to begin with; none: drawn from the seed
-  int threads = 0;
   // The gradient policy; `memory` and `scaler` are filled in here.
   scruple_sink_options gradients = SCRUPLE_SINK_OPTIONS_INIT;
   scruple_scaler scaler = {};  // scale 0: none
 };
-
-// Bytes of the largest gradient that exists at once under `released`: a tile of rows, at most 1 MiB.
-std::int64_t tile_bytes(const std::vector<Parameter>& parameters);
 
 // What a trainer of this job takes at its peaks, counted without taking it.
 Ledger memory_of(const Job& job);
@@ -75,29 +71,37 @@ class Trainer {
   Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from = nullptr);
   ~Trainer();
   Outcome step(const Windows& data);
-  // The mean loss over `windows` windows of the data, evenly spread; a multiple of the batch is taken. NaN
+  // The mean loss over the targets of `windows` windows, evenly spread; a multiple of the batch is taken. NaN
   // where `go_on`, asked before each batch, says no.
   double validate(
       const Windows& data, std::int64_t windows, const std::function<bool()>& go_on = [] { return true; });
   std::int64_t steps_taken() const { return taken_; }
   Position position() const;  // between steps
   State& state() { return *state_; }
+  Engine& engine() { return backend_->engine(); }
   // The optimizers of what decays and of what does not.
   const Optimizer& decaying() const { return decaying_; }
   const Optimizer& undecayed() const { return undecayed_; }
 
  private:
-  class Tiles;
-  void read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);  // of each window
+  // Counts the sink's accumulators.
+  struct Accumulators {
+    scruple_memory memory();
+    Ledger& ledger;
+    Memory& from;
+    std::map<void*, Block> blocks;
+  };
+  // The window that each `start` gives; how many targets count.
+  std::int64_t read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);
   Batch batch() const;
   Position take_up(const io::Checkpoint& from);
   Job job_;
-  Engine engine_;
-  Threads threads_;
+  std::unique_ptr<Backend> backend_;
   Optimizer decaying_, undecayed_;
   std::unique_ptr<State> state_;
-  std::unique_ptr<Transformer> model_;
-  std::unique_ptr<Tiles> tiles_;
+  std::unique_ptr<Network> network_;
+  Accumulators accumulators_;
+  std::unique_ptr<Sink> sink_;       // gives its memory back to accumulators_
   Block tokens_, targets_, starts_;  // starts_: where documents are isolated
   std::int64_t taken_ = 0;
 };

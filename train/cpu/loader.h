@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "train/layers.h"
+#include "train/cpu/layers.h"
 
 namespace scruple::train {
 

@@ -1,4 +1,4 @@
-#include "train/generate.h"
+#include "train/cpu/generate.h"
 
 #include <algorithm>
 #include <numeric>
@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "train/loader.h"
+#include "train/cpu/loader.h"
 
 namespace scruple::train {
 namespace {
@@ -15,7 +15,7 @@ constexpr Index kAtOnce = 4 * kChunk;  // tokens that pass through the layers to
 
 }  // namespace
 
-struct Generator::State {
+struct CachedTransformer::State {
   State(const Description& m, Threads& threads, Ledger& ledger)
       : model(m),
         rows(std::min(kAtOnce, m.context)),
@@ -53,14 +53,14 @@ struct Generator::State {
   Index length = 0;
 };
 
-void Generator::State::run(Weights& weights, const std::int32_t* tokens, Index count) {
+void CachedTransformer::State::run(Weights& weights, const std::int32_t* tokens, Index count) {
   std::iota(positions.as<std::int32_t>(), positions.as<std::int32_t>() + count,
             static_cast<std::int32_t>(length));
   loader.embed(workers, weights, tokens, positions.as<std::int32_t>(), count, x, x_statistics);
   for (Index i = 0; i < model.layers; ++i) run_layer(weights, i, count);
 }
 
-void Generator::State::run_layer(Weights& weights, Index layer, Index count) {
+void CachedTransformer::State::run_layer(Weights& weights, Index layer, Index count) {
   const LayerPlaces& at = loader.places().layers[static_cast<std::size_t>(layer)];
   const Norm first = loader.norm(weights, at.attention_norm);
   linear(workers, Normed(x, x_statistics, first), loader.linear(weights, at.attention_in), count, qkv);
@@ -75,7 +75,7 @@ void Generator::State::run_layer(Weights& weights, Index layer, Index count) {
                   middle, x, x_statistics);
 }
 
-void Generator::State::last_logits(Weights& weights, Index row, float* logits) {
+void CachedTransformer::State::last_logits(Weights& weights, Index row, float* logits) {
   const Norm last = loader.norm(weights, loader.places().last_norm);
   normalise(workers, Normed(x, x_statistics, last), row + 1, hidden);
   const float* table = loader.head(weights);
@@ -88,14 +88,15 @@ void Generator::State::last_logits(Weights& weights, Index row, float* logits) {
   });
 }
 
-Generator::Generator(const Description& model, Threads& threads, Ledger& ledger) {
+CachedTransformer::CachedTransformer(const Description& model, Threads& threads, Ledger& ledger) {
   if (const std::string problem = problem_with(model); !problem.empty()) throw std::invalid_argument(problem);
   state_ = std::make_unique<State>(model, threads, ledger);
 }
 
-Generator::~Generator() = default;
+CachedTransformer::~CachedTransformer() = default;
 
-void Generator::feed(Weights& weights, const std::int32_t* tokens, std::int64_t count, float* logits) {
+void CachedTransformer::feed(Weights& weights, const std::int32_t* tokens, std::int64_t count,
+                             float* logits) {
   State& s = *state_;
   if (count < 1 || count > s.model.context - s.length)
     throw std::invalid_argument("feeding " + std::to_string(count) + " tokens after " +
@@ -111,8 +112,8 @@ void Generator::feed(Weights& weights, const std::int32_t* tokens, std::int64_t 
   }
 }
 
-std::int64_t Generator::length() const { return state_->length; }
+std::int64_t CachedTransformer::length() const { return state_->length; }
 
-void Generator::clear() { state_->length = 0; }
+void CachedTransformer::clear() { state_->length = 0; }
 
 }  // namespace scruple::train

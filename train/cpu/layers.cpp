@@ -1,4 +1,4 @@
-#include "train/layers.h"
+#include "train/cpu/layers.h"
 
 #include <algorithm>
 #include <cmath>
@@ -6,7 +6,7 @@
 
 #include "formats/bf16.h"
 #include "formats/fp16.h"
-#include "train/math.h"
+#include "train/cpu/math.h"
 
 namespace scruple::train {
 namespace {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "engine/threads.h"
-#include "train/blas.h"
+#include "train/cpu/blas.h"
+#include "train/cpu/transformer.h"
 #include "train/ledger.h"
-#include "train/transformer.h"
 
 namespace scruple::train {
 

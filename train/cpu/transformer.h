@@ -7,15 +7,9 @@
 #include <memory>
 
 #include "engine/threads.h"
-#include "train/description.h"
-#include "train/ledger.h"
+#include "train/backend.h"
 
 namespace scruple::train {
-
-// What activations and their gradients are stored in between layers, and between forward and backward
-// (Micikevicius et al., 1710.03740). Products and reductions accumulate in fp32; softmax, the norms'
-// statistics and the loss stay fp32.
-enum class Precision { fp32, bf16, fp16 };
 
 // Whoever keeps the weights.
 struct Weights {
@@ -37,32 +31,16 @@ struct Gradients {
   virtual void take(int parameter, const FillRows& fill) = 0;
 };
 
-// batch x context tokens, and what follows each.
-struct Batch {
-  const std::int32_t *tokens, *targets;  // a target below 0 counts for nothing
-  // Where in its window each token's document begins; nullptr: all at 0. A token sees nothing before it, and
-  // its position is counted from it.
-  const std::int32_t* starts = nullptr;
-};
-
-// What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing, the inside of
-// each MLP, or all of each layer but its input. The bits are the same.
-enum class Recompute { none, mlp, block };
-inline constexpr const char* kRecomputes[] = {"none", "mlp", "block"};  // their names
-
 class Transformer {
  public:
   // Activations and workspace are allocated here, once. Throws std::invalid_argument where problem_with()
   // finds one.
-  Transformer(const Description& model, std::int64_t batch, Precision activations, Threads& threads,
-              Ledger& ledger, Recompute recompute = Recompute::none);
+  Transformer(const Setup& setup, Threads& threads, Ledger& ledger);
   ~Transformer();
 
-  // The mean loss in nats over the targets that count; 0 where none does. Keeps what backward needs.
+  // As a Network's. Backward once for each forward, because it works in the same memory.
   double forward(Weights& weights, const Batch& batch);
-  // The same loss, for validation: backward cannot follow.
   double loss(Weights& weights, const Batch& batch);
-  // Gradients of scale * loss, of the last forward; once for each, because it works in the same memory.
   void backward(Weights& weights, Gradients& gradients, float scale);
 
  private:

@@ -1,9 +1,9 @@
-#include "train/transformer.h"
+#include "train/cpu/transformer.h"
 
 #include <algorithm>
 #include <stdexcept>
 
-#include "train/loader.h"
+#include "train/cpu/loader.h"
 
 namespace scruple::train {
 namespace {
@@ -33,8 +33,10 @@ struct Transformer::State {
     Residual middle;
   };
 
-  State(const Description& m, Index batch, Precision precision, Threads& threads, Ledger& ledger,
-        Recompute what)
+  State(const Setup& setup, Threads& threads, Ledger& ledger)
+      : State(setup.shape, setup.batch, setup.activations, setup.recompute, threads, ledger) {}
+  State(const Description& m, Index batch, Precision precision, Recompute what, Threads& threads,
+        Ledger& ledger)
       : model(m),
         recompute(what),
         sequences(batch),
@@ -306,14 +308,15 @@ void Transformer::State::take_embeddings(Weights& weights, Gradients& gradients)
 
 // ---- The model ----
 
-Transformer::Transformer(const Description& model, std::int64_t batch, Precision activations,
-                         Threads& threads, Ledger& ledger, Recompute recompute) {
-  if (const std::string problem = problem_with(model); !problem.empty()) throw std::invalid_argument(problem);
-  const Index most = (Index{1} << 31) / model.context;
-  if (batch < 1 || batch > most)
-    throw std::invalid_argument("a batch of " + text(batch) + " sequences was asked for; with a context of " +
-                                text(model.context) + " choose from 1 to " + text(most));
-  state_ = std::make_unique<State>(model, batch, activations, threads, ledger, recompute);
+Transformer::Transformer(const Setup& setup, Threads& threads, Ledger& ledger) {
+  if (const std::string problem = problem_with(setup.shape); !problem.empty())
+    throw std::invalid_argument(problem);
+  const Index context = setup.shape.context, most = (Index{1} << 31) / context;
+  if (setup.batch < 1 || setup.batch > most)
+    throw std::invalid_argument("a batch of " + text(setup.batch) +
+                                " sequences was asked for; with a context of " + text(context) +
+                                " choose from 1 to " + text(most));
+  state_ = std::make_unique<State>(setup, threads, ledger);
 }
 
 Transformer::~Transformer() = default;

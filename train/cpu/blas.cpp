@@ -1,4 +1,4 @@
-#include "train/blas.h"
+#include "train/cpu/blas.h"
 
 #include <cblas.h>
 #include <sys/mman.h>

@@ -5,16 +5,16 @@
 #include <cstdint>
 #include <memory>
 
-#include "train/transformer.h"
+#include "train/cpu/transformer.h"
 
 namespace scruple::train {
 
-class Generator {
+class CachedTransformer {
  public:
   // Takes its memory here: keys and values of a whole context, in fp32. Throws std::invalid_argument where
   // problem_with() finds one.
-  Generator(const Description& model, Threads& threads, Ledger& ledger);
-  ~Generator();
+  CachedTransformer(const Description& model, Threads& threads, Ledger& ledger);
+  ~CachedTransformer();
 
   // The logits (vocabulary of them) after all that was fed, the last of these `count` tokens included. Throws
   // std::invalid_argument beyond the context, and then nothing was fed.

@@ -1,4 +1,4 @@
-#include "train/loader.h"
+#include "train/cpu/loader.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,0 +1,88 @@
+// What training asks of a device: memory for planes, an engine that steps them there, and a model's passes over
+// activations that nobody else sees. The loop, the state, checkpoints and reports know no more of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "include/scruple/scruple.hpp"
+#include "train/description.h"
+#include "train/ledger.h"
+
+namespace scruple::train {
+
+// What activations and their gradients are stored in between layers, and between forward and backward
+// (Micikevicius et al., 1710.03740). Products and reductions accumulate in fp32; softmax, the norms'
+// statistics and the loss stay fp32.
+enum class Precision { fp32, bf16, fp16 };
+
+// What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing, the inside of
+// each MLP, or all of each layer but its input. The bits are the same.
+enum class Recompute { none, mlp, block };
+inline constexpr const char* kRecomputes[] = {"none", "mlp", "block"};  // their names
+
+// A model as it is trained.
+struct Setup {
+  Description shape;
+  std::int64_t batch = 16;  // windows in a micro-batch
+  Precision activations = Precision::fp32;
+  Recompute recompute = Recompute::none;
+};
+
+// batch x context tokens, and what follows each; in host memory.
+struct Batch {
+  const std::int32_t *tokens, *targets;  // a target below 0 counts for nothing
+  // Where in its window each token's document begins; nullptr: all at 0. A token sees nothing before it, and
+  // its position is counted from it.
+  const std::int32_t* starts = nullptr;
+};
+
+// A row for each parameter, in the order of parameters_of(shape), whose weight is {format, codes} as the model
+// computes with it: bf16 where it is kept as bf16+8. In the backend's memory.
+using Visible = std::span<const scruple_tensor>;
+// Such a weight's fp32 values, where the host can read it: its own memory, or `scratch` filled with them.
+const float* visible_values(Engine& engine, const scruple_tensor& weight, float* scratch);
+
+// A model that can be trained. Its memory was taken when it was made.
+class Network {
+ public:
+  virtual ~Network() = default;
+  // The mean loss in nats over the targets that count; 0 where none does. Keeps what backward needs.
+  virtual double forward(Visible weights, const Batch& batch) = 0;
+  // The same loss, for validation: backward cannot follow.
+  virtual double loss(Visible weights, const Batch& batch) = 0;
+  // Gradients of scale * loss, of the last forward. Each parameter's goes to the sink once, as soon as it can be
+  // computed: whole or in pieces, in any format, in the backend's memory. Its weight may be stepped inside the call.
+  virtual void backward(Visible weights, Sink& sink, float scale) = 0;
+};
+
+// A model that goes on from tokens.
+class Generator {
+ public:
+  virtual ~Generator() = default;
+  // The logits (vocabulary of them, in host memory) after all that was fed, the last of these `count` tokens included.
+  // Throws std::invalid_argument beyond the context, and then nothing was fed.
+  virtual void feed(Visible weights, const std::int32_t* tokens, std::int64_t count, float* logits) = 0;
+  virtual std::int64_t length() const = 0;  // tokens fed
+  virtual void clear() = 0;                 // as if none had been
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual Engine& engine() = 0;
+  virtual Memory& memory() = 0;  // where its planes and accumulators lie
+  // Bytes of the largest gradient that exists at once where each is stepped as soon as it is there.
+  virtual std::int64_t released_bytes(const std::vector<Parameter>& parameters) const = 0;
+  // Throws std::invalid_argument where problem_with() finds one. `policy`: of the sink that takes its gradients.
+  virtual std::unique_ptr<Network> network(const Setup& setup, scruple_policy policy, Ledger& ledger) = 0;
+  virtual std::unique_ptr<Generator> generator(const Description& shape, Ledger& ledger) = 0;
+};
+
+// The backends there are. `threads`: 0, one for each core.
+using OpenBackend = std::unique_ptr<Backend> (*)(int threads);
+std::unique_ptr<Backend> cpu_backend(int threads);  // train/cpu/
+
+}  // namespace scruple::train

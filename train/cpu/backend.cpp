@@ -1,0 +1,91 @@
+// The CPU as a backend: planes and activations in host memory, weights decoded to fp32 a layer at a time, gradients
+// handed over in tiles of rows.
+#include "train/backend.h"
+
+#include "train/cpu/blas.h"
+#include "train/cpu/generate.h"
+#include "train/cpu/tiles.h"
+#include "train/cpu/transformer.h"
+
+namespace scruple::train {
+namespace {
+
+// The values of visible weights.
+struct Decoded final : Weights {
+  Decoded(Engine& on, Visible rows) : engine(on), weights(rows) {}
+  const float* values(int parameter, float* scratch) override {
+    return visible_values(engine, weights[static_cast<std::size_t>(parameter)], scratch);
+  }
+  Engine& engine;
+  const Visible weights;
+};
+
+class CpuNetwork final : public Network {
+ public:
+  CpuNetwork(const Setup& setup, bool released, Engine& engine, Threads& threads, Ledger& ledger)
+      : engine_(engine),
+        model_(setup, threads, ledger),
+        tiles_(parameters_of(setup.shape), released, ledger) {
+    if (!ledger.only_counts()) reserve_buffers(threads.count());
+  }
+  double forward(Visible weights, const Batch& batch) override {
+    Decoded decoded(engine_, weights);
+    return model_.forward(decoded, batch);
+  }
+  double loss(Visible weights, const Batch& batch) override {
+    Decoded decoded(engine_, weights);
+    return model_.loss(decoded, batch);
+  }
+  void backward(Visible weights, Sink& sink, float scale) override {
+    Decoded decoded(engine_, weights);
+    tiles_.give_to(sink);
+    model_.backward(decoded, tiles_, scale);
+  }
+
+ private:
+  Engine& engine_;
+  Transformer model_;
+  Tiles tiles_;
+};
+
+class CpuGenerator final : public Generator {
+ public:
+  CpuGenerator(const Description& shape, Engine& engine, Threads& threads, Ledger& ledger)
+      : engine_(engine), model_(shape, threads, ledger) {}
+  void feed(Visible weights, const std::int32_t* tokens, std::int64_t count, float* logits) override {
+    Decoded decoded(engine_, weights);
+    model_.feed(decoded, tokens, count, logits);
+  }
+  std::int64_t length() const override { return model_.length(); }
+  void clear() override { model_.clear(); }
+
+ private:
+  Engine& engine_;
+  CachedTransformer model_;
+};
+
+class Cpu final : public Backend {
+ public:
+  explicit Cpu(int threads) : engine_("cpu", threads), threads_(engine_.threads()) {}
+  Engine& engine() override { return engine_; }
+  Memory& memory() override { return host_memory(); }
+  std::int64_t released_bytes(const std::vector<Parameter>& parameters) const override {
+    return tile_bytes(parameters);
+  }
+  std::unique_ptr<Network> network(const Setup& setup, scruple_policy policy, Ledger& ledger) override {
+    return std::make_unique<CpuNetwork>(setup, policy == SCRUPLE_RELEASED, engine_, threads_, ledger);
+  }
+  std::unique_ptr<Generator> generator(const Description& shape, Ledger& ledger) override {
+    return std::make_unique<CpuGenerator>(shape, engine_, threads_, ledger);
+  }
+
+ private:
+  Engine engine_;
+  Threads threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> cpu_backend(int threads) { return std::make_unique<Cpu>(threads); }
+
+}  // namespace scruple::train
