@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <map>
@@ -20,6 +21,9 @@ class Arena final : public Memory {
   void* take(std::int64_t bytes) override {
     void* const memory = std::calloc(1, static_cast<std::size_t>(bytes));
     given[memory] = bytes;
+    std::int64_t now = 0;
+    for (const auto& [place, size] : given) now += size;
+    most = std::max(most, now);
     return memory;
   }
   void give_back(void* memory) noexcept override {
@@ -29,6 +33,7 @@ class Arena final : public Memory {
   bool has(const void* memory) const { return given.contains(const_cast<void*>(memory)); }
 
   std::map<void*, std::int64_t> given;
+  std::int64_t most = 0;  // bytes at once
 };
 
 Arena arena;
@@ -107,6 +112,7 @@ class BackendTest : public ::testing::TestWithParam<scruple_policy> {};
 TEST_P(BackendTest, TrainsInItsOwnMemoryAndFormats) {
   const std::vector<std::uint8_t> text(100, 'a');
   const Windows windows(text, 8);
+  arena.most = 0;
   {
     Job job = job_of(GetParam());
     if (GetParam() == SCRUPLE_COMPRESSED) job.gradients.micro_batches = 2;
@@ -121,7 +127,11 @@ TEST_P(BackendTest, TrainsInItsOwnMemoryAndFormats) {
     // Each step keeps 7/8 of every weight.
     const double kept = std::pow(0.875, 40), after = trainer.validate(windows, 1);
     EXPECT_NEAR(after / before, kept, 0.03 * kept);
+    std::int64_t counted = 0;
+    for (const Ledger::Entry& entry : ledger.entries())
+      if (entry.kind != "activations" && entry.kind != "workspace") counted += entry.peak;
     EXPECT_GT(ledger.peak("gradients"), 0);
+    EXPECT_EQ(arena.most, counted) << "all planes, gradients and accumulators";
   }
   EXPECT_TRUE(arena.given.empty()) << "planes, accumulators and gradients go back where they came from";
 }
