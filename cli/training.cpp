@@ -186,7 +186,9 @@ void GradientOptions::check() const {
 
 train::Fill ChosenModel::initial() const {
   if (!has_weights()) return {};
-  return [from = folder](int parameter, float* values) { from->read(parameter, values); };
+  return [from = folder](int parameter, std::int64_t first, std::int64_t count, float* values) {
+    from->read(parameter, first, count, values);
+  };
 }
 
 void refuse_sizes(const ModelOptions& options, const CLI::App& command) {

@@ -174,15 +174,15 @@ const io::StoredTensor* ModelFolder::find(const std::string& name) const {
   return nullptr;
 }
 
-void ModelFolder::read(int parameter, float* values) const {
+void ModelFolder::read(int parameter, std::int64_t first, std::int64_t count, float* values) const {
   const io::StoredTensor& tensor = *tensors_[static_cast<std::size_t>(parameter)];
-  const auto count = static_cast<std::int64_t>(tensor.data.size()) / io::bytes_of(tensor.dtype);
+  const std::byte* const from = tensor.data.data() + first * io::bytes_of(tensor.dtype);
   if (tensor.dtype == Dtype::f32)
-    std::memcpy(values, tensor.data.data(), tensor.data.size());
+    std::memcpy(values, from, static_cast<std::size_t>(count) * sizeof(float));
   else if (tensor.dtype == Dtype::bf16)
-    decode<Bf16>(tensor.data.data(), count, values);
+    decode<Bf16>(from, count, values);
   else
-    decode<Fp16>(tensor.data.data(), count, values);
+    decode<Fp16>(from, count, values);
 }
 
 void copy_tokenizer(const std::string& from, const std::string& to) {
@@ -250,7 +250,7 @@ Model read_model(const std::string& folder, std::int64_t context) {
   model.shape = from.config().shape;
   for (const Parameter& parameter : parameters_of(model.shape)) {
     std::vector<float>& values = model.parameters.emplace_back(static_cast<std::size_t>(parameter.size()));
-    from.read(static_cast<int>(model.parameters.size()) - 1, values.data());
+    from.read(static_cast<int>(model.parameters.size()) - 1, 0, parameter.size(), values.data());
   }
   return model;
 }

@@ -29,8 +29,8 @@ class ModelFolder {
   const ModelConfig& config() const { return config_; }
   const std::string& folder() const { return folder_; }
   bool has_weights() const { return !tensors_.empty(); }
-  // The values of parameters_of(shape)[parameter], as fp32.
-  void read(int parameter, float* values) const;
+  // `count` values of parameters_of(shape)[parameter] from `first` on, as fp32.
+  void read(int parameter, std::int64_t first, std::int64_t count, float* values) const;
 
  private:
   void open_weights();

@@ -1,5 +1,7 @@
 #include "train/state.h"
 
+#include <algorithm>
+
 #include "train/random.h"
 
 namespace scruple::train {
@@ -48,22 +50,27 @@ State::State(Backend& backend, const std::vector<Parameter>& parameters, const O
 }
 
 Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed) {
-  return [&parameters, seed](int which, float* values) {
+  return [&parameters, seed](int which, std::int64_t first, std::int64_t count, float* values) {
     const Parameter& parameter = parameters[static_cast<std::size_t>(which)];
     const auto stream = kInitialStream + static_cast<std::uint32_t>(which);
-    for (std::int64_t i = 0; i < parameter.size(); ++i) {
+    for (std::int64_t i = 0; i < count; ++i) {
       const double normal =
-          parameter.deviation > 0 ? random_normal(seed, stream, static_cast<std::uint64_t>(i)) : 0;
+          parameter.deviation > 0 ? random_normal(seed, stream, static_cast<std::uint64_t>(first + i)) : 0;
       values[i] = static_cast<float>(parameter.mean + parameter.deviation * normal);
     }
   };
 }
 
 void State::start(const Fill& fill, Ledger& ledger) {
+  constexpr std::int64_t kPart = (std::int64_t{1} << 20) / sizeof(float);  // stays in the second-level cache
+  const Block part(ledger, "workspace", kPart * std::int64_t{sizeof(float)});
   for (std::size_t p = 0; p < parameters_.size(); ++p) {
-    const Block block(ledger, "workspace", parameters_[p].size() * std::int64_t{sizeof(float)});
-    fill(static_cast<int>(p), block.as<float>());
-    set(static_cast<int>(p), block.as<float>());
+    for (std::int64_t first = 0; first < table_[p].size; first += kPart) {
+      scruple_tensor view = {};
+      check(scruple_tensor_view(&table_[p], first, std::min(kPart, table_[p].size - first), &view));
+      fill(static_cast<int>(p), first, view.size, part.as<float>());
+      check(scruple_encode(engine_.raw(), &view, SCRUPLE_WEIGHT, part.as<float>()));
+    }
     check(scruple_tensor_reset(engine_.raw(), &table_[p]));
   }
 }

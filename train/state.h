@@ -16,8 +16,8 @@ namespace scruple::train {
 // The formats of a tensor of this size under this optimizer: a row without memory.
 using Describe = std::function<scruple_tensor(const Optimizer& optimizer, std::int64_t size)>;
 
-// Writes all values of a parameter.
-using Fill = std::function<void(int parameter, float* values)>;
+// Writes `count` values of a parameter, from `first` on.
+using Fill = std::function<void(int parameter, std::int64_t first, std::int64_t count, float* values)>;
 // What Parameter says of initial values, drawn from the seed. `parameters` must outlive it.
 Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed);
 
@@ -30,7 +30,7 @@ class State {
   State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
         const Optimizer& undecayed, const Describe& describe, Ledger& ledger);
 
-  // The weights that `fill` gives, a parameter at a time, and moments of 0.
+  // The weights that `fill` gives, 1 MiB at a time, and moments of 0.
   void start(const Fill& fill, Ledger& ledger);
   void set(int parameter, const float* values);
   // The fp32 values that the optimizer sees: the visible ones and their extra bits.
