@@ -62,12 +62,14 @@ Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed)
 }
 
 void State::start(const Fill& fill, Ledger& ledger) {
-  constexpr std::int64_t kPart = (std::int64_t{1} << 20) / sizeof(float);  // stays in the second-level cache
-  const Block part(ledger, "workspace", kPart * std::int64_t{sizeof(float)});
+  constexpr std::int64_t kMost = (std::int64_t{1} << 20) / sizeof(float);  // stays in the second-level cache
+  std::int64_t most = 0;
+  for (const scruple_tensor& row : table_) most = std::clamp(row.size, most, kMost);
+  const Block part(ledger, "workspace", most * std::int64_t{sizeof(float)});
   for (std::size_t p = 0; p < parameters_.size(); ++p) {
-    for (std::int64_t first = 0; first < table_[p].size; first += kPart) {
+    for (std::int64_t first = 0; first < table_[p].size; first += most) {
       scruple_tensor view = {};
-      check(scruple_tensor_view(&table_[p], first, std::min(kPart, table_[p].size - first), &view));
+      check(scruple_tensor_view(&table_[p], first, std::min(most, table_[p].size - first), &view));
       fill(static_cast<int>(p), first, view.size, part.as<float>());
       check(scruple_encode(engine_.raw(), &view, SCRUPLE_WEIGHT, part.as<float>()));
     }
