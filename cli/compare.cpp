@@ -88,8 +88,8 @@ struct Text {
 
 // The grammar's own loss on the windows that a validation takes. They are cut in the middle of a line, and a
 // line is harder to guess at its beginning, so this is above the entropy, which counts whole lines.
-double floor_of(const Grammar& grammar, const Windows& windows, std::int64_t batch) {
-  const std::int64_t count = train::validated_windows(train::Span().validation_windows, batch);
+double floor_of(const Grammar& grammar, const Windows& windows) {
+  const std::int64_t count = train::validated_windows(train::Span().validation_windows, windows);
   std::vector<std::int32_t> tokens(static_cast<std::size_t>(windows.context())), targets = tokens;
   double nats = 0;
   for (std::int64_t i = 0; i < count; ++i) {
@@ -207,7 +207,7 @@ class Comparer {
   Comparison run() {
     const Interrupts interrupts;
     if (options_.data.empty())
-      found_.floor = floor_of(Grammar(kGrammar), text_.validation, options_.model.batch);
+      found_.floor = floor_of(Grammar(kGrammar), text_.validation);
     const std::vector<std::pair<std::string, std::string>> wanted = runs();
     for (int s = 0; s < std::max(options_.seeds, 1); ++s) {
       options_.model.seed = static_cast<std::uint64_t>(s) + 1;

@@ -235,6 +235,25 @@ TEST(Validation, IsTheMeanOverTargetsOfIsolatedDocuments) {
   EXPECT_NEAR(trainer.validate(windows, 6), sum / counted, 1e-12);
 }
 
+// Three documents in batches of two: each counts once.
+TEST(Validation, TakesNoDocumentTwice) {
+  const Data data = documents("few.jsonl", {.context = kSmall.context, .validation_share = 3 / 64.0});
+  Job job = job_of("fp32");
+  job.batch = 2;
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  const std::unique_ptr<Backend> backend = cpu_backend(1);
+  job.batch = 3;
+  const std::unique_ptr<Network> network = backend->network(job, SCRUPLE_STORED, ledger);
+  const Windows windows = data.validation();
+  ASSERT_EQ(windows.count(), 3);
+  std::vector<std::int32_t> tokens(3 * kSmall.context), targets(tokens.size());
+  for (std::int64_t w = 0; w < 3; ++w)
+    windows.read(w, tokens.data() + w * kSmall.context, targets.data() + w * kSmall.context);
+  EXPECT_NEAR(trainer.validate(windows, 64),
+              network->loss(trainer.state().visible(), {tokens.data(), targets.data()}), 1e-6);
+}
+
 // Micro-batches with few targets weigh less, or a long answer among short ones would count too little.
 TEST(Accumulation, EveryTargetWeighsTheSame) {
   const Data data = documents("uneven.jsonl", {.context = kSmall.context});

@@ -54,6 +54,10 @@ std::int64_t Windows::count() const {
   return starts_.empty() ? end_ - begin_ - context_ : static_cast<std::int64_t>(starts_.size());
 }
 
+std::int64_t Windows::apart() const {
+  return layout_ == Layout::padded ? count() : std::min(count(), (end_ - begin_ - 1) / context_);
+}
+
 std::int64_t Windows::start(std::int64_t window) const {
   return starts_.empty() ? window : starts_[static_cast<std::size_t>(window)];
 }

@@ -27,6 +27,8 @@ class Windows {
   Windows(std::span<const std::uint8_t> bytes, std::int64_t context, std::vector<std::int64_t> starts = {});
 
   std::int64_t count() const;
+  // How many there are that share no token: documents that are padded, or what the text is long enough for.
+  std::int64_t apart() const;
   std::int64_t context() const { return context_; }
   Layout layout() const { return layout_; }
   bool isolates() const { return isolates_; }

@@ -202,18 +202,20 @@ Outcome Trainer::step(const Windows& data) {
   return outcome;
 }
 
-std::int64_t validated_windows(std::int64_t asked, std::int64_t batch) {
-  return std::max<std::int64_t>((asked + batch - 1) / batch, 1) * batch;
+std::int64_t validated_windows(std::int64_t asked, const Windows& data) {
+  return std::min(asked, data.apart());
 }
 
 double Trainer::validate(const Windows& data, std::int64_t windows, const std::function<bool()>& go_on) {
-  const std::int64_t all = validated_windows(windows, job_.batch), batches = all / job_.batch;
+  const std::int64_t all = validated_windows(windows, data), batches = (all + job_.batch - 1) / job_.batch;
   double sum = 0;
   std::int64_t counted = 0;
   for (std::int64_t b = 0; b < batches; ++b) {
     if (!go_on()) return std::nan("");
-    const std::int64_t more =
-        read(data, [&](std::int64_t w) { return data.even_start(b * job_.batch + w, all); });
+    const std::int64_t more = read(data, [&](std::int64_t w) {
+      const std::int64_t window = b * job_.batch + w;
+      return window < all ? data.even_start(window, all) : -1;
+    });
     sum += network_->loss(state_->visible(), batch()) * static_cast<double>(more);
     counted += more;
   }
@@ -223,12 +225,18 @@ double Trainer::validate(const Windows& data, std::int64_t windows, const std::f
 std::int64_t Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
   if (data.isolates() && !job_.isolates)
     throw std::invalid_argument("the data's documents are isolated; the job must say so too (Job::isolates)");
+  std::int32_t *const tokens = tokens_.as<std::int32_t>(), *const targets = targets_.as<std::int32_t>();
+  std::int32_t* const starts = job_.isolates ? starts_.as<std::int32_t>() : nullptr;
   for (std::int64_t w = 0; w < job_.batch; ++w) {
-    const std::int64_t at = w * job_.shape.context;
-    data.read(start(w), tokens_.as<std::int32_t>() + at, targets_.as<std::int32_t>() + at,
-              job_.isolates ? starts_.as<std::int32_t>() + at : nullptr);
+    const std::int64_t at = w * job_.shape.context, from = start(w);
+    if (from >= 0) {
+      data.read(from, tokens + at, targets + at, starts == nullptr ? nullptr : starts + at);
+      continue;
+    }
+    std::fill_n(tokens + at, job_.shape.context, 0);
+    std::fill_n(targets + at, job_.shape.context, kNoTarget);
+    if (starts != nullptr) std::fill_n(starts + at, job_.shape.context, 0);
   }
-  const std::int32_t* const targets = targets_.as<std::int32_t>();
   return std::count_if(targets, targets + job_.batch * job_.shape.context,
                        [](std::int32_t t) { return t >= 0; });
 }

@@ -47,8 +47,8 @@ struct Job : Setup {
 
 // What a trainer of this job takes at its peaks, counted without taking it.
 Ledger memory_of(const Job& job);
-// How many windows a validation takes: as many as asked for, or what whole batches make of them.
-std::int64_t validated_windows(std::int64_t asked, std::int64_t batch);
+// How many windows a validation takes: as many as asked for, but no token twice.
+std::int64_t validated_windows(std::int64_t asked, const Windows& data);
 
 // Where a run stands, beside its planes: what a checkpoint keeps of it.
 struct Position {
@@ -71,7 +71,7 @@ class Trainer {
   Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from = nullptr);
   ~Trainer();
   Outcome step(const Windows& data);
-  // The mean loss over the targets of `windows` windows, evenly spread; a multiple of the batch is taken. NaN
+  // The mean loss over the targets of validated_windows(windows, data), evenly spread. NaN
   // where `go_on`, asked before each batch, says no.
   double validate(
       const Windows& data, std::int64_t windows, const std::function<bool()>& go_on = [] { return true; });
@@ -91,7 +91,7 @@ class Trainer {
     Memory& from;
     std::map<void*, Block> blocks;
   };
-  // The window that each `start` gives; how many targets count.
+  // The window that each `start` names, none where it is below 0; how many targets count.
   std::int64_t read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);
   Batch batch() const;
   Position take_up(const io::Checkpoint& from);
