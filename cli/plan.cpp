@@ -1,6 +1,7 @@
 // `scruple plan`: where every byte of a model's training state goes, recipe by recipe.
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <iostream>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -26,8 +27,10 @@ constexpr const char* kFooter =
     "  scales      the scales of weights and moments\n"
     "  gradients   with their scales: stored in the recipe's format until the step, released (freed\n"
     "              during the backward pass), or compressed (folded into 8-bit accumulators)\n"
+#if defined(SCRUPLE_HAS_TRAIN)
     "  activations, workspace   with --batch: what the native trainer keeps for the backward pass, and works "
     "in\n"
+#endif
     "  total       all of these\n"
     "  released, compressed   the total with that policy, where --gradients does not choose one\n"
     "\n"
@@ -35,11 +38,17 @@ constexpr const char* kFooter =
     "config.json of a llama, mistral, qwen2, qwen3, gemma, gemma2 or gpt2 model, or a folder: a model of\n"
     "Hugging Face's layout, a run, or a checkpoint, of which the weights alone are counted.\n"
     "\n"
+#if !defined(SCRUPLE_HAS_TRAIN)
+    "This build leaves the trainer out, and with it --batch, which counts a whole run.\n"
+    "\n"
+#endif
     "Examples:\n"
     "  scruple plan --params 8.03e9 --optimizer adamw\n"
     "  scruple plan config.json --recipe scruple --gradients compressed\n"
+#if defined(SCRUPLE_HAS_TRAIN)
     "  scruple plan ./Llama-3.1-8B --recipe scruple --gradients compressed --batch 4 --context 1024 "
     "--recompute block\n"
+#endif
     "  scruple plan --params 125M --optimizer sgd --set momentum=0.95\n"
     "  scruple plan run1 --optimizer lion\n"
     "  scruple plan --params 1.1B --weights bf16+4 --moments companded8 --second-moments log5";
@@ -49,7 +58,7 @@ struct Options {
   std::string params, policy;
   std::vector<std::string> files;
   std::int64_t batch = 0, context = 0;  // batch 0: the state alone
-  std::string recompute = "none";
+  std::string recompute;
   bool as_json = false;
 };
 
@@ -74,35 +83,50 @@ struct Plan {
   std::vector<Refusal> refusals;
 };
 
+// Adds to a row what a run takes beside weights, moments and gradients.
+using AddRun = std::function<void(Row&)>;
+
 #if defined(SCRUPLE_HAS_TRAIN)
-// What a run of the trainer takes beside weights, moments and gradients.
-void add_run(const Options& options, const ChosenModel& model, Row& row) {
-  ModelOptions run;
-  run.batch = options.batch;
-  GradientOptions gradients;
-  gradients.policy = row.policy;
-  train::Job job = make_job(options.choice, row.recipe, run, model, gradients, "");
-  job.recompute = recompute_of(options.recompute);
-  const train::Ledger needed = train::memory_of(job);
-  row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
-  row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
+void add_run_options(CLI::App& command, Options& options) {
+  command
+      .add_option("--batch", options.batch, "windows in a micro-batch of 'scruple train': counts a whole run")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber);
+  command.add_option("--context", options.context, "tokens of a window, beside --batch (default: as train)")
+      ->type_name("N")
+      ->check(CLI::PositiveNumber);
+  options.recompute = train::kRecomputes[0];
+  const std::vector<std::string> modes(std::begin(train::kRecomputes), std::end(train::kRecomputes));
+  command.add_option("--recompute", options.recompute, either(modes) + ", beside --batch")
+      ->check(one_of(modes));
 }
 
-ChosenModel model_to_run(const Options& options) {
+// None without --batch.
+AddRun run_of(const Options& options) {
+  if (options.batch == 0) {
+    if (options.context > 0 || options.recompute != train::kRecomputes[0])
+      throw UsageError("--context and --recompute are of a run: say its --batch too");
+    return {};
+  }
   if (options.files.size() != 1)
     throw UsageError("--batch is for the run of one model: name its folder, or its config.json");
+  ModelOptions run;
+  run.model = options.files.front(), run.context = options.context, run.batch = options.batch;
   std::error_code ignored;
-  ModelOptions model;
-  model.model = options.files.front(), model.context = options.context;
-  if (std::filesystem::is_directory(model.model, ignored)) model.model += "/config.json";
-  return choose_model(model);
+  if (std::filesystem::is_directory(run.model, ignored)) run.model += "/config.json";
+  return [&options, run, model = choose_model(run)](Row& row) {
+    GradientOptions gradients;
+    gradients.policy = row.policy;
+    train::Job job = make_job(options.choice, row.recipe, run, model, gradients, "");
+    job.recompute = recompute_of(options.recompute);
+    const train::Ledger needed = train::memory_of(job);
+    row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
+    row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
+  };
 }
 #else
-struct ChosenModel {};
-void add_run(const Options&, const ChosenModel&, Row&) {}
-ChosenModel model_to_run(const Options&) {
-  throw UsageError("--batch needs the trainer, which this build leaves out");
-}
+void add_run_options(CLI::App&, Options&) {}
+AddRun run_of(const Options&) { return {}; }
 #endif
 
 Plan make_plan(const Options& options) {
@@ -113,18 +137,15 @@ Plan make_plan(const Options& options) {
   const Optimizer optimizer = choice.make_optimizer();
   plan.model =
       options.files.empty() ? one_tensor(parse_count(options.params, "--params")) : read_model(options.files);
-  ChosenModel model;
-  if (options.batch > 0)
-    model = model_to_run(options);
-  else if (options.context > 0 || options.recompute != "none")
-    throw UsageError("--context and --recompute are of a run: say its --batch too");
+  const AddRun add_run = run_of(options);
   plan.refusals = for_each_recipe(choice, [&](const std::string& recipe) {
     const std::string policy = options.policy.empty() ? "stored" : options.policy;
     const auto with = [&](const std::string& other) {
       return measure(choice, optimizer, recipe, plan.model, other);
     };
-    plan.rows.push_back({recipe, policy, with(policy), with("released").total(), with("compressed").total()});
-    if (options.batch > 0) add_run(options, model, plan.rows.back());
+    Row row = {recipe, policy, with(policy), with("released").total(), with("compressed").total()};
+    if (add_run) add_run(row);
+    plan.rows.push_back(row);
   });
   return plan;
 }
@@ -202,16 +223,7 @@ void add_plan(CLI::App& program) {
   command->add_option("--gradients", options->policy, "what becomes of gradients (default: stored)")
       ->type_name("POLICY")
       ->check(one_of({std::begin(kPolicies), std::end(kPolicies)}));
-  command
-      ->add_option("--batch", options->batch,
-                   "windows in a micro-batch of 'scruple train': counts a whole run")
-      ->type_name("N")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--context", options->context, "tokens of a window, beside --batch (default: as train)")
-      ->type_name("N")
-      ->check(CLI::PositiveNumber);
-  command->add_option("--recompute", options->recompute, "none, mlp or block, beside --batch")
-      ->check(one_of({"none", "mlp", "block"}));
+  add_run_options(*command, *options);
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'; sizes in bytes");
   command->callback([options] {
     const Plan plan = make_plan(*options);
