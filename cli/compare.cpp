@@ -672,7 +672,7 @@ void add_compare(CLI::App& program) {
       program.add_subcommand("compare", "Train every recipe on the same text and compare them");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  options->model.shape = {2, 64, 4, 128, 256};
+  options->model.shape.layers = 2, options->model.shape.width = 64;
   options->model.steps = 400;
   command->add_option("--recipes", options->recipes, "names with commas between them (default: all)")
       ->type_name("LIST");

@@ -74,7 +74,7 @@ int draw(const std::vector<float>& logits, const Options& options, std::uint64_t
 class Words {
  public:
   Words(const std::string& folder, std::int64_t vocabulary) : words_(vocabulary_of(folder)) {
-    if (!words_.tokenizer && vocabulary != 256) {
+    if (!words_.tokenizer && !train::tokens_are_bytes(vocabulary)) {
       throw std::runtime_error(folder + " has no tokenizer.json, and its model has a vocabulary of " +
                                grouped(vocabulary) +
                                ", so its tokens are no bytes; put the tokenizer.json there");

@@ -596,7 +596,6 @@ void run(const CLI::App& command, const Options& given) {
 }
 
 void add_options(CLI::App& command, Options& options) {
-  options.model.shape = {4, 128, 4, 128, 256};
   command
       .add_option("--data", options.data,
                   "what to learn: a text, a folder of texts, *.jsonl (text, or prompt and completion), *.bin "

@@ -234,14 +234,15 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
                       const std::string& tokenizer) {
   Vocabulary words = vocabulary_of(tokenizer);
   const bool of_tokens = path.ends_with(".bin");
-  if (!words.tokenizer && !of_tokens && model.has_weights() && model.config.shape.vocabulary != 256)
+  const std::int64_t vocabulary = model.config.shape.vocabulary;
+  if (!words.tokenizer && !of_tokens && model.has_weights() && !train::tokens_are_bytes(vocabulary))
     throw std::runtime_error(
         tokenizer +
         " has no tokenizer.json, so nothing says what tokens a text has; put it there, or "
         "give a file of tokens (*.bin, which 'scruple tokenize' writes)");
-  if (words.tokenizer && words.tokenizer->size() > model.config.shape.vocabulary)
+  if (words.tokenizer && words.tokenizer->size() > vocabulary)
     throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
-                             " tokens, and the model " + grouped(model.config.shape.vocabulary) +
+                             " tokens, and the model " + grouped(vocabulary) +
                              "; they do not belong together");
   // What takes a while says so.
   const bool terminal = isatty(STDERR_FILENO) != 0;
@@ -251,7 +252,7 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
       path, cutting,
       {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
        .end = words.end,
-       .vocabulary = model.config.shape.vocabulary,
+       .vocabulary = vocabulary,
        .limit = free_memory(),
        .progress = [&](std::int64_t done, std::int64_t all) {
          if (!terminal || all == 0 || std::chrono::steady_clock::now() - start < std::chrono::seconds(1))
@@ -306,7 +307,9 @@ train::Recompute recompute_of(const std::string& name) {
   return static_cast<train::Recompute>(at - train::kRecomputes);
 }
 
-const char* token_word(const train::Description& shape) { return shape.vocabulary == 256 ? "byte" : "token"; }
+const char* token_word(const train::Description& shape) {
+  return train::tokens_are_bytes(shape.vocabulary) ? "byte" : "token";
+}
 
 std::string nats_per(const train::Description& shape) { return std::string("nats per ") + token_word(shape); }
 
