@@ -184,7 +184,7 @@ io::Metadata notes_of(const CLI::App& command, const Options& options, const Cho
   notes["--context"] = std::to_string(model.config.shape.context);
   notes["--lr"] = shortest(options.lr, 17);
   if (options.model.is_gpt()) return notes;
-  for (const char* size : {"--layers", "--width", "--heads"}) notes.erase(size);
+  for (const SizeOption& option : kSizeOptions) notes.erase(option.name);
   notes["--model"] = std::filesystem::absolute(options.model.model).string();
   notes[train::kConfigNote] = model.config.text;
   return notes;

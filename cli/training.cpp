@@ -110,9 +110,7 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
           "qwen2, qwen3) to go on from, or a config.json to begin from")
       ->type_name("MODEL")
       ->capture_default_str();
-  add("--layers", shape.layers, "transformer blocks");
-  add("--width", shape.width, "size of a token's vector; a multiple of --heads");
-  add("--heads", shape.heads, "attention heads");
+  for (const SizeOption& option : kSizeOptions) add(option.name, shape.*option.size, option.doc);
   command
       .add_option("--context", context,
                   "tokens that the model sees at once (default: " + std::to_string(shape.context) +
@@ -193,9 +191,9 @@ train::Fill ChosenModel::initial() const {
 
 void refuse_sizes(const ModelOptions& options, const CLI::App& command) {
   if (options.is_gpt()) return;
-  for (const char* size : {"--layers", "--width", "--heads"})
-    if (command.count(size) > 0)
-      throw UsageError(std::string(size) + " is for --model gpt; " + options.model +
+  for (const SizeOption& option : kSizeOptions)
+    if (command.count(option.name) > 0)
+      throw UsageError(std::string(option.name) + " is for --model gpt; " + options.model +
                        " says its sizes in its config.json");
 }
 

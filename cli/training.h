@@ -26,6 +26,17 @@ CLI::Validator not_negative();
 
 inline constexpr const char* kGpt = "gpt";
 
+// The sizes of a gpt that have an option. A folder's model has its own.
+struct SizeOption {
+  const char* name;
+  std::int64_t train::GptShape::*size;
+  const char* doc;
+};
+inline constexpr SizeOption kSizeOptions[] = {
+    {"--layers", &train::GptShape::layers, "transformer blocks"},
+    {"--width", &train::GptShape::width, "size of a token's vector; a multiple of --heads"},
+    {"--heads", &train::GptShape::heads, "attention heads"}};
+
 struct ModelOptions {
   std::string model = kGpt;  // or the path of a folder, or of a config.json
   train::GptShape shape;     // of a gpt
