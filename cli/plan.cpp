@@ -9,6 +9,7 @@
 #include "choice.h"
 #include "commands.h"
 #include "memory.h"
+#include "names.h"
 #include "text.h"
 #if defined(SCRUPLE_HAS_TRAIN)
 #include "training.h"
@@ -96,9 +97,10 @@ void add_run_options(CLI::App& command, Options& options) {
       ->type_name("N")
       ->check(CLI::PositiveNumber);
   options.recompute = train::kRecomputes[0];
-  const std::vector<std::string> modes(std::begin(train::kRecomputes), std::end(train::kRecomputes));
-  command.add_option("--recompute", options.recompute, either(modes) + ", beside --batch")
-      ->check(one_of(modes));
+  command
+      .add_option("--recompute", options.recompute,
+                  either({std::begin(train::kRecomputes), std::end(train::kRecomputes)}) + ", beside --batch")
+      ->check(one_of(train::kRecomputes));
 }
 
 // None without --batch.
@@ -118,7 +120,7 @@ AddRun run_of(const Options& options) {
     GradientOptions gradients;
     gradients.policy = row.policy;
     train::Job job = make_job(options.choice, row.recipe, run, model, gradients, "");
-    job.recompute = recompute_of(options.recompute);
+    job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
     const train::Ledger needed = train::memory_of(job);
     row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
     row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
@@ -222,7 +224,7 @@ void add_plan(CLI::App& program) {
   options->choice.add_options(*command);
   command->add_option("--gradients", options->policy, "what becomes of gradients (default: stored)")
       ->type_name("POLICY")
-      ->check(one_of({std::begin(kPolicies), std::end(kPolicies)}));
+      ->check(one_of(kPolicies));
   add_run_options(*command, *options);
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'; sizes in bytes");
   command->callback([options] {

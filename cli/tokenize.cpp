@@ -8,6 +8,7 @@
 
 #include "commands.h"
 #include "io/file.h"
+#include "names.h"
 #include "text.h"
 #include "train/model.h"
 #include "train/tokenizer.h"
@@ -31,8 +32,10 @@ constexpr const char* kFooter =
     "  cat *.py | scruple tokenize --model ./gpt2 - --out code.bin --end none\n"
     "  scruple tokenize --model ./gpt2 --decode tokens.bin > book.txt";
 
+constexpr const char* kForms[] = {"llm.c", "nanogpt"};  // of train::TokenFile
+
 struct Options {
-  std::string model, out, end, decode, form = "llm.c";
+  std::string model, out, end, decode, form = kForms[0];
   std::vector<std::string> texts;
   bool bare = false;
 };
@@ -75,8 +78,7 @@ void encode(const Options& options) {
   }
   if (tokens.empty()) throw std::runtime_error("there is no text in what was given; nothing was written");
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  train::write_tokens(options.out,
-                      options.form == "nanogpt" ? train::TokenFile::nanogpt : train::TokenFile::llm_c, tokens,
+  train::write_tokens(options.out, value_named<train::TokenFile>(kForms, options.form).value(), tokens,
                       tokenizer.size());
   const auto count = static_cast<std::int64_t>(tokens.size());
   std::cout << "wrote " << options.out << ": " << grouped(count) << " tokens of " << grouped(bytes)
@@ -114,7 +116,7 @@ void add_tokenize(CLI::App& program) {
   command->add_flag("--bare", options->bare, "without the tokens that the model expects around a text");
   command->add_option("--form", options->form, "llm.c or nanogpt")
       ->capture_default_str()
-      ->check(one_of({"llm.c", "nanogpt"}));
+      ->check(one_of(kForms));
   command->add_option("--decode", options->decode, "a file of tokens to turn back into text")
       ->type_name("FILE");
   command->callback([options] {

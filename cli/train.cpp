@@ -15,6 +15,7 @@
 #include "io/checkpoint.h"
 #include "io/crc32.h"
 #include "io/file.h"
+#include "names.h"
 #include "page.h"
 #include "text.h"
 #include "train/checkpoint.h"
@@ -96,14 +97,13 @@ struct Options {
 void add_options(CLI::App& command, Options& options);
 
 train::Schedule schedule_of(const Options& options) {
-  const auto* const at =
-      std::find(std::begin(train::kAnnealings), std::end(train::kAnnealings), options.schedule);
   const std::int64_t steps = options.model.steps;
   const std::int64_t warmup = options.warmup >= 0 ? options.warmup : steps / 20;
   if (warmup > steps)
     throw UsageError("--warmup is " + std::to_string(warmup) + " and there are " + grouped(steps) +
                      " steps; it must not be larger");
-  return {static_cast<train::Annealing>(at - train::kAnnealings), options.lr, warmup, steps};
+  return {value_named<train::Annealing>(train::kAnnealings, options.schedule).value(), options.lr, warmup,
+          steps};
 }
 
 const char* layout_name(train::Layout layout) { return train::kLayouts[static_cast<int>(layout)]; }
@@ -301,13 +301,10 @@ std::string tokenizer_folder(const Session& session) {
 }
 
 train::Cutting cutting_of(const Options& options, const ChosenModel& model) {
-  train::Cutting cutting = {.context = model.config.shape.context,
-                            .layout = {},
-                            .isolate = options.isolate,
-                            .validation_share = options.validation};
-  if (!options.layout.empty())
-    cutting.layout = options.layout == train::kLayouts[0] ? train::Layout::packed : train::Layout::padded;
-  return cutting;
+  return {.context = model.config.shape.context,
+          .layout = value_named<train::Layout>(train::kLayouts, options.layout),
+          .isolate = options.isolate,
+          .validation_share = options.validation};
 }
 
 // What a kill has left between saves.
@@ -531,7 +528,7 @@ void train_with(const CLI::App& command, Session session) {
   train::Job job = make_job(options.choice, options.choice.recipe, options.model, session.model,
                             options.gradients, options.activations);
   job.isolates = options.isolate;
-  job.recompute = recompute_of(options.recompute);
+  job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
   job.schedule = schedule_of(options);
   const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
   const Table memory = checked_memory("the run", job, plan, ", or a smaller recipe");
@@ -607,7 +604,7 @@ void add_options(CLI::App& command, Options& options) {
           "--layout", options.layout,
           "packed: documents one after another; padded: one to a window (default: padded where there are "
           "prompts)")
-      ->check(one_of({std::begin(train::kLayouts), std::end(train::kLayouts)}));
+      ->check(one_of(train::kLayouts));
   command.add_flag("--isolate", options.isolate, "packed documents do not see each other");
   command
       .add_option("--validation", options.validation, "the share that is kept for validation, from the end")
@@ -627,7 +624,7 @@ void add_options(CLI::App& command, Options& options) {
       ->check(above_zero());
   command.add_option("--schedule", options.schedule, "cosine, linear (both down to 0) or constant")
       ->capture_default_str()
-      ->check(one_of({std::begin(train::kAnnealings), std::end(train::kAnnealings)}));
+      ->check(one_of(train::kAnnealings));
   command.add_option("--warmup", options.warmup, "steps of linear rise (default: a twentieth)")
       ->check(not_negative());
   command.add_option("--weight-decay", options.weight_decay, "of matrices; norms and biases never decay")
@@ -639,13 +636,13 @@ void add_options(CLI::App& command, Options& options) {
   command
       .add_option("--activations", options.activations,
                   "fp32, bf16 or fp16 (default: as the weights are computed)")
-      ->check(one_of({"fp32", "bf16", "fp16"}));
+      ->check(one_of(kPrecisions));
   command
       .add_option(
           "--recompute", options.recompute,
           "what backward computes again to save activations: none, mlp, or block (all but a layer's input)")
       ->capture_default_str()
-      ->check(one_of({std::begin(train::kRecomputes), std::end(train::kRecomputes)}));
+      ->check(one_of(train::kRecomputes));
   command
       .add_option("--validate-every", options.validate_every,
                   "steps between validations (default: a twentieth)")

@@ -10,11 +10,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <iostream>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <utility>
 
+#include "names.h"
 #include "text.h"
 
 namespace scruple::cli {
@@ -30,28 +30,7 @@ extern "C" void note_interrupt(int signal) {
   (void)!write(STDERR_FILENO, kSaid, sizeof kSaid - 1);
 }
 
-constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};
-
-train::Precision precision_of(const std::string& name) {
-  const auto found = std::find(std::begin(kPrecisions), std::end(kPrecisions), name);
-  return static_cast<train::Precision>(found - std::begin(kPrecisions));
-}
-
-bool is_precision(const std::string& name) {
-  return std::find(std::begin(kPrecisions), std::end(kPrecisions), name) != std::end(kPrecisions);
-}
-
-scruple_policy policy_of(const std::string& name) {
-  const auto found = std::find(std::begin(kPolicies), std::end(kPolicies), name);
-  return static_cast<scruple_policy>(found - std::begin(kPolicies));
-}
-
-scruple_accumulation accumulation_of(const std::string& name) {
-  static const std::map<std::string, scruple_accumulation> known = {{"none", SCRUPLE_ACCUMULATE_GRADIENTS},
-                                                                    {"momentum", SCRUPLE_ACCUMULATE_MOMENTUM},
-                                                                    {"adama", SCRUPLE_ACCUMULATE_ADAMA}};
-  return known.at(name);
-}
+constexpr const char* kAccumulations[] = {"none", "momentum", "adama"};  // of scruple_accumulation
 
 scruple_scaler scaler_of(const std::string& text, train::Precision activations) {
   if (text.empty()) return scaler_of(activations == train::Precision::fp16 ? "dynamic" : "off", activations);
@@ -136,7 +115,7 @@ void GradientOptions::add_options(CLI::App& command) {
       .add_option("--gradients", policy, "stored, released (stepped inside backward) or compressed (8-bit)")
       ->type_name("POLICY")
       ->capture_default_str()
-      ->check(one_of({std::begin(kPolicies), std::end(kPolicies)}));
+      ->check(one_of(kPolicies));
   command.add_option("--accumulate", accumulate, "micro-batches that make one step")
       ->type_name("N")
       ->capture_default_str()
@@ -145,7 +124,7 @@ void GradientOptions::add_options(CLI::App& command) {
       .add_option("--accumulation", accumulation,
                   "how 'released' adds up micro-batches: momentum (sgd, sgdw) or adama (adam, adamw)")
       ->type_name("MODE")
-      ->check(one_of({"none", "momentum", "adama"}));
+      ->check(one_of(kAccumulations));
   command
       .add_option("--clip", clip, "largest global norm of the gradient; 0: none (default: 1; released: 0)")
       ->type_name("NORM")
@@ -287,22 +266,17 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   const Optimizer probe = choice.make_optimizer();
   const scruple_tensor large = job.describe(probe, std::int64_t{1} << 20);
   const std::string computed = train::visible_format(large.arrays[SCRUPLE_WEIGHT]);
-  job.activations = precision_of(!activations.empty()     ? activations
-                                 : is_precision(computed) ? computed
-                                                          : "fp32");
+  job.activations = value_named<train::Precision>(kPrecisions, activations.empty() ? computed : activations)
+                        .value_or(train::Precision::fp32);
   job.scaler = scaler_of(gradients.loss_scale, job.activations);
-  job.gradients.policy = policy_of(gradients.policy);
-  job.gradients.accumulation = accumulation_of(gradients.accumulation);
+  job.gradients.policy = value_named<scruple_policy>(kPolicies, gradients.policy).value();
+  job.gradients.accumulation =
+      value_named<scruple_accumulation>(kAccumulations, gradients.accumulation).value();
   job.gradients.micro_batches = gradients.accumulate;
   job.gradients.max_norm = gradients.clip >= 0 ? gradients.clip : gradients.policy == "released" ? 0 : 1;
   job.gradients.tensor_norm = gradients.clip_tensor;
   job.gradients.adagc = gradients.adagc;
   return job;
-}
-
-train::Recompute recompute_of(const std::string& name) {
-  const auto* const at = std::find(std::begin(train::kRecomputes), std::end(train::kRecomputes), name);
-  return static_cast<train::Recompute>(at - train::kRecomputes);
 }
 
 const char* token_word(const train::Description& shape) {

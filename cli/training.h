@@ -87,14 +87,15 @@ struct GradientOptions {
   void check() const;
 };
 
+inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // of train::Precision
+
 // A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in.
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
                     const ChosenModel& model, const GradientOptions& gradients,
                     const std::string& activations);
 const char* precision_name(train::Precision precision);
-const char* token_word(const train::Description& shape);  // byte, or token
-std::string nats_per(const train::Description& shape);    // nats per byte
-train::Recompute recompute_of(const std::string& name);
+const char* token_word(const train::Description& shape);   // byte, or token
+std::string nats_per(const train::Description& shape);     // nats per byte
 std::string kind_words(const train::ModelConfig& model);   // gpt2, llama...
 std::string shape_words(const train::Description& shape);  // 2 layers, width 64, 4 heads, context 128
 // What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".
