@@ -161,10 +161,13 @@ std::string long_name(const CLI::Option& option) {
   return option.get_lnames().empty() ? option.get_name() : "--" + option.get_lnames().front();
 }
 
+// What a run reads, so that it goes on with the same.
+constexpr const char *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32";
+
 io::Metadata data_notes(const std::string& path, const Data& data) {
   return {{"--data", path == Data::kStandardInput ? path : std::filesystem::absolute(path).string()},
-          {"data_bytes", std::to_string(data.size())},
-          {"data_crc32", io::hex(data.crc32())}};
+          {kDataTokens, std::to_string(data.size())},
+          {kDataChecksum, io::hex(data.crc32())}};
 }
 
 // The settings of a run, given or by default, and what it reads: enough to start it again.
@@ -281,6 +284,10 @@ Session resumed(const CLI::App& command, const Options& given) {
       program == session.notes.end() || program->second != train::kProgram)
     throw std::runtime_error(session.from->folder() +
                              " was not saved by 'scruple train', which cannot go on with it");
+  if (auto size = session.notes.extract("data_bytes")) {  // what older checkpoints call it
+    size.key() = kDataTokens;
+    session.notes.insert(std::move(size));
+  }
   session.options = options_of(session.notes, command, given);
   session.options.out = session.in_place ? given.resume : given.out;
   session.model.config = train::config_of(*session.from);
@@ -324,7 +331,7 @@ bool is_complete(const Options& options, const Record& record) {
 }
 
 void check_data(const io::Metadata& saved, const io::Metadata& now) {
-  for (const char* key : {"data_bytes", "data_crc32"})
+  for (const char* key : {kDataTokens, kDataChecksum})
     if (const auto found = saved.find(key); found == saved.end() || found->second != now.at(key))
       throw std::runtime_error(
           now.at("--data") +

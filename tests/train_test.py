@@ -17,6 +17,7 @@ import tempfile
 import termios
 import time
 import unittest
+import zlib
 
 SCRUPLE = ""
 README = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
@@ -307,6 +308,25 @@ class Train(Case):
         first.kill()
         first.wait()
         self.trained("--force")  # a kill gives the lock back
+
+    def test_an_older_checkpoints_note_of_its_data(self):
+        """data_tokens was called data_bytes."""
+        self.trained("--save-every", "3")
+        path = self.path("run/checkpoints/step-00000003/manifest.json")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        self.assertIn('"data_tokens"', text)
+        saved = f'"crc32":"{json.loads(text)["crc32"]}"'
+        zeroed = text.replace('"data_tokens"', '"data_bytes"').replace(saved, '"crc32":"00000000"', 1)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(zeroed.replace('"crc32":"00000000"', f'"crc32":"{zlib.crc32(zeroed.encode()):08x}"', 1))
+        resumed = run("train", "--resume", self.path("run"), "--steps", "4")
+        self.assertEqual(resumed.returncode, 0, resumed.stderr)
+        with open(self.path("run/checkpoints/step-00000004/manifest.json"), encoding="utf-8") as file:
+            self.assertEqual(json.load(file)["trainer"]["data_tokens"], str(os.path.getsize(self.data)))
+        with open(self.data, "a", encoding="utf-8") as file:
+            file.write("more")
+        self.fails(1, "its length or checksum differs", "train", "--resume", self.path("run"), "--steps", "5")
 
     def test_standard_input(self):
         self.trained(out="file")
