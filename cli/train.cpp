@@ -108,32 +108,6 @@ train::Schedule schedule_of(const Options& options) {
 
 const char* layout_name(train::Layout layout) { return train::kLayouts[static_cast<int>(layout)]; }
 
-void print_start(const Options& options, const ChosenModel& model, const train::Job& job, std::int64_t params,
-                 const Data& data) {
-  const train::Description& s = job.shape;
-  std::cout << (options.model.is_gpt() ? kGpt : options.model.model + ", " + kind_words(model.config)) << ": "
-            << shape_words(s) << "; " << grouped(params) << " parameters\n"
-            << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
-            << options.gradients.policy << ", activations " << precision_name(job.activations)
-            << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
-            << job.seed << '\n'
-            << plural(options.model.steps, "step") << " of "
-            << grouped(job.batch * job.gradients.micro_batches * s.context) << ' ' << token_word(s) << "s; "
-            << name_of(options.data) << " has " << grouped(data.size());
-  if (data.layout() == train::Layout::padded || data.documents() > 1)
-    std::cout << " in " << plural(data.documents(), "document") << ", " << layout_name(data.layout())
-              << (options.isolate ? " and isolated" : "");
-  std::cout << "\n\n";
-  const auto note = [](std::int64_t count, const char* what) {
-    if (count > 0) std::cerr << "scruple: " << plural(count, "document") << ' ' << what << '\n';
-  };
-  note(data.cut(), "longer than the context: cut there");
-  note(data.left_out(), "without a target that counts: left out");
-  if (data.replaced() > 0)
-    std::cerr << "scruple: " << plural(data.replaced(), "place")
-              << " in the text were no UTF-8 and became U+FFFD\n";
-}
-
 // What was not said, filled in.
 Options completed(Options options) {
   Choice& choice = options.choice;
@@ -202,6 +176,13 @@ struct Session {
   std::unique_ptr<io::Checkpoint> from;
   bool in_place = false;   // goes on in the folder that it was begun in
   std::int64_t first = 0;  // the steps that it had before it was made longer; 0: it was not
+
+  // Filled in when it trains.
+  std::string tokenizer;  // the folder that has it
+  train::Job job;
+  Memory plan;  // of weights, moments and gradients
+  Ledger ledger;
+  std::string unsaved;  // why the last save failed, or ""
 };
 
 // More steps than the run was started with; what followed from their number stays.
@@ -314,6 +295,15 @@ train::Cutting cutting_of(const Options& options, const ChosenModel& model) {
           .validation_share = options.validation};
 }
 
+train::Job job_of(const Options& options, const ChosenModel& model) {
+  train::Job job = make_job(options.choice, options.choice.recipe, options.model, model, options.gradients,
+                            options.activations);
+  job.isolates = options.isolate;
+  job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
+  job.schedule = schedule_of(options);
+  return job;
+}
+
 // What a kill has left between saves.
 void tidy(const Options& options) {
   for (const std::string& left : io::remove_partial(train::checkpoints_of(options.out), "step-"))
@@ -339,12 +329,39 @@ void check_data(const io::Metadata& saved, const io::Metadata& now) {
           "name the right one with --data");
 }
 
-// `unsaved`: why the last save failed, or "".
-Record watch(const CLI::App& command, Session& session, const train::Job& job, Trainer& trainer,
-             const Data& data, const Ledger& ledger, Metrics& metrics, Record before, std::string& unsaved) {
+void print_start(const Session& session, const Data& data) {
   const Options& options = session.options;
+  const train::Job& job = session.job;
+  const train::Description& s = job.shape;
+  std::cout << (options.model.is_gpt() ? kGpt : options.model.model + ", " + kind_words(session.model.config))
+            << ": " << shape_words(s) << "; " << grouped(train::parameter_count(s)) << " parameters\n"
+            << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
+            << options.gradients.policy << ", activations " << precision_name(job.activations)
+            << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
+            << job.seed << '\n'
+            << plural(options.model.steps, "step") << " of "
+            << grouped(job.batch * job.gradients.micro_batches * s.context) << ' ' << token_word(s) << "s; "
+            << name_of(options.data) << " has " << grouped(data.size());
+  if (data.layout() == train::Layout::padded || data.documents() > 1)
+    std::cout << " in " << plural(data.documents(), "document") << ", " << layout_name(data.layout())
+              << (options.isolate ? " and isolated" : "");
+  std::cout << "\n\n";
+  const auto note = [](std::int64_t count, const char* what) {
+    if (count > 0) std::cerr << "scruple: " << plural(count, "document") << ' ' << what << '\n';
+  };
+  note(data.cut(), "longer than the context: cut there");
+  note(data.left_out(), "without a target that counts: left out");
+  if (data.replaced() > 0)
+    std::cerr << "scruple: " << plural(data.replaced(), "place")
+              << " in the text were no UTF-8 and became U+FFFD\n";
+}
+
+Record watch(const CLI::App& command, Session& session, Trainer& trainer, const Data& data, Metrics& metrics,
+             Record before) {
+  const Options& options = session.options;
+  const train::Job& job = session.job;
   Progress progress(options.choice.recipe, options.model.steps,
-                    job.batch * job.gradients.micro_batches * job.shape.context, ledger);
+                    job.batch * job.gradients.micro_batches * job.shape.context, session.ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
   span.save_last = session.in_place;  // it has a checkpoint, which shall not be older than its weights
@@ -364,16 +381,16 @@ Record watch(const CLI::App& command, Session& session, const train::Job& job, T
       },
       [&](const Record& record) {
         write_metrics(record);
-        unsaved.clear();
+        session.unsaved.clear();
         try {
           if (session.notes.empty()) session.notes = notes_of(command, options, session.model, data);
           train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
         } catch (const std::exception& error) {  // hours of training are worth more than this file
-          unsaved = error.what();
+          session.unsaved = error.what();
           if (span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps)
-            progress.warn(unsaved + "; the run goes on, and the next save tries again");
+            progress.warn(session.unsaved + "; the run goes on, and the next save tries again");
         }
-        return unsaved.empty();
+        return session.unsaved.empty();
       },
       std::move(before));
 }
@@ -396,16 +413,15 @@ struct Ending {
 };
 
 // Into the run's folder; where that fails, into a new one elsewhere: all of the training is in them.
-std::string write_weights_somewhere(const Options& options, const ChosenModel& model,
-                                    const std::string& tokenizer, Trainer& trainer, Ledger& ledger,
-                                    Ending& ending) {
+std::string write_weights_somewhere(Session& session, Trainer& trainer, Ending& ending) {
+  const std::string& out = session.options.out;
   const auto into = [&](const std::string& folder) {
     return ending.attempt([&] {
-      train::write_weights(folder, model.config, trainer, ledger);
-      if (!tokenizer.empty()) train::copy_tokenizer(tokenizer, folder);
+      train::write_weights(folder, session.model.config, trainer, session.ledger);
+      if (!session.tokenizer.empty()) train::copy_tokenizer(session.tokenizer, folder);
     });
   };
-  if (into(options.out)) return options.out;
+  if (into(out)) return out;
   std::error_code ignored;
   for (const std::filesystem::path& above :
        {std::filesystem::temp_directory_path(ignored), std::filesystem::current_path(ignored)}) {
@@ -436,11 +452,10 @@ std::string resume_command(const Options& options) {
          (options.data == Data::kStandardInput ? " --data FILE (the same bytes)" : "");
 }
 
-void print_end(const Options& options, const train::Job& job, const Record& record, const Memory& plan,
-               const Ledger& ledger, std::int64_t params, const Ending& ending) {
-  const auto each = [&](std::int64_t bytes) {
-    return fixed(static_cast<double>(bytes) / static_cast<double>(params), 3);
-  };
+void print_end(const Session& session, const Record& record, const Ending& ending) {
+  const Options& options = session.options;
+  const auto params = static_cast<double>(train::parameter_count(session.job.shape));
+  const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
   const auto taken = static_cast<std::int64_t>(record.steps.size());
   if (const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
                                          [](const Outcome& step) { return step.skipped; });
@@ -450,11 +465,11 @@ void print_end(const Options& options, const train::Job& job, const Record& reco
   if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
     std::cout
         << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
-  std::cout << validation_words(record, job) << "; ";
+  std::cout << validation_words(record, session.job) << "; ";
   if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
-  std::cout << "peak " << size_words(ledger.peak()) << '\n'
-            << "weights, moments and gradients: " << each(plan.total()) << " bytes per parameter planned, "
-            << each(measured_total(ledger)) << " measured\n"
+  std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
+            << "weights, moments and gradients: " << each(session.plan.total())
+            << " bytes per parameter planned, " << each(measured_total(session.ledger)) << " measured\n"
             << "wrote " << options.out << "/:";
   const char* separator = " ";
   const auto list = [&](bool written, const char* name) {
@@ -484,7 +499,8 @@ std::string told(const Options& options, const Record& record, const Ending& end
   return text;
 }
 
-void print_extension(const Session& session, const train::Schedule& now, std::int64_t taken) {
+void print_extension(const Session& session, std::int64_t taken) {
+  const train::Schedule& now = session.job.schedule;
   train::Schedule before = now;
   before.steps = session.first;
   std::cout << "from " << plural(session.first, "step") << " to " << grouped(now.steps) << ": the "
@@ -494,20 +510,20 @@ void print_extension(const Session& session, const train::Schedule& now, std::in
 }
 
 // Everything that a run leaves, whatever fails; the weights last, so that their step is that of all.
-Ending finish(const Options& options, const ChosenModel& model, const std::string& tokenizer,
-              const train::Job& job, const Record& record, Trainer& trainer, Ledger& ledger,
-              const Memory& plan, Metrics& metrics, const std::string& unsaved) {
+Ending finish(Session& session, const Record& record, Trainer& trainer, Metrics& metrics) {
+  const Options& options = session.options;
   Ending ending;
-  if (!unsaved.empty()) ending.problems.push_back(unsaved);
+  if (!session.unsaved.empty()) ending.problems.push_back(session.unsaved);
   ending.metrics = metrics.write(record);
   if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
   ending.report = ending.attempt([&] {
-    io::write_text(options.out + "/report.html",
-                   train::to_html(page_of(name_of(options.data),
-                                          options.model.is_gpt() ? "GPT" : kind_words(model.config),
-                                          options.choice.recipe, job, record, ledger, plan)));
+    io::write_text(
+        options.out + "/report.html",
+        train::to_html(page_of(name_of(options.data),
+                               options.model.is_gpt() ? "GPT" : kind_words(session.model.config),
+                               options.choice.recipe, session.job, record, session.ledger, session.plan)));
   });
-  ending.weights = write_weights_somewhere(options, model, tokenizer, trainer, ledger, ending);
+  ending.weights = write_weights_somewhere(session, trainer, ending);
   return ending;
 }
 
@@ -523,8 +539,9 @@ void train_with(const CLI::App& command, Session session) {
       return;
     }
   }
-  const std::string tokenizer = tokenizer_folder(session);
-  const Data data = open_data(options.data, cutting_of(options, session.model), session.model, tokenizer);
+  session.tokenizer = tokenizer_folder(session);
+  const Data data =
+      open_data(options.data, cutting_of(options, session.model), session.model, session.tokenizer);
   if (session.from) {
     const io::Metadata now = data_notes(options.data, data);
     check_data(session.notes, now);
@@ -532,16 +549,11 @@ void train_with(const CLI::App& command, Session session) {
   } else if (options.save_every > 0) {
     session.notes = notes_of(command, options, session.model, data);
   }
-  train::Job job = make_job(options.choice, options.choice.recipe, options.model, session.model,
-                            options.gradients, options.activations);
-  job.isolates = options.isolate;
-  job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
-  job.schedule = schedule_of(options);
-  const Memory plan = plan_of(options.choice, options.choice.recipe, job.shape, options.gradients.policy);
-  const Table memory = checked_memory("the run", job, plan, ", or a smaller recipe");
-  Ledger ledger(free_memory());
-  Trainer trainer(job, ledger, session.from.get());
-  const std::int64_t params = trainer.state().size();
+  session.job = job_of(options, session.model);
+  session.plan = plan_of(options.choice, options.choice.recipe, session.job.shape, options.gradients.policy);
+  const Table memory = checked_memory("the run", session.job, session.plan, ", or a smaller recipe");
+  session.ledger = Ledger(free_memory());
+  Trainer trainer(session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {
     make_folder(options.out);
@@ -550,19 +562,17 @@ void train_with(const CLI::App& command, Session session) {
   }
 
   const Interrupts interrupts;
-  print_start(options, session.model, job, params, data);
+  print_start(session, data);
   if (session.from)
     std::cout << "going on after step " << grouped(trainer.steps_taken()) << ", from "
               << session.from->folder() << '\n';
-  if (session.first > 0) print_extension(session, job.schedule, trainer.steps_taken());
+  if (session.first > 0) print_extension(session, trainer.steps_taken());
   if (session.from) std::cout << '\n';
   memory.print(std::cout);
   std::cout << std::endl;
 
   Metrics metrics(options.out);
-  std::string unsaved;
-  const Record record =
-      watch(command, session, job, trainer, data, ledger, metrics, std::move(before), unsaved);
+  const Record record = watch(command, session, trainer, data, metrics, std::move(before));
   if (record.stopped && record.steps.size() == record.resumed) {
     std::cerr << "scruple: stopped by " << Interrupts::name()
               << " before a step was taken; nothing was written\n";
@@ -571,9 +581,8 @@ void train_with(const CLI::App& command, Session session) {
     throw Stopped{Interrupts::signal()};
   }
   session.folder->begin();
-  const Ending ending =
-      finish(options, session.model, tokenizer, job, record, trainer, ledger, plan, metrics, unsaved);
-  print_end(options, job, record, plan, ledger, params, ending);
+  const Ending ending = finish(session, record, trainer, metrics);
+  print_end(session, record, ending);
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
   if (record.stopped) throw Stopped{Interrupts::signal()};
 }
