@@ -13,10 +13,6 @@ namespace {
 using train::Outcome;
 using train::Record;
 
-std::int64_t tokens_per_step(const train::Job& job) {
-  return job.batch * job.gradients.micro_batches * job.shape.context;
-}
-
 // All but the learning rate, which the schedule decides, and flags that are off.
 std::string hypers_of(const Optimizer& optimizer) {
   const int rule = scruple_optimizer_rule(optimizer.raw());

@@ -2,13 +2,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
-#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <iostream>
 #include <memory>
-#include <optional>
 #include <utility>
 
 #include "commands.h"
@@ -117,7 +115,6 @@ Options completed(Options options) {
       throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
   if (options.weight_decay >= 0)
     choice.hypers.insert(choice.hypers.begin(), "weight_decay=" + shortest(options.weight_decay, 17));
-
   return options;
 }
 
@@ -339,9 +336,8 @@ void print_start(const Session& session, const Data& data) {
             << options.gradients.policy << ", activations " << precision_name(job.activations)
             << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
             << job.seed << '\n'
-            << plural(options.model.steps, "step") << " of "
-            << grouped(job.batch * job.gradients.micro_batches * s.context) << ' ' << token_word(s) << "s; "
-            << name_of(options.data) << " has " << grouped(data.size());
+            << plural(options.model.steps, "step") << " of " << grouped(tokens_per_step(job)) << ' '
+            << token_word(s) << "s; " << name_of(options.data) << " has " << grouped(data.size());
   if (data.layout() == train::Layout::padded || data.documents() > 1)
     std::cout << " in " << plural(data.documents(), "document") << ", " << layout_name(data.layout())
               << (options.isolate ? " and isolated" : "");
@@ -359,9 +355,7 @@ void print_start(const Session& session, const Data& data) {
 Record watch(const CLI::App& command, Session& session, Trainer& trainer, const Data& data, Metrics& metrics,
              Record before) {
   const Options& options = session.options;
-  const train::Job& job = session.job;
-  Progress progress(options.choice.recipe, options.model.steps,
-                    job.batch * job.gradients.micro_batches * job.shape.context, session.ledger);
+  Progress progress(options.choice.recipe, options.model.steps, tokens_per_step(session.job), session.ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
   span.save_last = session.in_place;  // it has a checkpoint, which shall not be older than its weights
@@ -601,8 +595,7 @@ void run(const CLI::App& command, const Options& given) {
   if (session.from && options.data == Data::kStandardInput && command.count("--data") == 0)
     throw UsageError(
         "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
-        "or "
-        "--data -");
+        "or --data -");
   if (!session.from) session.model = choose_model(options.model);
   if (options.lr == 0) session.options.lr = session.model.has_weights() ? kTuningLr : kLr;
   train_with(command, std::move(session));

@@ -279,6 +279,10 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   return job;
 }
 
+std::int64_t tokens_per_step(const train::Job& job) {
+  return job.batch * job.gradients.micro_batches * job.shape.context;
+}
+
 const char* token_word(const train::Description& shape) {
   return train::tokens_are_bytes(shape.vocabulary) ? "byte" : "token";
 }

@@ -93,6 +93,7 @@ inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // of tr
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
                     const ChosenModel& model, const GradientOptions& gradients,
                     const std::string& activations);
+std::int64_t tokens_per_step(const train::Job& job);
 const char* precision_name(train::Precision precision);
 const char* token_word(const train::Description& shape);   // byte, or token
 std::string nats_per(const train::Description& shape);     // nats per byte
