@@ -126,10 +126,9 @@ Found find_model(const Options& options) {
   try {
     path = train::find_checkpoint(folder);
   } catch (const std::exception&) {
-    throw std::runtime_error(
-        folder +
-        " has neither config.json nor a complete checkpoint; give the folder of a run, or of "
-        "one of its checkpoints");
+    throw std::runtime_error(folder +
+                             " has neither config.json nor a complete checkpoint; give the folder of a run, "
+                             "or of one of its checkpoints");
   }
   Engine engine;
   const io::Checkpoint checkpoint(path);

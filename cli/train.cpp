@@ -49,17 +49,14 @@ constexpr const char* kFooter =
     "Ctrl-C (SIGINT, SIGTERM, SIGHUP) ends after the current step, writes all of the above and a checkpoint, "
     "names the\n"
     "command that goes on, and exits with 128 + the signal's number. With --save-every there are "
-    "checkpoints/ "
-    "all along,\n"
+    "checkpoints/ all along,\n"
     "against kills. --resume goes on from the last one and ends with the bits of a run that was left alone;\n"
     "'scruple checkpoint' looks into them. One process at a time trains into a folder.\n"
     "\n"
     "--resume DIR --steps N makes a run longer, also one that has ended, if it was trained with "
-    "--save-every: "
-    "without, it keeps\n"
+    "--save-every: without, it keeps\n"
     "no checkpoint to go on from. What followed from its first number of steps (warmup, validations) stays; "
-    "a "
-    "constant\n"
+    "a constant\n"
     "schedule goes on, cosine and linear then span N steps, so that the learning rate rises where it goes "
     "on.\n"
     "After standard input (--data -), --resume asks for --data with the same bytes.\n"
@@ -320,10 +317,9 @@ bool is_complete(const Options& options, const Record& record) {
 void check_data(const io::Metadata& saved, const io::Metadata& now) {
   for (const char* key : {kDataTokens, kDataChecksum})
     if (const auto found = saved.find(key); found == saved.end() || found->second != now.at(key))
-      throw std::runtime_error(
-          now.at("--data") +
-          " is not the file that the run was started with: its length or checksum differs; "
-          "name the right one with --data");
+      throw std::runtime_error(now.at("--data") +
+                               " is not the file that the run was started with: its length or checksum "
+                               "differs; name the right one with --data");
 }
 
 void print_start(const Session& session, const Data& data) {
@@ -605,14 +601,12 @@ void add_options(CLI::App& command, Options& options) {
   command
       .add_option("--data", options.data,
                   "what to learn: a text, a folder of texts, *.jsonl (text, or prompt and completion), *.bin "
-                  "(tokens); "
-                  "-: standard input")
+                  "(tokens); -: standard input")
       ->type_name("PATH");
   command
-      .add_option(
-          "--layout", options.layout,
-          "packed: documents one after another; padded: one to a window (default: padded where there are "
-          "prompts)")
+      .add_option("--layout", options.layout,
+                  "packed: documents one after another; padded: one to a window (default: padded where there "
+                  "are prompts)")
       ->check(one_of(train::kLayouts));
   command.add_flag("--isolate", options.isolate, "packed documents do not see each other");
   command

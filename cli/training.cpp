@@ -83,10 +83,9 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
     command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(above_zero());
   };
   command
-      .add_option(
-          "--model", model,
-          "gpt: a byte-level GPT-2 of the sizes below; or a Hugging Face folder (gpt2, llama, mistral, "
-          "qwen2, qwen3) to go on from, or a config.json to begin from")
+      .add_option("--model", model,
+                  "gpt: a byte-level GPT-2 of the sizes below; or a Hugging Face folder (gpt2, llama, "
+                  "mistral, qwen2, qwen3) to go on from, or a config.json to begin from")
       ->type_name("MODEL")
       ->capture_default_str();
   for (const SizeOption& option : kSizeOptions) add(option.name, shape.*option.size, option.doc);
@@ -213,10 +212,9 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
   const bool of_tokens = path.ends_with(".bin");
   const std::int64_t vocabulary = model.config.shape.vocabulary;
   if (!words.tokenizer && !of_tokens && model.has_weights() && !train::tokens_are_bytes(vocabulary))
-    throw std::runtime_error(
-        tokenizer +
-        " has no tokenizer.json, so nothing says what tokens a text has; put it there, or "
-        "give a file of tokens (*.bin, which 'scruple tokenize' writes)");
+    throw std::runtime_error(tokenizer +
+                             " has no tokenizer.json, so nothing says what tokens a text has; put it there, "
+                             "or give a file of tokens (*.bin, which 'scruple tokenize' writes)");
   if (words.tokenizer && words.tokenizer->size() > vocabulary)
     throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
                              " tokens, and the model " + grouped(vocabulary) +
