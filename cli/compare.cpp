@@ -172,6 +172,7 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
 struct Comparison {
   std::optional<double> floor;  // the least validation loss that a model can hope for, where it is known
   std::int64_t params = 0;
+  bool has_weights = false;  // the model begins with a folder's, whatever the seed
   std::vector<Run> runs;
   std::vector<Run> again;             // fp32 from a second seed, with its gap to the first
   std::vector<Run> small_rate, half;  // the hazards
@@ -188,6 +189,7 @@ class Comparer {
  public:
   explicit Comparer(const Options& options) : options_(options), text_(text_of(options)) {
     found_.params = train::parameter_count(options.chosen.config.shape);
+    found_.has_weights = options.chosen.has_weights();
   }
 
   // What cannot be run is refused before anything is.
@@ -206,8 +208,7 @@ class Comparer {
 
   Comparison run() {
     const Interrupts interrupts;
-    if (options_.data.empty())
-      found_.floor = floor_of(Grammar(kGrammar), text_.validation);
+    if (options_.data.empty()) found_.floor = floor_of(Grammar(kGrammar), text_.validation);
     const std::vector<std::pair<std::string, std::string>> wanted = runs();
     for (int s = 0; s < std::max(options_.seeds, 1); ++s) {
       options_.model.seed = static_cast<std::uint64_t>(s) + 1;
@@ -475,8 +476,9 @@ std::string about_noise(const Comparison& found, const Options& options) {
     if (run.gap) away += (away.empty() ? "" : ", ") + with_sign(*run.gap) + " with " + run.optimizer;
   if (away.empty())
     return "Stopped before fp32 had run from a second seed: nothing here tells a gap from noise.";
-  return "Seed 2 is fp32 from other weights and batches, and nothing else: " + away +
-         ". Gaps of that size are noise; --seeds 3 measures it better.";
+  return std::string("Seed 2 is fp32 ") +
+         (found.has_weights ? "on other batches" : "from other weights and batches") +
+         ", and nothing else: " + away + ". Gaps of that size are noise; --seeds 3 measures it better.";
 }
 
 std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& runs) {

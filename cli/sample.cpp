@@ -138,11 +138,16 @@ Found find_model(const Options& options) {
 }
 
 void sample(const Options& options) {
+  if (options.top_p > 1)
+    throw UsageError("--top-p is " + shortest(options.top_p) + "; it is a share, at most 1");
   if (options.prompt.empty())
     throw UsageError("--prompt is empty; the model needs at least one token to continue");
   const auto [model, folder] = find_model(options);
   Words words(folder, model.shape.vocabulary);
   std::vector<std::int32_t> tokens = words.tokens_of(options.prompt);
+  if (const auto more = static_cast<std::int64_t>(tokens.size()) - model.shape.context; more > 0)
+    std::cerr << "scruple: the prompt is longer than the context of " << grouped(model.shape.context)
+              << " tokens; the model does not see its first " << grouped(more) << '\n';
   train::Ledger ledger;
   const std::unique_ptr<train::Backend> backend = train::cpu_backend(options.threads);
   const std::unique_ptr<train::Generator> generator = backend->generator(model.shape, ledger);

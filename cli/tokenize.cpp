@@ -51,11 +51,22 @@ std::string read_all(const std::string& path) {
 }
 
 std::optional<train::Token> end_token(const Options& options, const train::Tokenizer& tokenizer) {
-  const std::string name = options.end.empty() ? train::end_token_name(options.model) : options.end;
-  if (name.empty() || name == "none") return {};
-  if (const auto token = tokenizer.find(name)) return token;
-  throw UsageError("the tokenizer of " + options.model + " has no token " + name +
+  if (options.end.empty()) return train::end_token(options.model, tokenizer);
+  if (options.end == "none") return {};
+  if (const auto token = tokenizer.find(options.end)) return token;
+  throw UsageError("the tokenizer of " + options.model + " has no token " + options.end +
                    "; name another with --end, or leave it out with --end none");
+}
+
+// What would be lost, or not what it seems.
+void refuse(const std::string& path, const std::string& out) {
+  std::error_code ignored;
+  if (std::filesystem::equivalent(path, out, ignored))
+    throw UsageError("--out is " + path + ", which is to be read; name another file");
+  if (path.ends_with(".jsonl"))
+    throw UsageError(path +
+                     " is JSON lines, whose braces and names would become tokens; 'scruple train --data " +
+                     path + "' reads it as it is");
 }
 
 void encode(const Options& options) {
@@ -65,6 +76,7 @@ void encode(const Options& options) {
   std::int64_t bytes = 0, replaced = 0;
   const auto begin = std::chrono::steady_clock::now();
   for (const std::string& path : options.texts) {
+    refuse(path, options.out);
     const std::string text = read_all(path);
     std::int64_t here = 0;
     const std::string valid = train::valid_utf8(text, here);

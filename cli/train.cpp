@@ -38,7 +38,7 @@ constexpr const char* kFooter =
     "a\n"
     "Hugging Face folder (config.json, model.safetensors, the tokenizer): transformers loads it as it is, "
     "'scruple sample'\n"
-    "continues a text with it. The last twentieth of the data is kept for validation.\n"
+    "continues a text with it. The last twentieth of the data (--validation SHARE) is kept for validation.\n"
     "\n"
     "--model is gpt, a folder of a gpt2, llama, mistral, qwen2 or qwen3 model to go on from, or a "
     "config.json to begin\n"
@@ -338,10 +338,11 @@ void print_start(const Session& session, const Data& data) {
     std::cout << " in " << plural(data.documents(), "document") << ", " << layout_name(data.layout())
               << (options.isolate ? " and isolated" : "");
   std::cout << "\n\n";
-  const auto note = [](std::int64_t count, const char* what) {
+  const auto note = [](std::int64_t count, const std::string& what) {
     if (count > 0) std::cerr << "scruple: " << plural(count, "document") << ' ' << what << '\n';
   };
-  note(data.cut(), "longer than the context: cut there");
+  note(data.cut(), "longer than the context: cut there, " + grouped(data.cut_tokens()) + ' ' + token_word(s) +
+                       "s are not used; --layout packed keeps them");
   note(data.left_out(), "without a target that counts: left out");
   if (data.replaced() > 0)
     std::cerr << "scruple: " << plural(data.replaced(), "place")
@@ -355,6 +356,7 @@ Record watch(const CLI::App& command, Session& session, Trainer& trainer, const 
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
   span.save_last = session.in_place;  // it has a checkpoint, which shall not be older than its weights
+  span.validating = [&](auto done, auto all) { progress.validating(done, all); };
   bool metrics_wait = false;
   const auto write_metrics = [&](const Record& record) {
     session.folder->begin();
@@ -375,6 +377,7 @@ Record watch(const CLI::App& command, Session& session, Trainer& trainer, const 
         try {
           if (session.notes.empty()) session.notes = notes_of(command, options, session.model, data);
           train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
+          if (!session.tokenizer.empty()) train::copy_tokenizer(session.tokenizer, options.out);
         } catch (const std::exception& error) {  // hours of training are worth more than this file
           session.unsaved = error.what();
           if (span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps)
@@ -452,9 +455,6 @@ void print_end(const Session& session, const Record& record, const Ending& endin
       skipped > 0)
     std::cout << grouped(skipped) << " of " << plural(taken, "step") << (skipped == 1 ? " was" : " were")
               << " skipped: a gradient was not finite.\n";
-  if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
-    std::cout
-        << "The training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup.\n";
   std::cout << validation_words(record, session.job) << "; ";
   if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
   std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
@@ -575,6 +575,14 @@ void train_with(const CLI::App& command, Session session) {
   print_end(session, record, ending);
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
   if (record.stopped) throw Stopped{Interrupts::signal()};
+  if (!record.validations.empty() && record.validations.front().first == 0 &&
+      !std::isfinite(record.first_loss()))
+    throw std::runtime_error("the loss was not finite before the first step: the weights of " +
+                             options.model.model + " are not, or too large for --activations " +
+                             precision_name(session.job.activations));
+  if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
+    throw std::runtime_error(
+        "the training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup");
 }
 
 void run(const CLI::App& command, const Options& given) {
@@ -587,12 +595,16 @@ void run(const CLI::App& command, const Options& given) {
   const Options& options = session.options;
   if (given.resume.empty()) refuse_sizes(options.model, command);
   if (options.data.empty() || options.out.empty())
-    throw UsageError("--data and --out are required, unless a run goes on with --resume; try --help");
+    throw UsageError(std::string(options.data.empty() ? "--data" : "--out") +
+                     " is required, unless a run goes on with --resume; try 'scruple train --help'");
   if (session.from && options.data == Data::kStandardInput && command.count("--data") == 0)
     throw UsageError(
         "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
         "or --data -");
   if (!session.from) session.model = choose_model(options.model);
+  std::error_code ignored;
+  if (session.model.has_weights() && std::filesystem::equivalent(options.out, options.model.model, ignored))
+    throw UsageError("--out is the folder of --model, which the run would replace; name another folder");
   if (options.lr == 0) session.options.lr = session.model.has_weights() ? kTuningLr : kLr;
   train_with(command, std::move(session));
 }

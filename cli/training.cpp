@@ -197,8 +197,7 @@ ChosenModel choose_model(const ModelOptions& options) {
 Vocabulary vocabulary_of(const std::string& folder) {
   if (folder.empty() || !train::has_tokenizer(folder)) return {};
   Vocabulary found = {train::read_tokenizer(folder), {}};
-  if (const std::string end = train::end_token_name(folder); !end.empty())
-    found.end = found.tokenizer->find(end);
+  found.end = train::end_token(folder, *found.tokenizer);
   return found;
 }
 
@@ -219,6 +218,10 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
     throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
                              " tokens, and the model " + grouped(vocabulary) +
                              "; they do not belong together");
+  if (words.tokenizer && !words.end && !of_tokens)
+    std::cerr
+        << "scruple: no file of " << tokenizer
+        << " names an end token (eos_token in tokenizer_config.json); documents have none behind them\n";
   // What takes a while says so.
   const bool terminal = isatty(STDERR_FILENO) != 0;
   const auto start = std::chrono::steady_clock::now();
@@ -404,12 +407,14 @@ std::string Progress::line(const train::Record& record) const {
   return text;
 }
 
-void Progress::show(const train::Record& record) {
-  const bool last = static_cast<std::int64_t>(record.steps.size()) == steps_;
+bool Progress::is_due(bool in_any_case) {
   const auto pause = terminal_ ? std::chrono::milliseconds(100) : std::chrono::seconds(10);
-  if (Clock::now() - last_ < pause && !(last && !terminal_)) return;
+  if (Clock::now() - last_ < pause && !in_any_case) return false;
   last_ = Clock::now();
-  std::string text = line(record);
+  return true;
+}
+
+void Progress::put(std::string text) {
   if (!terminal_) {
     std::cerr << text << std::endl;
     return;
@@ -420,6 +425,15 @@ void Progress::show(const train::Record& record) {
   std::cerr << '\r' << text << std::string(width_ > text.size() ? width_ - text.size() : 0, ' ')
             << std::flush;
   width_ = text.size();
+}
+
+void Progress::show(const train::Record& record) {
+  const bool last = static_cast<std::int64_t>(record.steps.size()) == steps_;
+  if (is_due(last && !terminal_)) put(line(record));
+}
+
+void Progress::validating(std::int64_t done, std::int64_t all) {
+  if (is_due(false)) put(label_ + "  validating, " + std::to_string(100 * done / all) + " %");
 }
 
 std::string duration(double seconds) {

@@ -179,6 +179,53 @@ class Folders(unittest.TestCase):
         self.assertNotEqual(weights_of(scratch), weights_of(packed))
         self.assertRegex(run("sample", scratch / "nothing").stderr, "neither config.json nor a complete checkpoint")
 
+    def test_nothing_is_replaced_that_is_read(self):
+        model = self.model(FAMILIES["qwen2"])
+        before = {path.name: path.read_bytes() for path in model.iterdir()}
+        self.refused("--out is the folder of --model", "train", "--model", model, "--data", self.text, "--out", model, "--force")
+        self.refused("which is to be read", "tokenize", "--model", model, self.text, "--out", self.text)
+        lines = self.root / "notes.jsonl"
+        lines.write_text('{"text": "one"}\n')
+        self.refused("is JSON lines", "tokenize", "--model", model, lines, "--out", self.root / "notes.bin")
+        self.assertEqual({path.name: path.read_bytes() for path in model.iterdir()}, before)
+        self.assertEqual(self.text.read_text(), TEXT)
+
+    def test_the_end_token_is_found_wherever_it_is_named(self):
+        model = self.model(FAMILIES["qwen2"])
+        number = AutoTokenizer.from_pretrained(model).eos_token_id
+        config = json.loads((model / "config.json").read_text())
+
+        def tokens():
+            done = run("tokenize", "--model", model, self.text, "--out", self.root / "t.bin", "--form", "nanogpt")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            data = (self.root / "t.bin").read_bytes()
+            return [int.from_bytes(data[i : i + 2], "little") for i in range(0, len(data), 2)]
+
+        named = tokens()
+        self.assertEqual(named[-1], number)
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+            (model / name).unlink(missing_ok=True)
+        for place, text in (("special_tokens_map.json", {"eos_token": {"content": END}}),
+                            ("generation_config.json", {"eos_token_id": [number, 7]}),
+                            ("config.json", {**config, "eos_token_id": number})):
+            (model / place).write_text(json.dumps(text))
+            self.assertEqual(tokens(), named, place)
+            (model / place).unlink()
+        (model / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+        self.assertEqual(tokens(), named[:-1])
+        done = run("train", "--model", model, "--data", self.text, "--out", self.root / "none", "--steps", 0, "--context", 24)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("names an end token", done.stderr)
+
+    def test_a_run_goes_on_without_the_folder_that_it_began_from(self):
+        model = self.model(FAMILIES["qwen2"])
+        part = self.train(model, "part", "--save-every", 2, steps=2)
+        model.rename(self.root / "moved")
+        (part / "model.safetensors").unlink()  # as a kill leaves it
+        done = run("train", "--resume", part, "--steps", 4)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue((part / "tokenizer.json").exists())
+
     def test_what_does_not_fit_is_refused(self):
         model = self.model(FAMILIES["mistral"])
         base = ("train", "--data", self.text, "--out", self.root / "no", "--model")

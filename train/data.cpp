@@ -137,8 +137,10 @@ Data::Data(const std::string& path, const Cutting& cutting, const Reading& readi
       return first >= std::min(document.end, document.begin + context + 1);
     });
     left_out_ += read - documents();
-    for (const Document& document : documents_.all())
-      if (document.end - document.begin > context + 1) ++cut_;
+    for (const Document& document : documents_.all()) {
+      const std::int64_t behind = document.end - document.begin - (context + 1);
+      if (behind > 0) ++cut_, cut_tokens_ += behind;
+    }
   }
   const std::int64_t window = is_padded ? 1 : context + 1;
   if (all() < 2 * window && is_padded)

@@ -85,7 +85,8 @@ class Data {
   // For the user to know.
   std::int64_t documents() const { return static_cast<std::int64_t>(documents_.all().size()); }
   std::int64_t replaced() const { return documents_.replaced(); }  // places that were no UTF-8, now U+FFFD
-  std::int64_t cut() const { return cut_; }            // padded documents that are longer than the context
+  std::int64_t cut() const { return cut_; }  // padded documents that are longer than the context
+  std::int64_t cut_tokens() const { return cut_tokens_; }  // behind it
   std::int64_t left_out() const { return left_out_; }  // documents without a text, or a target that counts
 
  private:
@@ -95,7 +96,7 @@ class Data {
   Documents documents_;
   Cutting cutting_;
   Layout layout_;
-  std::int64_t held_out_ = 0, cut_ = 0, left_out_ = 0;
+  std::int64_t held_out_ = 0, cut_ = 0, cut_tokens_ = 0, left_out_ = 0;
 };
 
 }  // namespace scruple::train

@@ -200,18 +200,37 @@ bool has_tokenizer(const std::string& folder) {
   return fs::exists(fs::path(folder) / kTokenizerFiles[0], ignored);
 }
 
-std::string end_token_name(const std::string& folder) {
-  const fs::path path = fs::path(folder) / "tokenizer_config.json";
+namespace {
+
+// A JSON object of the folder; empty where there is none.
+ordered_json object_in(const std::string& folder, const char* name) {
+  const fs::path path = fs::path(folder) / name;
   std::error_code ignored;
-  if (!fs::exists(path, ignored)) return "";
-  const auto json =
+  if (!fs::exists(path, ignored)) return ordered_json::object();
+  ordered_json json =
       ordered_json::parse(io::read_text(path.string(), kMaxIndex), nullptr, /*allow_exceptions=*/false);
-  const auto token = json.is_object() ? json.find("eos_token") : json.end();
-  if (!json.is_object() || token == json.end()) return "";
-  if (token->is_string()) return token->get<std::string>();
-  const auto content = token->is_object() ? token->find("content") : token->end();  // an object that has it
-  return token->is_object() && content != token->end() && content->is_string() ? content->get<std::string>()
-                                                                               : "";
+  return json.is_object() ? json : ordered_json::object();
+}
+
+}  // namespace
+
+std::optional<Token> end_token(const std::string& folder, const Tokenizer& tokenizer) {
+  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json"}) {
+    const ordered_json json = object_in(folder, name);
+    ordered_json token = json.value("eos_token", ordered_json());
+    if (token.is_object()) token = ordered_json(token.value("content", ordered_json()));
+    if (token.is_string())
+      if (const auto found = tokenizer.find(token.get<std::string>())) return found;
+  }
+  for (const char* name : {"generation_config.json", "config.json"}) {
+    const ordered_json json = object_in(folder, name);
+    ordered_json token = json.value("eos_token_id", ordered_json());
+    if (token.is_array() && !token.empty()) token = ordered_json(token.front());
+    if (token.is_number_unsigned() &&
+        token.get<std::uint64_t>() < static_cast<std::uint64_t>(tokenizer.size()))
+      return static_cast<Token>(token.get<std::uint64_t>());
+  }
+  return {};
 }
 
 void write_model(const std::string& folder, const ModelConfig& model,

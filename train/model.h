@@ -4,12 +4,14 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "include/scruple/scruple.h"
 #include "io/safetensors.h"
 #include "train/families/gpt2.h"
+#include "train/tokenizer.h"
 
 namespace scruple::train {
 
@@ -56,8 +58,9 @@ inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
 // Those of them that are in the folder `from` and not in `to`.
 void copy_tokenizer(const std::string& from, const std::string& to);
 bool has_tokenizer(const std::string& folder);
-// The token after a document, as the folder's tokenizer_config.json names it, or "".
-std::string end_token_name(const std::string& folder);
+// The token after a document: what tokenizer_config.json or special_tokens_map.json calls eos_token, or else the
+// eos_token_id of generation_config.json or config.json.
+std::optional<Token> end_token(const std::string& folder, const Tokenizer& tokenizer);
 
 // One parameter, f32, bf16 or f16; `values` is called when it is written, and its memory may then be reused.
 struct ParameterData {

@@ -20,7 +20,10 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
     const bool due =
         step == 0 || step == span.steps || (span.validate_every > 0 && step % span.validate_every == 0);
     if (!due || (!record.validations.empty() && record.validations.back().first == step)) return;
-    const double loss = trainer.validate(validation, span.validation_windows, span.go_on);
+    const double loss = trainer.validate(validation, span.validation_windows, [&](auto done, auto all) {
+      span.validating(done, all);
+      return span.go_on();
+    });
     if (span.go_on()) record.validations.emplace_back(step, loss);
   };
   auto saved = static_cast<std::int64_t>(record.resumed);

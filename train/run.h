@@ -14,6 +14,7 @@ struct Span {
   std::int64_t validate_every = 0;  // 0: only before the first and after the last
   std::int64_t validation_windows = 64;
   std::function<bool()> go_on = [] { return true; };  // asked before every step and batch of a validation
+  std::function<void(std::int64_t done, std::int64_t all)> validating = [](auto, auto) {};  // its batches
   std::int64_t save_every = 0;  // 0: only where go_on ended the run; otherwise also after the last step
   bool save_last = false;       // after the last step though save_every is 0
 };

@@ -206,12 +206,12 @@ std::int64_t validated_windows(std::int64_t asked, const Windows& data) {
   return std::min(asked, data.apart());
 }
 
-double Trainer::validate(const Windows& data, std::int64_t windows, const std::function<bool()>& go_on) {
+double Trainer::validate(const Windows& data, std::int64_t windows, const GoOn& go_on) {
   const std::int64_t all = validated_windows(windows, data), batches = (all + job_.batch - 1) / job_.batch;
   double sum = 0;
   std::int64_t counted = 0;
   for (std::int64_t b = 0; b < batches; ++b) {
-    if (!go_on()) return std::nan("");
+    if (!go_on(b, batches)) return std::nan("");
     const std::int64_t more = read(data, [&](std::int64_t w) {
       const std::int64_t window = b * job_.batch + w;
       return window < all ? data.even_start(window, all) : -1;

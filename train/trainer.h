@@ -71,10 +71,11 @@ class Trainer {
   Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from = nullptr);
   ~Trainer();
   Outcome step(const Windows& data);
-  // The mean loss over the targets of validated_windows(windows, data), evenly spread. NaN
-  // where `go_on`, asked before each batch, says no.
+  // The mean loss over the targets of validated_windows(windows, data), evenly spread. NaN where `go_on`, asked before
+  // each batch, says no.
+  using GoOn = std::function<bool(std::int64_t batches_done, std::int64_t batches)>;
   double validate(
-      const Windows& data, std::int64_t windows, const std::function<bool()>& go_on = [] { return true; });
+      const Windows& data, std::int64_t windows, const GoOn& go_on = [](auto, auto) { return true; });
   std::int64_t steps_taken() const { return taken_; }
   Position position() const;  // between steps
   State& state() { return *state_; }
