@@ -134,7 +134,8 @@ Found find_model(const Options& options) {
   const io::Checkpoint checkpoint(path);
   const auto& notes = checkpoint.manifest().trainer;
   const auto from = notes.find("--model");
-  return {train::model_of(engine, checkpoint), from == notes.end() ? folder : from->second};
+  const std::string noted = from == notes.end() ? "" : folder_of_tokenizer(from->second);
+  return {train::model_of(engine, checkpoint), train::has_tokenizer(folder) ? folder : noted};
 }
 
 void sample(const Options& options) {

@@ -276,10 +276,7 @@ std::string tokenizer_folder(const Session& session) {
   if (options.model.is_gpt()) return "";
   if (session.model.folder) return session.model.folder->folder();
   if (session.in_place && train::has_tokenizer(options.out)) return options.out;
-  std::error_code ignored;
-  return std::filesystem::is_directory(options.model.model, ignored)
-             ? options.model.model
-             : std::filesystem::path(options.model.model).parent_path().string();
+  return folder_of_tokenizer(options.model.model);
 }
 
 train::Cutting cutting_of(const Options& options, const ChosenModel& model) {

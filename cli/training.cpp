@@ -194,6 +194,13 @@ ChosenModel choose_model(const ModelOptions& options) {
   return {folder->config(), folder};
 }
 
+std::string folder_of_tokenizer(const std::string& model) {
+  std::error_code ignored;
+  if (model == kGpt) return "";
+  return std::filesystem::is_directory(model, ignored) ? model
+                                                       : std::filesystem::path(model).parent_path().string();
+}
+
 Vocabulary vocabulary_of(const std::string& folder) {
   if (folder.empty() || !train::has_tokenizer(folder)) return {};
   Vocabulary found = {train::read_tokenizer(folder), {}};

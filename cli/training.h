@@ -70,6 +70,8 @@ struct Vocabulary {
   std::optional<train::Token> end;  // comes after a document
 };
 Vocabulary vocabulary_of(const std::string& folder);
+// The folder that --model says the tokenizer is in: a folder itself, that of a config.json; "" for a gpt.
+std::string folder_of_tokenizer(const std::string& model);
 
 std::string name_of(const std::string& data);  // what is read, for people
 // What --data names, in the tokens of the model, whose tokenizer is in the folder `tokenizer` ("": none). What takes a

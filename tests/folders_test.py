@@ -226,6 +226,13 @@ class Folders(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertTrue((part / "tokenizer.json").exists())
 
+    def test_a_checkpoint_of_a_config_finds_its_tokenizer(self):
+        model = self.model(FAMILIES["qwen2"])
+        out = self.train(model / "config.json", "run", "--save-every", 3)
+        done = run("sample", out / "checkpoints/step-00000003", "--prompt", "The number", "--length", 4)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue(done.stdout.startswith("The number"), done.stdout)
+
     def test_what_does_not_fit_is_refused(self):
         model = self.model(FAMILIES["mistral"])
         base = ("train", "--data", self.text, "--out", self.root / "no", "--model")
