@@ -600,7 +600,8 @@ void run(const CLI::App& command, const Options& given) {
         "or --data -");
   if (!session.from) session.model = choose_model(options.model);
   std::error_code ignored;
-  if (session.model.has_weights() && std::filesystem::equivalent(options.out, options.model.model, ignored))
+  if (session.model.folder &&
+      std::filesystem::equivalent(options.out, session.model.folder->folder(), ignored))
     throw UsageError("--out is the folder of --model, which the run would replace; name another folder");
   if (options.lr == 0) session.options.lr = session.model.has_weights() ? kTuningLr : kLr;
   train_with(command, std::move(session));

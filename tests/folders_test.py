@@ -184,6 +184,7 @@ class Folders(unittest.TestCase):
         model = self.model(FAMILIES["qwen2"])
         before = {path.name: path.read_bytes() for path in model.iterdir()}
         self.refused("--out is the folder of --model", "train", "--model", model, "--data", self.text, "--out", model, "--force")
+        self.refused("--out is the folder of --model", "train", "--model", model / "config.json", "--data", self.text, "--out", model)
         self.refused("which is to be read", "tokenize", "--model", model, self.text, "--out", self.text)
         lines = self.root / "notes.jsonl"
         lines.write_text('{"text": "one"}\n')
