@@ -156,8 +156,11 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   result.optimizer = choice.optimizer;
   result.seed = job.seed;
   result.steps = steps;
-  result.record = train::run(trainer, text.training, text.validation, span_of(steps),
-                             [&](const Record& record) { progress.show(record); });
+  train::Span span = span_of(steps);
+  span.validating = [&](auto done, auto all) { progress.validating(done, all); };
+  result.record = train::run(trainer, text.training, text.validation, span, [&](const Record& record) {
+    progress.show(record, train::seconds_left(record, span));
+  });
   if (from != nullptr) *from = weights_of(trainer);
   const auto params = static_cast<double>(trainer.state().size());
   const Memory plan = plan_of(choice, choice.recipe, job.shape, policy);

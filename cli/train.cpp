@@ -366,7 +366,7 @@ Record watch(const CLI::App& command, Session& session, Trainer& trainer, const 
       trainer, data.training(), data.validation(), span,
       [&](const Record& record) {
         write_metrics(record);
-        progress.show(record);
+        progress.show(record, train::seconds_left(record, span));
       },
       [&](const Record& record) {
         write_metrics(record);

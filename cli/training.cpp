@@ -401,14 +401,13 @@ void Progress::warn(const std::string& message) {
   std::cerr << "scruple: " << message << std::endl;
 }
 
-std::string Progress::line(const train::Record& record) const {
+std::string Progress::line(const train::Record& record, double seconds_left) const {
   const auto done = static_cast<std::int64_t>(record.steps.size());
   const double each = 1e-3 * record.ms_per_step();
   const train::Outcome& last = record.steps.back();
   std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  loss " +
                      fixed(last.loss, 4) + "  " + grouped(std::llround(static_cast<double>(tokens_) / each)) +
-                     " tokens/s  " + duration(each * static_cast<double>(steps_ - done)) + " left  peak " +
-                     size_words(ledger_.peak());
+                     " tokens/s  " + duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
   if (last.skipped) text += "  skipped";
   return text;
@@ -434,9 +433,9 @@ void Progress::put(std::string text) {
   width_ = text.size();
 }
 
-void Progress::show(const train::Record& record) {
+void Progress::show(const train::Record& record, double seconds_left) {
   const bool last = static_cast<std::int64_t>(record.steps.size()) == steps_;
-  if (is_due(last && !terminal_)) put(line(record));
+  if (is_due(last && !terminal_)) put(line(record, seconds_left));
 }
 
 void Progress::validating(std::int64_t done, std::int64_t all) {

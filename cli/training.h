@@ -125,14 +125,14 @@ class Progress {
  public:
   Progress(std::string label, std::int64_t steps, std::int64_t tokens_per_step, const train::Ledger& ledger);
   ~Progress();
-  void show(const train::Record& record);
+  void show(const train::Record& record, double seconds_left);
   void validating(std::int64_t done, std::int64_t all);  // batches
   void warn(const std::string& message);                 // on a line of its own
 
  private:
   using Clock = std::chrono::steady_clock;
   bool is_due(bool in_any_case);
-  std::string line(const train::Record& record) const;
+  std::string line(const train::Record& record, double seconds_left) const;
   void put(std::string text);
   void clear();
 

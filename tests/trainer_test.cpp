@@ -468,6 +468,35 @@ TEST(Rates, WarmUpThenDown) {
   EXPECT_DOUBLE_EQ(constant.at(100), 2.0);
 }
 
+// The validations and saves that run() makes after a step are those that seconds_left() counts.
+TEST(Rates, TheTimeLeftHasValidationsAndSaves) {
+  for (const std::int64_t every : {0, 1, 2, 3, 5, 7})
+    for (const bool last : {false, true}) {
+      Ledger ledger;
+      Trainer trainer(job_of("fp32"), ledger);
+      Span span = {.steps = 5, .validate_every = every, .validation_windows = 1};
+      span.save_every = every, span.save_last = last;
+      std::vector<std::pair<std::int64_t, std::int64_t>> done,
+          left;  // validations and saves, after each step
+      const Record end = run(trainer, text(), text(), span, [&](const Record& record) {
+        Record timed = record;  // in whole units
+        timed.step_seconds = 0;
+        timed.validating = {100, 1}, timed.saving = {1, 1};
+        const auto seconds = std::llround(seconds_left(timed, span));
+        left.emplace_back(seconds / 100, seconds % 100);
+        done.emplace_back(record.validating.times, record.saving.times);
+      });
+      ASSERT_EQ(left.size(), 5u);
+      for (std::size_t i = 0; i < left.size(); ++i) {
+        EXPECT_EQ(left[i].first, end.validating.times - done[i].first) << every << ", step " << i + 1;
+        EXPECT_EQ(left[i].second, end.saving.times - done[i].second) << every << ", step " << i + 1;
+      }
+      Record middle = end;
+      middle.steps.resize(3), middle.step_seconds = 6, middle.validating = middle.saving = {};
+      EXPECT_NEAR(seconds_left(middle, span), 2 * 2, 1e-9);
+    }
+}
+
 TEST(Windows, ValidationIsSpreadOverTheWholeText) {
   const std::vector<std::uint8_t> bytes(50);
   const Windows few(bytes, 10);  // 40 of them

@@ -4,6 +4,29 @@
 #include <cmath>
 
 namespace scruple::train {
+namespace {
+
+// Counts what it takes until it ends.
+class Timer {
+ public:
+  explicit Timer(double& seconds) : seconds_(seconds) {}
+  ~Timer() { seconds_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double& seconds_;
+  Clock::time_point begin_ = Clock::now();
+};
+
+// How many steps from `step` to the last are followed by what comes every so many of them, and after the last.
+std::int64_t due_from(std::int64_t step, std::int64_t last, std::int64_t every) {
+  if (every <= 0) return 1;
+  return last / every - (step - 1) / every + (last % every == 0 ? 0 : 1);
+}
+
+}  // namespace
 
 double Record::ms_per_step() const {
   return steps.size() == resumed ? 0 : 1e3 * step_seconds / static_cast<double>(steps.size() - resumed);
@@ -13,6 +36,15 @@ double Record::first_loss() const { return validations.empty() ? std::nan("") : 
 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
 
+double seconds_left(const Record& record, const Span& span) {
+  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  const bool saves = span.save_every > 0 || span.save_last;
+  const auto all = [](std::int64_t times, double each) { return static_cast<double>(times) * each; };
+  return all(span.steps - taken, 1e-3 * record.ms_per_step()) +
+         all(due_from(taken, span.steps, span.validate_every), record.validating.mean()) +
+         all(saves ? due_from(taken, span.steps, span.save_every) : 0, record.saving.mean());
+}
+
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
            const Watch& watch, const Save& save, Record record) {
   record.resumed = record.steps.size();
@@ -20,6 +52,8 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
     const bool due =
         step == 0 || step == span.steps || (span.validate_every > 0 && step % span.validate_every == 0);
     if (!due || (!record.validations.empty() && record.validations.back().first == step)) return;
+    ++record.validating.times;
+    const Timer timer(record.validating.seconds);
     const double loss = trainer.validate(validation, span.validation_windows, [&](auto done, auto all) {
       span.validating(done, all);
       return span.go_on();
@@ -28,14 +62,18 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
   };
   auto saved = static_cast<std::int64_t>(record.resumed);
   const auto save_now = [&](std::int64_t step) {
-    if (step != saved && save(record)) saved = step;
+    if (step == saved) return;
+    ++record.saving.times;
+    const Timer timer(record.saving.seconds);
+    if (save(record)) saved = step;
   };
   auto step = static_cast<std::int64_t>(record.resumed);
   validate_if_due(step);  // which an earlier session may not have finished
   while (step < span.steps && span.go_on()) {
-    const auto before = std::chrono::steady_clock::now();
-    record.steps.push_back(trainer.step(data));
-    record.step_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
+    {
+      const Timer timer(record.step_seconds);
+      record.steps.push_back(trainer.step(data));
+    }
     ++step;
     watch(record);
     validate_if_due(step);

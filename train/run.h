@@ -19,10 +19,18 @@ struct Span {
   bool save_last = false;       // after the last step though save_every is 0
 };
 
+// What something took, each time.
+struct Timed {
+  double seconds = 0;
+  std::int64_t times = 0;
+  double mean() const { return times == 0 ? 0 : seconds / static_cast<double>(times); }
+};
+
 struct Record {
   std::vector<Outcome> steps;
   std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
   double step_seconds = 0;                                   // without the validations
+  Timed validating, saving;                                  // of this session
   std::size_t resumed = 0;                                   // steps of earlier sessions among `steps`
   bool stopped = false;                                      // before its last step, or its last validation
 
@@ -31,6 +39,10 @@ struct Record {
   double first_loss() const;
   double final_loss() const;
 };
+
+// What a run still takes right after a step: steps, and the validations and saves that are due, at the means of those
+// that this session has seen.
+double seconds_left(const Record& record, const Span& span);
 
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
