@@ -61,6 +61,7 @@ struct Options {
   ModelOptions model;
   ChosenModel chosen;
   GradientOptions gradients;
+  CuttingOptions cutting;
   std::string recipes, data, out;
   double lr = 1e-2, sgd_lr = 0.3, weight_decay = 0.1;
   int seeds = 0;  // 0: one, and fp32 from a second
@@ -114,8 +115,8 @@ Text text_of(const Options& options) {
   const std::int64_t context = model.config.shape.context;
   if (options.data.empty()) return text_of(Grammar(kGrammar), context);
   const std::string tokenizer = model.folder ? model.folder->folder() : "";
-  const auto file =
-      std::make_shared<train::Data>(open_data(options.data, {.context = context}, model, tokenizer));
+  const auto file = std::make_shared<train::Data>(
+      open_data(options.data, options.cutting.cutting(context), model, tokenizer));
   return {file->training(), file->validation(), file};
 }
 
@@ -269,6 +270,7 @@ class Comparer {
     ModelOptions model = options_.model;
     if (recipe == "lpmm") split(model, gradients);
     train::Job job = make_job(choice_for(recipe, optimizer), recipe, model, options_.chosen, gradients, "");
+    job.isolates = text_.training.isolates();
     job.schedule = schedule_for(options_, optimizer);
     return job;
   }
@@ -352,6 +354,7 @@ void Comparer::hazards() {
     train::Job job =
         make_job(choice, choice.recipe, options_.model, options_.chosen, options_.gradients, activations);
     job.schedule = {train::Annealing::cosine, options_.lr, std::max<std::int64_t>(steps / 5, 1), steps};
+    job.isolates = text_.training.isolates();
     job.scaler = scaler;
     job.scaler.scale /= kMicroBatches;
     run_hazard(found_.half, name, choice, job, text_, {});
@@ -682,7 +685,8 @@ void add_compare(CLI::App& program) {
   command->add_option("--recipes", options->recipes, "names with commas between them (default: all)")
       ->type_name("LIST");
   command->add_option("--data", options->data, "what to learn instead of the grammar's text, as in train")
-      ->type_name("FILE");
+      ->type_name("PATH");
+  options->cutting.add_options(*command);
   command
       ->add_option("--seeds", options->seeds,
                    "runs of each recipe, from seed 1 on (default: one, and fp32 from a second)")
@@ -716,6 +720,9 @@ void add_compare(CLI::App& program) {
   command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'");
   command->callback([command, options] {
     refuse_sizes(options->model, *command);
+    for (const char* name : {"--layout", "--isolate", "--validation"})
+      if (options->data.empty() && command->count(name) > 0)
+        throw UsageError(std::string(name) + " is for --data; the grammar's text is cut as it is made");
     options->chosen = choose_model(options->model);
     if (!options->model.is_gpt()) {
       if (options->data.empty())

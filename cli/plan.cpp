@@ -114,14 +114,14 @@ AddRun run_of(const Options& options) {
     throw UsageError("--batch is for the run of one model: name its folder, or its config.json");
   ModelOptions run;
   run.model = options.files.front(), run.context = options.context, run.batch = options.batch;
+  run.recompute = options.recompute;
   std::error_code ignored;
   if (std::filesystem::is_directory(run.model, ignored)) run.model += "/config.json";
   return [&options, run, model = choose_model(run)](Row& row) {
     GradientOptions gradients;
     gradients.policy = row.policy;
-    train::Job job = make_job(options.choice, row.recipe, run, model, gradients, "");
-    job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
-    const train::Ledger needed = train::memory_of(job);
+    const train::Ledger needed =
+        train::memory_of(make_job(options.choice, row.recipe, run, model, gradients, ""));
     row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
     row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
   };

@@ -92,6 +92,11 @@ std::string plural(std::int64_t count, const std::string& noun) {
   return grouped(count) + " " + noun + (count == 1 ? "" : "s");
 }
 
+std::string replaced_words(std::int64_t places) {
+  return plural(places, "place") + " in the text " + (places == 1 ? "was" : "were") +
+         " no UTF-8 and became U+FFFD";
+}
+
 std::string joined(const std::vector<std::string>& words, const char* between) {
   std::string text;
   for (const std::string& word : words) text += (text.empty() ? "" : between) + word;

@@ -19,6 +19,8 @@ std::string fixed(double value, int decimals);       // what rounds to zero has 
 std::string shortest(double value, int digits = 6);  // 0.001, 1e-08
 std::string grouped(std::int64_t value);             // 8,030,000,000
 std::string plural(std::int64_t count, const std::string& noun);
+// "2 places in the text were no UTF-8 and became U+FFFD"
+std::string replaced_words(std::int64_t places);
 std::string joined(const std::vector<std::string>& words, const char* between = ", ");
 std::string either(std::vector<std::string> words);  // nearest, truncate or wide
 // "; did you mean 'train'?" where a slip or two lead from one of `known` to `word`; "" where none is so near.

@@ -97,8 +97,7 @@ void encode(const Options& options) {
             << " bytes (" << fixed(static_cast<double>(bytes) / static_cast<double>(count), 2)
             << " bytes per token), vocabulary " << grouped(tokenizer.size()) << "; "
             << fixed(static_cast<double>(bytes) / 1e6 / seconds, 1) << " MB/s\n";
-  if (replaced > 0)
-    std::cerr << "scruple: " << plural(replaced, "place") << " in the text were no UTF-8 and became U+FFFD\n";
+  if (replaced > 0) std::cerr << "scruple: " << replaced_words(replaced) << '\n';
 }
 
 void decode(const Options& options) {

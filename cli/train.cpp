@@ -80,9 +80,8 @@ struct Options {
   Choice choice;
   ModelOptions model;
   GradientOptions gradients;
-  std::string data, out, activations, schedule = "cosine", layout, recompute = train::kRecomputes[0];
-  bool isolate = false;
-  double validation = 0.05;
+  CuttingOptions cutting;
+  std::string data, out, activations, schedule = "cosine";
   double lr = 0, weight_decay = -1;  // lr 0: by default
   std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
   std::string resume;
@@ -279,18 +278,10 @@ std::string tokenizer_folder(const Session& session) {
   return folder_of_tokenizer(options.model.model);
 }
 
-train::Cutting cutting_of(const Options& options, const ChosenModel& model) {
-  return {.context = model.config.shape.context,
-          .layout = value_named<train::Layout>(train::kLayouts, options.layout),
-          .isolate = options.isolate,
-          .validation_share = options.validation};
-}
-
-train::Job job_of(const Options& options, const ChosenModel& model) {
+train::Job job_of(const Options& options, const ChosenModel& model, const Data& data) {
   train::Job job = make_job(options.choice, options.choice.recipe, options.model, model, options.gradients,
                             options.activations);
-  job.isolates = options.isolate;
-  job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
+  job.isolates = data.training().isolates();
   job.schedule = schedule_of(options);
   return job;
 }
@@ -333,17 +324,8 @@ void print_start(const Session& session, const Data& data) {
             << token_word(s) << "s; " << name_of(options.data) << " has " << grouped(data.size());
   if (data.layout() == train::Layout::padded || data.documents() > 1)
     std::cout << " in " << plural(data.documents(), "document") << ", " << layout_name(data.layout())
-              << (options.isolate ? " and isolated" : "");
+              << (job.isolates ? " and isolated" : "");
   std::cout << "\n\n";
-  const auto note = [](std::int64_t count, const std::string& what) {
-    if (count > 0) std::cerr << "scruple: " << plural(count, "document") << ' ' << what << '\n';
-  };
-  note(data.cut(), "longer than the context: cut there, " + grouped(data.cut_tokens()) + ' ' + token_word(s) +
-                       "s are not used; --layout packed keeps them");
-  note(data.left_out(), "without a target that counts: left out");
-  if (data.replaced() > 0)
-    std::cerr << "scruple: " << plural(data.replaced(), "place")
-              << " in the text were no UTF-8 and became U+FFFD\n";
 }
 
 Record watch(const CLI::App& command, Session& session, Trainer& trainer, const Data& data, Metrics& metrics,
@@ -527,8 +509,8 @@ void train_with(const CLI::App& command, Session session) {
     }
   }
   session.tokenizer = tokenizer_folder(session);
-  const Data data =
-      open_data(options.data, cutting_of(options, session.model), session.model, session.tokenizer);
+  const Data data = open_data(options.data, options.cutting.cutting(session.model.config.shape.context),
+                              session.model, session.tokenizer);
   if (session.from) {
     const io::Metadata now = data_notes(options.data, data);
     check_data(session.notes, now);
@@ -536,7 +518,7 @@ void train_with(const CLI::App& command, Session session) {
   } else if (options.save_every > 0) {
     session.notes = notes_of(command, options, session.model, data);
   }
-  session.job = job_of(options, session.model);
+  session.job = job_of(options, session.model, data);
   session.plan = plan_of(options.choice, options.choice.recipe, session.job.shape, options.gradients.policy);
   const Table memory = checked_memory("the run", session.job, session.plan, ", or a smaller recipe");
   session.ledger = Ledger(free_memory());
@@ -613,17 +595,7 @@ void add_options(CLI::App& command, Options& options) {
                   "what to learn: a text, a folder of texts, *.jsonl (text, or prompt and completion), *.bin "
                   "(tokens); -: standard input")
       ->type_name("PATH");
-  command
-      .add_option("--layout", options.layout,
-                  "packed: documents one after another; padded: one to a window (default: padded where there "
-                  "are prompts)")
-      ->check(one_of(train::kLayouts));
-  command.add_flag("--isolate", options.isolate, "packed documents do not see each other");
-  command
-      .add_option("--validation", options.validation, "the share that is kept for validation, from the end")
-      ->type_name("SHARE")
-      ->capture_default_str()
-      ->check(above_zero());
+  options.cutting.add_options(command);
   command.add_option("--out", options.out, "the folder to write")->type_name("DIR");
   command.add_flag("--force", options.force,
                    "replace the run that --out has, once the new one has taken a step; others' files stay");
@@ -650,12 +622,6 @@ void add_options(CLI::App& command, Options& options) {
       .add_option("--activations", options.activations,
                   "fp32, bf16 or fp16 (default: as the weights are computed)")
       ->check(one_of(kPrecisions));
-  command
-      .add_option(
-          "--recompute", options.recompute,
-          "what backward computes again to save activations: none, mlp, or block (all but a layer's input)")
-      ->capture_default_str()
-      ->check(one_of(train::kRecomputes));
   command
       .add_option("--validate-every", options.validate_every,
                   "steps between validations (default: a twentieth)")

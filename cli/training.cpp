@@ -55,6 +55,19 @@ std::size_t columns_for_a_line() {
   return static_cast<std::size_t>(std::max(columns > 0 ? columns : kUsual, 2L) - 1);
 }
 
+void note_about(const train::Data& data, const train::Cutting& cutting, const char* token) {
+  const auto note = [](bool is_so, const std::string& words) {
+    if (is_so) std::cerr << "scruple: " << words << '\n';
+  };
+  note(cutting.isolate && data.layout() == train::Layout::padded,
+       "--isolate changes nothing here: a padded window has one document");
+  note(data.cut() > 0, plural(data.cut(), "document") + " longer than the context: cut there, " +
+                           grouped(data.cut_tokens()) + " " + token +
+                           "s are not used; --layout packed keeps them");
+  note(data.left_out() > 0, plural(data.left_out(), "document") + " without a target that counts: left out");
+  note(data.replaced() > 0, replaced_words(data.replaced()));
+}
+
 // Kinds that no plan of weights, moments and gradients counts.
 bool is_state(const std::string& kind) { return kind != "activations" && kind != "workspace"; }
 
@@ -96,6 +109,12 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
       ->type_name("N")
       ->check(above_zero());
   add("--batch", batch, "windows in a micro-batch");
+  command
+      .add_option(
+          "--recompute", recompute,
+          "what backward computes again to save activations: none, mlp, or block (all but a layer's input)")
+      ->capture_default_str()
+      ->check(one_of(train::kRecomputes));
   command.add_option("--steps", steps, "optimizer steps")
       ->type_name("N")
       ->capture_default_str()
@@ -208,6 +227,26 @@ Vocabulary vocabulary_of(const std::string& folder) {
   return found;
 }
 
+void CuttingOptions::add_options(CLI::App& command) {
+  command
+      .add_option("--layout", layout,
+                  "packed: documents one after another; padded: one to a window (default: padded where there "
+                  "are prompts)")
+      ->check(one_of(train::kLayouts));
+  command.add_flag("--isolate", isolate, "packed documents do not see each other");
+  command.add_option("--validation", validation, "the share that is kept for validation, from the end")
+      ->type_name("SHARE")
+      ->capture_default_str()
+      ->check(above_zero());
+}
+
+train::Cutting CuttingOptions::cutting(std::int64_t context) const {
+  return {.context = context,
+          .layout = value_named<train::Layout>(train::kLayouts, layout),
+          .isolate = isolate,
+          .validation_share = validation};
+}
+
 std::string name_of(const std::string& data) {
   return data == train::Data::kStandardInput ? "standard input" : data;
 }
@@ -247,6 +286,7 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
          shown = line.size();
        }});
   if (shown > 0) std::cerr << '\r' << std::string(shown, ' ') << '\r' << std::flush;
+  note_about(data, cutting, token_word(model.config.shape));
   return data;
 }
 
@@ -265,6 +305,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.shape = shape;
   job.initial = model.initial();
   job.batch = options.batch;
+  job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
   job.seed = options.seed;
   job.threads = options.threads;
   job.optimizer = [choice] { return choice.make_optimizer(); };

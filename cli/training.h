@@ -42,6 +42,7 @@ struct ModelOptions {
   train::GptShape shape;     // of a gpt
   std::int64_t context = 0;  // 0: the shape's, or that of the folder's model, at most kUsualContext
   std::int64_t batch = 16, steps = 1000;
+  std::string recompute = train::kRecomputes[0];
   std::uint64_t seed = 1;
   int threads = 0;
 
@@ -73,9 +74,19 @@ Vocabulary vocabulary_of(const std::string& folder);
 // The folder that --model says the tokenizer is in: a folder itself, that of a config.json; "" for a gpt.
 std::string folder_of_tokenizer(const std::string& model);
 
+// How what --data names becomes windows.
+struct CuttingOptions {
+  std::string layout;  // "": by what is read
+  bool isolate = false;
+  double validation = train::Cutting().validation_share;
+
+  void add_options(CLI::App& command);
+  train::Cutting cutting(std::int64_t context) const;
+};
+
 std::string name_of(const std::string& data);  // what is read, for people
 // What --data names, in the tokens of the model, whose tokenizer is in the folder `tokenizer` ("": none). What takes a
-// while says so on a terminal.
+// while says so on a terminal; what is not used as it is, or has no effect, is said on stderr.
 train::Data open_data(const std::string& path, const train::Cutting& cutting, const ChosenModel& model,
                       const std::string& tokenizer);
 

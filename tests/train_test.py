@@ -564,6 +564,24 @@ class Compare(Case):
         self.fails(1, "short has 5 bytes", "compare", "--data", self.path("short"))
         self.fails(1, "nosuch", "compare", "--data", self.path("nosuch"))
 
+    def test_data_is_cut_as_in_train(self):
+        with open(self.path("notes.jsonl"), "w", encoding="utf-8") as out:
+            out.writelines(json.dumps({"text": f"After {i} comes {i + 1}, said the dog."}) + "\n" for i in range(40))
+        for number, more in enumerate((("--layout", "padded"), ("--isolate", "--validation", "0.2", "--recompute", "block"))):
+            arguments = ("--data", self.path("notes.jsonl"), "--steps", "2", *more, *tiny())
+            found = self.compare(*arguments, "--recipes", "fp32", "--seeds", "1")  # with hazards, which see the same windows
+            done = run("train", *arguments, "--out", self.path(f"same{number}"), "--recipe", "fp32", "--lr", "0.01", "--warmup", "1",
+                       "--weight-decay", "0.1")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            last = [row for row in self.metrics(f"same{number}") if "val_loss" in row][-1]
+            self.assertEqual(found["rows"][0]["val_loss"], last["val_loss"], more)
+        for more in (("--layout", "packed"), ("--isolate",), ("--validation", "0.1")):
+            self.fails(2, more[0] + " is for --data", "compare", *more)
+        said = run("compare", "--data", self.path("notes.jsonl"), "--steps", "1", "--recipes", "fp32", "--seeds", "1", "--no-hazards",
+                   "--layout", "padded", "--isolate", *tiny()).stderr
+        self.assertIn("scruple: --isolate changes nothing here: a padded window has one document\n", said)
+        self.assertIn("scruple: 40 documents longer than the context: cut there, ", said)
+
     def test_hazards_and_report(self):
         found = self.compare("--recipes", "fp32", "--steps", "4", "--out", self.path("out"), *tiny())
         with open(self.path("out/report.html"), encoding="utf-8") as file:
