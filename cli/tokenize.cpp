@@ -10,6 +10,7 @@
 #include "io/file.h"
 #include "names.h"
 #include "text.h"
+#include "train/documents.h"
 #include "train/model.h"
 #include "train/tokenizer.h"
 #include "train/tokens.h"
@@ -45,7 +46,9 @@ std::string read_all(const std::string& path) {
     if (std::filesystem::is_directory(path))
       throw std::runtime_error(path + " is a folder; name the files in it");
     const io::MappedFile file(path);
-    return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+    std::string text(reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size());
+    train::check_is_text(text, path, /*bytes_are_tokens=*/false);
+    return text;
   }
   return {std::istreambuf_iterator<char>(std::cin), {}};
 }

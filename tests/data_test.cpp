@@ -436,6 +436,33 @@ TEST_F(DataTest, BrokenUtf8IsReplacedAndCounted) {
   EXPECT_EQ(Data(put("\xFF\xFF\xFF\xFF", "bytes"), packed(1)).replaced(), 0);  // bytes may be any
 }
 
+TEST_F(DataTest, WhatIsNoTextIsRefused) {
+  Tokenizer words = marked();
+  const Reading with_words = {.tokenizer = &words, .vocabulary = 9};
+  const std::string rest = std::string(4, '\0') + std::string(200, 'a');
+  for (const std::string begin :
+       {"PAR1", "ARROW1", "PK\x03\x04", "\x1F\x8B", "\xFD\x37zXZ", "\x28\xB5\x2F\xFD", "%PDF-"})
+    for (const Reading& reading : {Reading{}, with_words})
+      EXPECT_NE(refused(put(begin + rest, "data"), packed(4), reading).find("data is a"), std::string::npos)
+          << begin;
+  EXPECT_NE(refused(put("PAR1" + rest, "data.parquet"), packed(4))
+                .find("is a Parquet file, and a text was expected; "
+                      "write its rows as *.jsonl"),
+            std::string::npos);
+  // JSON in one piece, or lines of it under another name.
+  for (const char* const text :
+       {"\n [{\"text\": \"a\"}, {\"text\": \"b\"}]", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n"}) {
+    EXPECT_NE(refused(put(text, "notes.json"), packed(4)).find("one {\"text\": ...} per line"),
+              std::string::npos);
+    EXPECT_NO_THROW(Data(put(text, "notes.txt"), packed(4)));
+  }
+  // Bytes are bytes; of a text a tokenizer's reader wants UTF-8.
+  const std::string binary = put("aaaaaaaaa" + rest, "binary");
+  EXPECT_NO_THROW(Data(binary, packed(4)));
+  EXPECT_NE(refused(binary, packed(4), with_words).find("has a NUL byte at byte 9, so it is no text"),
+            std::string::npos);
+}
+
 TEST_F(DataTest, LongTextsShowTheirProgress) {
   Tokenizer tokenizer = marked();
   std::string text, lines;

@@ -178,7 +178,19 @@ class Folders(unittest.TestCase):
         self.assertNotEqual(weights_of(together), weights_of(apart))
         scratch = self.train(model / "config.json", "scratch")
         self.assertNotEqual(weights_of(scratch), weights_of(packed))
-        self.assertRegex(run("sample", scratch / "nothing").stderr, "neither config.json nor a complete checkpoint")
+
+    def test_what_is_no_text_is_refused(self):
+        model, data = self.model(FAMILIES["qwen2"]), self.root / "rows.parquet"
+        data.write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+        for command in (("train", "--data"), ("compare", "--data"), ("tokenize",)):
+            self.refused("is a Parquet file, and a text was expected; write its rows as *.jsonl", *command, data, "--model", model, "--out",
+                         self.root / "no")
+        for places, words in ((1, "1 place in the text was no UTF-8"), (2, "2 places in the text were no UTF-8")):
+            data = self.root / "latin.txt"
+            data.write_bytes(TEXT.encode() + b"\xE9 " * places)
+            done = run("train", "--model", model, "--data", data, "--out", self.root / f"{places}", "--steps", 0, "--context", 24)
+            self.assertIn(f"scruple: {words} and became U+FFFD\n", done.stderr)
+            self.assertIn(words, run("tokenize", "--model", model, data, "--out", self.root / "t.bin").stderr)
 
     def test_nothing_is_replaced_that_is_read(self):
         model = self.model(FAMILIES["qwen2"])

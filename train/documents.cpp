@@ -45,7 +45,43 @@ std::vector<std::string> files_below(const std::string& folder) {
   return files;
 }
 
+// What people have in place of a text, by its first bytes.
+struct Container {
+  std::string_view begin;
+  const char *name, *hint;
+};
+constexpr const char *kRows = "write its rows as *.jsonl, one {\"text\": ...} per line",
+                     *kUnpack = "unpack it first", *kTakeOut = "take its text out first";
+constexpr Container kContainers[] = {{"PAR1", "a Parquet file", kRows},
+                                     {"ARROW1", "an Arrow file", kRows},
+                                     {"SQLite format 3", "an SQLite database", kRows},
+                                     {"\x89HDF", "an HDF5 file", kRows},
+                                     {"PK\x03\x04", "a zip archive", kUnpack},
+                                     {"\x1F\x8B", "a gzip file", kUnpack},
+                                     {"\xFD\x37zXZ", "an xz file", kUnpack},
+                                     {"\x28\xB5\x2F\xFD", "a zstd file", kUnpack},
+                                     {"BZh91AY&SY", "a bzip2 file", kUnpack},
+                                     {"7z\xBC\xAF", "a 7z archive", kUnpack},
+                                     {"%PDF-", "a PDF", kTakeOut},
+                                     {"\x89PNG", "a picture", kTakeOut},
+                                     {"\xFF\xD8\xFF", "a picture", kTakeOut}};
+
 }  // namespace
+
+void check_is_text(std::string_view content, const std::string& path, bool bytes_are_tokens) {
+  for (const Container& container : kContainers)
+    if (content.starts_with(container.begin))
+      io::fail(path, " is ", container.name, ", and a text was expected; ", container.hint);
+  if (const std::size_t first = content.find_first_not_of(" \t\r\n");
+      path.ends_with(".json") && first != content.npos && (content[first] == '[' || content[first] == '{'))
+    io::fail(path,
+             " is JSON, whose brackets and names would be learnt as text; write its objects as *.jsonl, one "
+             "{\"text\": ...} per line, or call it *.txt if it is meant as text");
+  constexpr std::size_t kLooked = 8000;
+  if (const std::size_t at = content.substr(0, kLooked).find('\0'); !bytes_are_tokens && at != content.npos)
+    io::fail(path, " has a NUL byte at byte ", at,
+             ", so it is no text in UTF-8; take its text out, or write it as UTF-8 if it is in UTF-16");
+}
 
 Documents::Documents(const std::string& path, const Reading& reading) : reading_(reading) {
   if (reading.end && *reading.end >= reading.vocabulary)
@@ -75,6 +111,7 @@ Documents::Documents(const std::string& path, const Reading& reading) : reading_
   } else if (!is_folder && !path.ends_with(".jsonl") && as_it_is) {
     file_.emplace(path);
     const std::string_view text = text_of(file_->bytes());
+    check_is_text(text, path, /*bytes_are_tokens=*/true);
     tokens_ = std::span(reinterpret_cast<const std::uint8_t*>(text.data()), text.size());
     documents_ = {{0, size(), 0}};
     return;
@@ -93,6 +130,7 @@ void Documents::read_file(const std::string& path) {
   const io::MappedFile file(path);
   const std::string_view content = text_of(file.bytes());
   const std::int64_t before = bytes_done_;
+  check_is_text(content, path, reading_.tokenizer == nullptr);
   if (path.ends_with(".jsonl"))
     read_jsonl(content, path);
   else

@@ -31,6 +31,10 @@ struct Reading {
   std::function<void(std::int64_t done, std::int64_t all)> progress = {};  // in bytes read
 };
 
+// Throws where a file is known to be no text: a container (Parquet, zip...) by its first bytes, a *.json that is JSON, and,
+// unless its bytes are the tokens, what has a NUL byte among its first, as git tells binary files from text.
+void check_is_text(std::string_view content, const std::string& path, bool bytes_are_tokens);
+
 class Documents {
  public:
   static constexpr const char* kStandardInput = "-";
