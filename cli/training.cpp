@@ -214,10 +214,7 @@ ChosenModel choose_model(const ModelOptions& options) {
 }
 
 std::string folder_of_tokenizer(const std::string& model) {
-  std::error_code ignored;
-  if (model == kGpt) return "";
-  return std::filesystem::is_directory(model, ignored) ? model
-                                                       : std::filesystem::path(model).parent_path().string();
+  return model == kGpt ? "" : train::folder_of_model(model);
 }
 
 Vocabulary vocabulary_of(const std::string& folder) {

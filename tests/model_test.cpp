@@ -334,6 +334,7 @@ TEST_F(ModelFolders, AConfigAloneHasNoWeights) {
   EXPECT_EQ(config.config().shape.context, 4);
   EXPECT_EQ(config.config().shape.positions, kShape.context) << "of the learned positions all rows stay";
   EXPECT_EQ(config.folder(), folder_);
+  EXPECT_EQ(scruple::train::folder_of_model("config.json"), ".");
 }
 
 TEST_F(ModelFolders, TokenizersAreCopied) {

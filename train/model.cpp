@@ -112,11 +112,16 @@ void check_request(const std::string& folder, const Description& shape,
 
 ModelConfig gpt2_model(const GptShape& shape) { return {gpt2(shape), gpt2_config(shape)}; }
 
-ModelFolder::ModelFolder(const std::string& path, std::int64_t context) {
+std::string folder_of_model(const std::string& path) {
+  std::error_code ignored;
+  if (fs::is_directory(path, ignored)) return path;
+  const std::string above = fs::path(path).parent_path().string();
+  return above.empty() ? "." : above;
+}
+
+ModelFolder::ModelFolder(const std::string& path, std::int64_t context) : folder_(folder_of_model(path)) {
   std::error_code ignored;
   const bool is_folder = fs::is_directory(path, ignored);
-  folder_ = is_folder ? path : fs::path(path).parent_path().string();
-  if (folder_.empty()) folder_ = ".";
   const std::string config = is_folder ? path + kConfig : path;
   config_.text = io::read_text(config, kMaxConfig);
   config_.shape = describe(config_.text, config, context);

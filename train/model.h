@@ -21,6 +21,9 @@ struct ModelConfig {
 };
 ModelConfig gpt2_model(const GptShape& shape);
 
+// The folder that a model is in: what `path` names, or where the config.json is that it names.
+std::string folder_of_model(const std::string& path);
+
 // A model's folder, its files mapped; or a config.json, a model without weights. All that can be wrong with the names
 // and shapes of its tensors is found when it is opened; values are read one parameter at a time.
 class ModelFolder {
