@@ -277,7 +277,7 @@ void add_index(Model& model, const json& map, const std::filesystem::path& folde
     try {
       add_safetensors(model, folder / file);
     } catch (const std::runtime_error& error) {
-      fail("its shard " + json(file).dump() + ": " + error.what());
+      fail("its index names the shard " + json(file).dump() + ": " + error.what());
     }
   }
 }

@@ -312,7 +312,7 @@ TEST_F(ModelFolders, ShardsAreReadTogether) {
   }
   put_index(index);
   std::filesystem::remove(folder_ + "/part-1.safetensors");
-  expect_refused("part-1.safetensors");
+  expect_refused("/model.safetensors.index.json names part-1.safetensors, which is not there");
 }
 
 // What the model computes with, written back as it was: the rest of a config is the user's.

@@ -135,8 +135,11 @@ void ModelFolder::open_weights() {
     fail(folder_,
          " has a config.json and no weights, neither model.safetensors nor its index; name the config.json "
          "itself to begin without them");
-  for (const std::string& name : one ? std::set<std::string>{&kWeights[1]} : files_of(folder_ + kIndex))
+  for (const std::string& name : one ? std::set<std::string>{&kWeights[1]} : files_of(folder_ + kIndex)) {
+    if (!one && !fs::exists(folder_ + "/" + name, ignored))
+      fail(folder_, kIndex, " names ", name, ", which is not there; fetch that file too");
     files_.push_back(std::make_unique<io::Safetensors>(folder_ + "/" + name));
+  }
   std::vector<std::string> missing;
   for (const Parameter& parameter : parameters_of(config_.shape)) {
     const io::StoredTensor* const tensor = find(parameter.name);
