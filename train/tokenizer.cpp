@@ -569,6 +569,15 @@ Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(st
     parts_->read_added(member(json, "added_tokens"));
     parts_->read_template(member(json, "post_processor"));
     parts_->decoder = decoder_of(member(json, "decoder"));
+  } catch (const Json::parse_error& error) {
+    const std::size_t at = std::min(error.byte, text.size());
+    fail(path, " is no JSON from byte ", error.byte, " on (line ",
+         std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n') + 1, " of it",
+         error.byte > text.size() ? ", where it ends" : "",
+         "); was it cut, or not downloaded? Fetch it again");
+  } catch (const Json::out_of_range&) {  // nlohmann's own words repeat the number, however long it is
+    fail(path,
+         " has a number that is out of range; save the tokenizer again with transformers' save_pretrained");
   } catch (const std::exception& error) {
     fail(path, ": ", error.what());
   }
