@@ -103,6 +103,21 @@ void add_run_options(CLI::App& command, Options& options) {
       ->check(one_of(train::kRecomputes));
 }
 
+// Where a folder's weights do not fit its config.json, or its model is none of the trainer's, the plan says so.
+void note_what_train_refuses(Model& model, const std::vector<std::string>& paths) {
+  for (const std::string& path : paths) {
+    std::error_code ignored;
+    const auto has = [&](const char* name) { return std::filesystem::exists(path + name, ignored); };
+    if (!has("/config.json") || (!has("/model.safetensors") && !has("/model.safetensors.index.json")))
+      continue;
+    try {
+      const train::ModelFolder folder(path);
+    } catch (const std::runtime_error& error) {
+      model.notes.push_back(std::string("'scruple train' would refuse this model: ") + error.what());
+    }
+  }
+}
+
 // None without --batch.
 AddRun run_of(const Options& options) {
   if (options.batch == 0) {
@@ -129,6 +144,7 @@ AddRun run_of(const Options& options) {
 #else
 void add_run_options(CLI::App&, Options&) {}
 AddRun run_of(const Options&) { return {}; }
+void note_what_train_refuses(Model&, const std::vector<std::string>&) {}
 #endif
 
 Plan make_plan(const Options& options) {
@@ -139,6 +155,7 @@ Plan make_plan(const Options& options) {
   const Optimizer optimizer = choice.make_optimizer();
   plan.model =
       options.files.empty() ? one_tensor(parse_count(options.params, "--params")) : read_model(options.files);
+  note_what_train_refuses(plan.model, options.files);
   const AddRun add_run = run_of(options);
   plan.refusals = for_each_recipe(choice, [&](const std::string& recipe) {
     const std::string policy = options.policy.empty() ? "stored" : options.policy;

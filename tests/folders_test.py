@@ -153,6 +153,13 @@ class Folders(unittest.TestCase):
                    "--batch", 2, "--json")
         self.assertEqual(rows.returncode, 0, rows.stderr)
         self.assertEqual([row["recipe"] for row in json.loads(rows.stdout)["rows"]], ["fp32", "scruple"])
+        self.assertEqual(json.loads(wanted.stdout)["notes"], [])
+        config = (model / "config.json").read_text()
+        (model / "config.json").write_text(config.replace(f'"vocab_size": {WORDS}', '"vocab_size": 99'))
+        for more in ((), ("--batch", 3, "--context", 20)):
+            said = run("plan", model, *more).stdout
+            self.assertRegex(said, r"'scruple train' would refuse this model: .* has shape \[320, .*, and the config asks for \[99, ")
+        (model / "config.json").write_text(config)
         self.refused("needs --data", "compare", "--model", model)
         self.refused("say its --batch too", "plan", model, "--recompute", "mlp")
 
