@@ -122,6 +122,10 @@ Found find_model(const Options& options) {
     const ChosenModel found = choose_model(chosen);
     return {train::read_model(folder, found.config.shape.context), folder};
   }
+  if (!std::filesystem::is_directory(folder, ignored))
+    throw std::runtime_error((std::filesystem::exists(folder, ignored) ? folder + " is no folder"
+                                                                       : "there is nothing at " + folder) +
+                             "; give the folder of a run, one of its checkpoints, or a Hugging Face folder");
   std::string path;
   try {
     path = train::find_checkpoint(folder);
@@ -188,7 +192,7 @@ void add_sample(CLI::App& program) {
       ->type_name("TEXT");
   command->add_option("--length", options->length, "tokens to add, at most")
       ->capture_default_str()
-      ->check(not_negative());
+      ->check(above_zero());
   command->add_option("--temperature", options->temperature, "0: always the likeliest token")
       ->capture_default_str()
       ->check(not_negative());

@@ -437,6 +437,13 @@ class Sample(Case):
             os.remove(self.path(out, "config.json"))
             self.assertEqual(run("sample", self.path(out), *words).stdout, want, recipe)  # only checkpoints are left
 
+    def test_a_prompt_longer_than_the_context_is_said(self):
+        self.trained()
+        for length, words in ((16, ""), (19, "scruple: the prompt is longer than the context of 16 tokens; the model does not "
+                                             "see its first 3\n")):
+            done = run("sample", self.path("run"), "--prompt", "a" * length, "--length", "1")
+            self.assertEqual((done.returncode, done.stderr), (0, words))
+
     def test_continues_the_prompt(self):
         self.trained(steps=150)
         said = run("sample", self.path("run"), "--prompt", "The quick", "--length", "30", "--temperature", "0")
@@ -448,8 +455,11 @@ class Sample(Case):
         self.assertNotEqual(draws[0], draws[2])
 
     def test_refusals(self):
-        self.fails(1, "config.json", "sample", self.path("missing"))
+        self.fails(1, f"there is nothing at {self.path('missing')}; give the folder of a run", "sample", self.path("missing"))
+        self.fails(1, f"{self.data} is no folder; give the folder of a run", "sample", self.data)
+        self.fails(1, "has neither config.json nor a complete checkpoint", "sample", self.folder)
         self.trained()
+        self.fails(2, "--length", "sample", self.path("run"), "--length", "0")
         self.fails(2, "finite", "sample", self.path("run"), "--temperature", "nan")
         self.fails(2, "--prompt", "sample", self.path("run"), "--prompt", "")
         with open(self.path("run/model.safetensors"), "r+b") as file:
