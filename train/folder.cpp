@@ -97,12 +97,13 @@ RunFolder::~RunFolder() {
 
 void RunFolder::claim(bool replace) {
   const std::string found = found_of_run(path_);
-  if (!found.empty() && !replace)
-    fail(path_, " has ", found, " of an earlier run; choose another --out, or replace that run with --force");
   if (!found.empty() && !has_metrics(path_))
     fail(path_, " has ", found,
-         ", but no metrics.jsonl of a run, and --force replaces runs only; choose another --out, or move it "
-         "away");
+         " and no metrics.jsonl of a run, so that another program may have written it; a new run would "
+         "replace it, "
+         "which --force does to the files of earlier runs alone: choose another --out, or move it away");
+  if (!found.empty() && !replace)
+    fail(path_, " has ", found, " of an earlier run; choose another --out, or replace that run with --force");
   if (const std::string foreign = foreign_to_run(path_); !found.empty() && !foreign.empty())
     fail(foreign, " is not what a run writes, so --force leaves it; choose another --out, or move it away");
   const io::NewFile possible(metrics_path(path_));
