@@ -1,5 +1,8 @@
 #include "memory.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <fstream>
 #include <limits>
@@ -70,6 +73,14 @@ std::int64_t free_memory() {
   std::ifstream("/sys/fs/cgroup/memory.current") >> used;
   if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit)
     free = std::min(free, std::max<std::int64_t>(limit - used, 0));
+  // So may a process (ulimit -v), which counts all its addresses.
+  rlimit addresses{};
+  std::int64_t pages = 0;
+  if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY &&
+      std::ifstream("/proc/self/statm") >> pages)
+    free =
+        std::min(free, std::max<std::int64_t>(
+                           static_cast<std::int64_t>(addresses.rlim_cur) - pages * sysconf(_SC_PAGESIZE), 0));
   return free;
 }
 

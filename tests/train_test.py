@@ -248,6 +248,21 @@ class Train(Case):
             self.assertRegex(said, r"\nmemory +TiB +B/param\n")
             self.assertFalse(os.path.exists(self.path("no")))
 
+    def test_a_limit_of_the_process(self):
+        """ulimit -v: refused with the same table."""
+        def limited(mebibytes, *arguments):
+            return subprocess.run(["sh", "-c", f"ulimit -v {mebibytes << 10}; exec \"$@\"", "sh", SCRUPLE, *arguments],
+                                  capture_output=True, text=True, timeout=300)
+        if limited(1500, "--version").returncode != 0:
+            self.skipTest("a sanitizer takes more addresses")
+        shape = tiny("--width", "1024", "--heads", "16", "--layers", "24", "--threads", "1")  # 303 M parameters
+        for arguments in (("train", "--data", self.data), ("compare", "--recipes", "scruple")):
+            done = limited(1500, *arguments, "--out", self.path("no"), *shape)
+            self.assertEqual(done.returncode, 1, done.stdout)
+            self.assertRegex(done.stderr, r"needs [\d.]+ GiB, and [\d.]+ [GM]iB are free; choose a smaller model")
+            self.assertRegex(done.stderr, r"\nmemory +GiB +B/param\nweights +[\d.]+ +\d\.000\n")
+            self.assertFalse(os.path.exists(self.path("no")))
+
     def test_force_replaces_a_run_and_nothing_else(self):
         def replaced(*arguments, out="run"):
             return self.trained("--force", "--seed", "2", *arguments, out=out)
