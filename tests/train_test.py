@@ -390,6 +390,25 @@ class Train(Case):
             limit = columns or int(environment["COLUMNS"])
             self.assertTrue(all(len(line) < limit for line in lines), said)
 
+    def test_a_validation_shows_its_progress(self):
+        with open(self.data, "w", encoding="utf-8") as out:
+            out.write("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 1200)
+        large = tiny("--layers", "4", "--width", "256", "--heads", "4", "--context", "512", "--batch", "1", "--validation", "0.5")
+        master, slave = pty.openpty()
+        process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), *large],
+                                   stdout=subprocess.DEVNULL, stderr=slave)
+        os.close(slave)
+        said, deadline = b"", time.time() + 60
+        while time.time() < deadline and said.count(b"%") < 2:
+            if select.select([master], [], [], 1)[0]:
+                said += os.read(master, 4096)
+        process.kill()
+        process.wait()
+        os.close(master)
+        shares = [int(share) for share in re.findall(r"\rscruple  validating, (\d+) %", said.decode())]
+        self.assertEqual(len(shares), 2, said)
+        self.assertTrue(0 <= shares[0] < shares[1] <= 100, said)
+
     def test_the_readmes_commands_in_their_order(self):
         """As printed, one after the other, in one folder; only the number of steps is smaller."""
         with open(README, encoding="utf-8") as file:
