@@ -164,29 +164,42 @@ class CpuEngine final : public scruple_engine {
   }
 
   void encode(const scruple_tensor& t, int array, const float* values) override {
-    write_array(t, array, [&](float* tile, i64 at, int n) {
+    const ArrayWork work = work_alone(t, array);
+    const float overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
+    for_tiles(t, [&](i64 at, int n, float* tile) {
       std::memcpy(tile, reinterpret_cast<const u8*>(values) + at * static_cast<i64>(sizeof(float)),
                   static_cast<std::size_t>(n) * sizeof(float));
-      const float overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
       for (int i = 0; i < n; ++i) tile[i] = overflowed(canonical(tile[i]), overflow);
+      encode_tile(tile, work, at, n);
     });
   }
 
   void fill(const scruple_tensor& t, int array, float value) override {
-    write_array(t, array, [&](float* tile, i64, int n) { std::fill_n(tile, n, value); });
+    const ArrayWork work = work_alone(t, array);
+    const Bytes whole = bytes_of(*t.arrays[array].format, kTile);
+    const auto again = [&](u8* plane, i64 at, i64 bytes) {
+      u8* const to = plane + at / kTile * bytes;
+      if (bytes > 0) std::memcpy(to, to - bytes, static_cast<std::size_t>(bytes));
+    };
+    for_tiles(t, [&](i64 at, int n, float* tile) {
+      // Moments hold 0 exactly, whatever the coins: a whole tile of it has the bytes of the one before.
+      if (value == 0 && n == kTile && at % kChunk != 0) {
+        again(work.planes.codes, at, whole.codes);
+        again(work.planes.aux, at, whole.aux);
+        return;
+      }
+      std::fill_n(tile, n, value);
+      encode_tile(tile, work, at, n);
+    });
   }
 
   void decode(const scruple_tensor& t, int array, float* values) override {
     const ArrayWork work = work_alone(t, array);
-    for_chunks(&t, 1, [&](i64, i64, i64 first, i64 n) {
-      TileBuffers buffers;
-      for (i64 at = first; at < first + n; at += kTile) {
-        const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
-        decode_tile(work, at, in_tile, buffers.weight);
-        for (int i = 0; i < in_tile; ++i) buffers.weight[i] = canonical(buffers.weight[i]);
-        std::memcpy(reinterpret_cast<u8*>(values) + at * static_cast<i64>(sizeof(float)), buffers.weight,
-                    static_cast<std::size_t>(in_tile) * sizeof(float));
-      }
+    for_tiles(t, [&](i64 at, int n, float* tile) {
+      decode_tile(work, at, n, tile);
+      for (int i = 0; i < n; ++i) tile[i] = canonical(tile[i]);
+      std::memcpy(reinterpret_cast<u8*>(values) + at * static_cast<i64>(sizeof(float)), tile,
+                  static_cast<std::size_t>(n) * sizeof(float));
     });
   }
 
@@ -238,6 +251,16 @@ class CpuEngine final : public scruple_engine {
       const i64 tensor = std::upper_bound(begins.begin(), begins.end(), chunk) - begins.begin() - 1;
       const i64 first = (chunk - begins[static_cast<std::size_t>(tensor)]) * kChunk;
       visit(tensor, chunk, first, std::min(kChunk, tensors[tensor].size - first));
+    });
+  }
+
+  // visit(first element, elements, room for their values) for every tile of a tensor, shared among the threads; a chunk's
+  // in their order.
+  void for_tiles(const scruple_tensor& t, const auto& visit) {
+    for_chunks(&t, 1, [&](i64, i64, i64 first, i64 n) {
+      alignas(64) float tile[kTile];
+      for (i64 at = first; at < first + n; at += kTile)
+        visit(at, static_cast<int>(std::min<i64>(kTile, first + n - at)), tile);
     });
   }
 
@@ -308,18 +331,6 @@ class CpuEngine final : public scruple_engine {
     if (!work.weight.in_place && !work.keep_weight) encode_tile(weight, work.weight, at, n);
     for (int s = 0; s < kMaxSlots; ++s)
       if (slots[s] != nullptr && !work.slots[s].in_place) encode_tile(slots[s], work.slots[s], at, n);
-  }
-
-  void write_array(const scruple_tensor& t, int array, const auto& make_tile) {
-    const ArrayWork work = work_alone(t, array);
-    for_chunks(&t, 1, [&](i64, i64, i64 first, i64 n) {
-      TileBuffers buffers;
-      for (i64 at = first; at < first + n; at += kTile) {
-        const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
-        make_tile(buffers.weight, at, in_tile);
-        encode_tile(buffers.weight, work, at, in_tile);
-      }
-    });
   }
 
   const CpuUnit& info_;

@@ -278,6 +278,24 @@ TEST_F(Formats, zeros_stay_zero) {
   }
 }
 
+// Of a whole tile that a reset need not encode, and of those it must.
+TEST_F(Formats, a_reset_gives_the_bytes_of_zeros) {
+  for (const Case& c : cases) {
+    if (c.role != SCRUPLE_ROLE_SIGNED && c.role != SCRUPLE_ROLE_NONNEG) continue;
+    for (const std::size_t n : {std::size_t{1023}, std::size_t{1024}, std::size_t{65536 + 3 * 1024 + 77}}) {
+      Tensor encoded = tensor(c, n, 1, 1), reset = tensor(c, n, 1, 1);
+      encoded.encode(engine, c.array, std::vector<float>(n, 0.0f));
+      const int other = c.array == SCRUPLE_SLOT ? SCRUPLE_SLOT + 1 : SCRUPLE_SLOT;
+      reset.use(other, "fp32");
+      for (Plane* plane : {&reset.codes(c.array), &reset.aux(c.array)})
+        if (plane->size > 0) std::memset(plane->data(), 0xaa, plane->size);
+      CHECK_OK(scruple_tensor_reset(engine, &reset.row));
+      ASSERT_TRUE(same_bytes(reset.bytes(c.array), encoded.bytes(c.array))) << c.name() << ", " << n;
+      ASSERT_TRUE(reset.intact());
+    }
+  }
+}
+
 // ---- The stated bounds --------------------------------------------------------------------------
 struct Bounds : Scaled {
   void expect_bound(const Case& c, const std::vector<float>& values, const char* what) const {

@@ -30,7 +30,7 @@ class State {
   State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
         const Optimizer& undecayed, const Describe& describe, Ledger& ledger);
 
-  // The weights that `fill` gives, 1 MiB at a time, and moments of 0.
+  // The weights that `fill` gives, a million at a time, and moments of 0.
   void start(const Fill& fill, Ledger& ledger);
   void set(int parameter, const float* values);
   // The fp32 values that the optimizer sees: the visible ones and their extra bits.
