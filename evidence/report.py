@@ -43,9 +43,11 @@ def read(folder):
             tasks.setdefault(line["task"], []).append(line)
     found = {}
     for task, lines in tasks.items():
-        rows = {}
+        rows, runs = {}, [line for line in lines if line.get("seed") is not None]
+        steps, device, begin = setup(runs[-1] if runs else lines[-1])
         for line in sorted(lines, key=lambda line: line["place"]):
-            if setup(line) == setup(lines[-1]):
+            start = begin if line.get("seed") is None else line.get("begin")  # times are the same from any weights
+            if (*setup(line)[:2], start) == (steps, device, begin):
                 rows.setdefault(line["row"], {})[line.get("seed")] = line
         kept = {row: ([runs[seed] for seed in sorted(runs.keys() - {None})], runs.get(None, {})) for row, runs in rows.items()}
         kept = {row: both for row, both in kept.items() if both[0]}
