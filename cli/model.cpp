@@ -320,8 +320,8 @@ void add_folder(Model& model, const std::string& path) {
   const std::filesystem::path folder = path;
   const auto has = [&](const char* name) { return std::filesystem::exists(folder / name); };
   if (has("manifest.json")) return add_checkpoint(model, path);
-  if (has("model.safetensors.index.json")) return add_json(model, folder / "model.safetensors.index.json");
   if (has("model.safetensors")) return add_safetensors(model, folder / "model.safetensors");
+  if (has("model.safetensors.index.json")) return add_json(model, folder / "model.safetensors.index.json");
   if (has("checkpoints")) return add_checkpoint(model, path);
   if (has("config.json")) return add_json(model, folder / "config.json");
   fail(

@@ -90,6 +90,7 @@ class Words {
     for (const train::Token token :
          words_.tokenizer->encode(train::valid_utf8(text, replaced), train::Tokenizer::Part::prompt))
       tokens.push_back(static_cast<std::int32_t>(token));
+    if (replaced > 0) std::cerr << "scruple: --prompt: " << replaced_words(replaced) << '\n';
     return tokens;
   }
   std::string text_of(const std::vector<std::int32_t>& tokens) const {
@@ -100,7 +101,8 @@ class Words {
     return text;
   }
   bool ends(std::int32_t token) const {
-    return words_.end && static_cast<std::int32_t>(*words_.end) == token;
+    return std::find(words_.stops.begin(), words_.stops.end(), static_cast<train::Token>(token)) !=
+           words_.stops.end();
   }
 
  private:
@@ -159,11 +161,17 @@ void sample(const Options& options) {
   const std::vector<scruple_tensor> weights = model.visible();
   std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
   std::string said = words.text_of(tokens);
+  const std::int64_t context = model.shape.context;
+  auto begin =
+      std::max<std::int64_t>(static_cast<std::int64_t>(tokens.size()) - context, 0);  // of what it sees
   for (std::int64_t i = 0; i < options.length; ++i) {
-    const auto written = static_cast<std::int64_t>(tokens.size());
-    if (written > model.shape.context) generator->clear();  // the window moves, and every position with it
-    const std::int64_t fed = std::min(written, model.shape.context) - generator->length();
-    generator->feed(weights, tokens.data() + (written - fed), fed, logits.data());
+    const auto end = static_cast<std::int64_t>(tokens.size());
+    if (end - begin > context) {  // every position moves: half of the context is read again, and half is free
+      begin = end - (context + 1) / 2;
+      generator->clear();
+    }
+    const std::int64_t fed = end - begin - generator->length();
+    generator->feed(weights, tokens.data() + (end - fed), fed, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
     if (i == 0) std::cout << options.prompt;

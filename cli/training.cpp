@@ -219,8 +219,9 @@ std::string folder_of_tokenizer(const std::string& model) {
 
 Vocabulary vocabulary_of(const std::string& folder) {
   if (folder.empty() || !train::has_tokenizer(folder)) return {};
-  Vocabulary found = {train::read_tokenizer(folder), {}};
+  Vocabulary found = {train::read_tokenizer(folder), {}, {}};
   found.end = train::end_token(folder, *found.tokenizer);
+  found.stops = train::stop_tokens(folder, *found.tokenizer);
   return found;
 }
 

@@ -69,6 +69,7 @@ void refuse_sizes(const ModelOptions& options, const CLI::App& command);
 struct Vocabulary {
   std::optional<train::Tokenizer> tokenizer;
   std::optional<train::Token> end;  // comes after a document
+  std::vector<train::Token> stops;  // end an answer
 };
 Vocabulary vocabulary_of(const std::string& folder);
 // The folder that --model says the tokenizer is in: a folder itself, that of a config.json; "" for a gpt.

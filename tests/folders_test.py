@@ -136,6 +136,12 @@ class Folders(unittest.TestCase):
         told = words.decode(theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=words.eos_token_id,
                                             pad_token_id=words.eos_token_id)[0])
         self.assertEqual(told.replace(END, ""), said.strip())
+        # Chat models have several tokens that end an answer.
+        (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, words(".").input_ids[-1]]}))
+        done = run("sample", out, "--prompt", "After 7 comes", "--temperature", 0, "--length", 12)
+        self.assertEqual(done.stdout, said.replace(".", ""))
+        done = run("sample", out, "--prompt", "After 7\udcff comes", "--length", 1)
+        self.assertIn("--prompt: 1 place in the text was no UTF-8 and became U+FFFD", done.stderr)
 
     def test_plan_and_compare(self):
         model = self.model(FAMILIES["qwen3"])
@@ -154,6 +160,11 @@ class Folders(unittest.TestCase):
         self.assertEqual(rows.returncode, 0, rows.stderr)
         self.assertEqual([row["recipe"] for row in json.loads(rows.stdout)["rows"]], ["fp32", "scruple"])
         self.assertEqual(json.loads(wanted.stdout)["notes"], [])
+        index = model / "model.safetensors.index.json"  # where both are there, transformers reads the one file, and so do we
+        index.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": {"x": "model.safetensors"}}))
+        again = run("plan", model, "--gradients", "released", "--batch", 3, "--context", 20, *more, "--recipe", "scruple", "--json")
+        self.assertEqual(json.loads(again.stdout)["rows"][0]["total_bytes"], planned, again.stderr)
+        index.unlink()
         config = (model / "config.json").read_text()
         (model / "config.json").write_text(config.replace(f'"vocab_size": {WORDS}', '"vocab_size": 99'))
         for more in ((), ("--batch", 3, "--context", 20)):

@@ -486,6 +486,9 @@ class Sample(Case):
         self.assertEqual(said.returncode, 0, said.stderr)
         self.assertTrue(said.stdout.startswith("The quick"))
         self.assertEqual(len(said.stdout), len("The quick") + 30 + 1)
+        # 17 bytes are more than the context: the model reads the last 8 of them anew.
+        again = run("sample", self.path("run"), "--prompt", said.stdout[9:17], "--length", "9", "--temperature", "0")
+        self.assertEqual(again.stdout, said.stdout[9:26] + "\n")
         draws = [run("sample", self.path("run"), "--seed", seed).stdout for seed in ("1", "1", "2")]
         self.assertEqual(draws[0], draws[1])
         self.assertNotEqual(draws[0], draws[2])

@@ -220,6 +220,19 @@ ordered_json object_in(const std::string& folder, const char* name) {
   return json.is_object() ? json : ordered_json::object();
 }
 
+// What the first file that has an eos_token_id gives: a number or several.
+std::vector<Token> numbered_ends(const std::string& folder, const Tokenizer& tokenizer) {
+  std::vector<Token> found;
+  for (const char* name : {"generation_config.json", "config.json"}) {
+    const ordered_json ids = object_in(folder, name).value("eos_token_id", ordered_json());
+    for (const ordered_json& id : ids.is_array() ? ids : ordered_json::array({ids}))
+      if (id.is_number_unsigned() && id.get<std::uint64_t>() < static_cast<std::uint64_t>(tokenizer.size()))
+        found.push_back(static_cast<Token>(id.get<std::uint64_t>()));
+    if (!found.empty()) break;
+  }
+  return found;
+}
+
 }  // namespace
 
 std::optional<Token> end_token(const std::string& folder, const Tokenizer& tokenizer) {
@@ -230,15 +243,14 @@ std::optional<Token> end_token(const std::string& folder, const Tokenizer& token
     if (token.is_string())
       if (const auto found = tokenizer.find(token.get<std::string>())) return found;
   }
-  for (const char* name : {"generation_config.json", "config.json"}) {
-    const ordered_json json = object_in(folder, name);
-    ordered_json token = json.value("eos_token_id", ordered_json());
-    if (token.is_array() && !token.empty()) token = ordered_json(token.front());
-    if (token.is_number_unsigned() &&
-        token.get<std::uint64_t>() < static_cast<std::uint64_t>(tokenizer.size()))
-      return static_cast<Token>(token.get<std::uint64_t>());
-  }
-  return {};
+  const std::vector<Token> numbered = numbered_ends(folder, tokenizer);
+  return numbered.empty() ? std::optional<Token>() : numbered.front();
+}
+
+std::vector<Token> stop_tokens(const std::string& folder, const Tokenizer& tokenizer) {
+  std::vector<Token> stops = numbered_ends(folder, tokenizer);
+  if (const auto end = end_token(folder, tokenizer)) stops.push_back(*end);
+  return stops;
 }
 
 void write_model(const std::string& folder, const ModelConfig& model,

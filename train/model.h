@@ -64,6 +64,8 @@ bool has_tokenizer(const std::string& folder);
 // The token after a document: what tokenizer_config.json or special_tokens_map.json calls eos_token, or else the
 // eos_token_id of generation_config.json or config.json.
 std::optional<Token> end_token(const std::string& folder, const Tokenizer& tokenizer);
+// Those that end an answer: that one, and every eos_token_id, of which chat models have several.
+std::vector<Token> stop_tokens(const std::string& folder, const Tokenizer& tokenizer);
 
 // One parameter, f32, bf16 or f16; `values` is called when it is written, and its memory may then be reused.
 struct ParameterData {

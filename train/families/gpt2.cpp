@@ -5,6 +5,7 @@
 
 #include "train/families/config.h"
 #include "train/families/families.h"
+#include "train/tokenizer.h"
 
 namespace scruple::train {
 namespace {
@@ -35,8 +36,7 @@ constexpr Size kSizes[] = {{"n_embd", &GptShape::width},
 // Where text ends: the line feed for models of bytes, the last token for others, as in GPT-2's own
 // vocabulary.
 std::int64_t end_token(std::int64_t vocabulary) {
-  constexpr std::int64_t kBytes = 256;
-  return vocabulary == kBytes ? '\n' : vocabulary - 1;
+  return tokens_are_bytes(vocabulary) ? '\n' : vocabulary - 1;
 }
 
 }  // namespace
