@@ -26,8 +26,8 @@ inline constexpr const char* kPolicies[] = {"stored", "released", "compressed"};
 Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
                const Model& model, const std::string& policy);
 
-// What this machine, its container and the process's limit can still give. Linux kills a process that overcommits, without a word: ask first. Where
-// it cannot be read: no limit.
+// What this machine, its container and the process's own limit can still give. Linux kills a process that overcommits,
+// without a word: ask first. Where it cannot be read: no limit.
 std::int64_t free_memory();
 
 // Bytes of both planes of one array.
