@@ -218,6 +218,8 @@ class Models(Case):
         self.file("other.safetensors", shard(1000, "other"))  # which the index does not name
         index = {"metadata": {}, "weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
         path = self.file("model.safetensors.index.json", index)
+        self.assertEqual(self.json_of("plan", self.folder)["params"], 7)  # as transformers reads it where both are there
+        os.remove(os.path.join(self.folder, "model.safetensors"))
         for given in [self.folder, self.folder + "/", path]:
             found = self.json_of("plan", given)
             self.assertEqual((found["params"], found["tensors"]), (120, 2))
