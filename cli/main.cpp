@@ -1,5 +1,6 @@
 // The program `scruple`: reads the command line, runs one subcommand, and says on stderr what went wrong.
 #include <algorithm>
+#include <cstdlib>
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -165,9 +166,7 @@ int run(int argc, char** argv) {
   return 0;
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int guarded(int argc, char** argv) {
   try {
     return run(argc, argv);
   } catch (const cli::Stopped& stopped) {
@@ -182,4 +181,14 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     return complain(error.what(), kFailure);
   }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int status = guarded(argc, argv);
+  if (status == 0) return 0;
+  // Where memory is short (ulimit -v), OpenBLAS's threads ask for theirs for ever, and an ordinary end waits for them.
+  std::cout.flush();
+  std::_Exit(status);
 }

@@ -59,6 +59,7 @@ struct Options {
   std::string params, policy;
   std::vector<std::string> files;
   std::int64_t batch = 0, context = 0;  // batch 0: the state alone
+  int threads = 0;
   std::string recompute;
   bool as_json = false;
 };
@@ -96,6 +97,11 @@ void add_run_options(CLI::App& command, Options& options) {
   command.add_option("--context", options.context, "tokens of a window, beside --batch (default: as train)")
       ->type_name("N")
       ->check(CLI::PositiveNumber);
+  command
+      .add_option("--threads", options.threads,
+                  "of the run, beside --batch: each has scratch; 0: one per core")
+      ->type_name("N")
+      ->check(CLI::Range(0, 1024));
   options.recompute = train::kRecomputes[0];
   command
       .add_option("--recompute", options.recompute,
@@ -121,15 +127,15 @@ void note_what_train_refuses(Model& model, const std::vector<std::string>& paths
 // None without --batch.
 AddRun run_of(const Options& options) {
   if (options.batch == 0) {
-    if (options.context > 0 || options.recompute != train::kRecomputes[0])
-      throw UsageError("--context and --recompute are of a run: say its --batch too");
+    if (options.context > 0 || options.threads > 0 || options.recompute != train::kRecomputes[0])
+      throw UsageError("--context, --threads and --recompute are of a run: say its --batch too");
     return {};
   }
   if (options.files.size() != 1)
     throw UsageError("--batch is for the run of one model: name its folder, or its config.json");
   ModelOptions run;
   run.model = options.files.front(), run.context = options.context, run.batch = options.batch;
-  run.recompute = options.recompute;
+  run.recompute = options.recompute, run.threads = options.threads;
   std::error_code ignored;
   if (std::filesystem::is_directory(run.model, ignored)) run.model += "/config.json";
   return [&options, run, model = choose_model(run)](Row& row) {

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <filesystem>
 #include <iostream>
+#include <limits>
 #include <memory>
 #include <numeric>
 
@@ -79,6 +80,9 @@ class Words {
                                grouped(vocabulary) +
                                ", so its tokens are no bytes; put the tokenizer.json there");
     }
+    for (std::int64_t number = 0; words_.tokenizer && number < vocabulary; ++number)
+      if (!words_.tokenizer->has(static_cast<train::Token>(number)))
+        unknown_.push_back(static_cast<std::size_t>(number));
   }
   std::vector<std::int32_t> tokens_of(const std::string& text) {
     std::vector<std::int32_t> tokens;
@@ -100,6 +104,10 @@ class Words {
     for (const std::int32_t token : tokens) text += static_cast<char>(token);
     return text;
   }
+  // Models are often padded: numbers that are no token have logits too, and are never drawn.
+  void leave_out_unknown(std::vector<float>& logits) const {
+    for (const std::size_t number : unknown_) logits[number] = -std::numeric_limits<float>::infinity();
+  }
   bool ends(std::int32_t token) const {
     return std::find(words_.stops.begin(), words_.stops.end(), static_cast<train::Token>(token)) !=
            words_.stops.end();
@@ -107,6 +115,7 @@ class Words {
 
  private:
   Vocabulary words_;
+  std::vector<std::size_t> unknown_;
 };
 
 struct Found {
@@ -140,8 +149,11 @@ Found find_model(const Options& options) {
   const io::Checkpoint checkpoint(path);
   const auto& notes = checkpoint.manifest().trainer;
   const auto from = notes.find("--model");
+  const std::string run = std::filesystem::path(path).parent_path().parent_path().string();
   const std::string noted = from == notes.end() ? "" : folder_of_tokenizer(from->second);
-  return {train::model_of(engine, checkpoint), train::has_tokenizer(folder) ? folder : noted};
+  for (const std::string& place : {folder, run, noted})
+    if (!place.empty() && train::has_tokenizer(place)) return {train::model_of(engine, checkpoint), place};
+  return {train::model_of(engine, checkpoint), folder};
 }
 
 void sample(const Options& options) {
@@ -174,6 +186,7 @@ void sample(const Options& options) {
     generator->feed(weights, tokens.data() + (end - fed), fed, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
+    words.leave_out_unknown(logits);
     if (i == 0) std::cout << options.prompt;
     const int token = draw(logits, options, static_cast<std::uint64_t>(i));
     if (words.ends(token)) break;
@@ -218,7 +231,7 @@ void add_sample(CLI::App& program) {
                        grouped(kUsualContext) + ")")
       ->type_name("N")
       ->check(above_zero());
-  command->add_option("--seed", options->seed, "of the draws")->capture_default_str();
+  command->add_option("--seed", options->seed, "of the draws")->capture_default_str()->check(not_negative());
   command->add_option("--threads", options->threads, "0: one per core")->check(CLI::Range(0, 1024));
   command->callback([options] { sample(*options); });
 }

@@ -66,7 +66,7 @@ void refuse(const std::string& path, const std::string& out) {
   std::error_code ignored;
   if (std::filesystem::equivalent(path, out, ignored))
     throw UsageError("--out is " + path + ", which is to be read; name another file");
-  if (path.ends_with(".jsonl"))
+  if (train::is_json_lines(path))
     throw UsageError(path +
                      " is JSON lines, whose braces and names would become tokens; 'scruple train --data " +
                      path + "' reads it as it is");
@@ -91,7 +91,7 @@ void encode(const Options& options) {
     if (options.texts.size() > 1)
       std::cerr << path << ": " << grouped(static_cast<std::int64_t>(found.size())) << " tokens\n";
   }
-  if (tokens.empty()) throw std::runtime_error("there is no text in what was given; nothing was written");
+  if (bytes == 0) throw std::runtime_error("there is no text in what was given; nothing was written");
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   train::write_tokens(options.out, value_named<train::TokenFile>(kForms, options.form).value(), tokens,
                       tokenizer.size());

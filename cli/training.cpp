@@ -121,7 +121,8 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
       ->check(fewest_steps > 0 ? above_zero() : not_negative());
   command.add_option("--seed", seed, "of weights, batches and stochastic rounding")
       ->type_name("N")
-      ->capture_default_str();
+      ->capture_default_str()
+      ->check(not_negative());
   command.add_option("--threads", threads, "0: one per core; the result is the same for any number")
       ->type_name("N")
       ->capture_default_str()
@@ -214,7 +215,8 @@ ChosenModel choose_model(const ModelOptions& options) {
 }
 
 std::string folder_of_tokenizer(const std::string& model) {
-  return model == kGpt ? "" : train::folder_of_model(model);
+  std::error_code ignored;
+  return model == kGpt || !std::filesystem::exists(model, ignored) ? "" : train::folder_of_model(model);
 }
 
 Vocabulary vocabulary_of(const std::string& folder) {

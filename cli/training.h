@@ -72,7 +72,8 @@ struct Vocabulary {
   std::vector<train::Token> stops;  // end an answer
 };
 Vocabulary vocabulary_of(const std::string& folder);
-// The folder that --model says the tokenizer is in: a folder itself, that of a config.json; "" for a gpt.
+// The folder that --model says the tokenizer is in: a folder itself, that of a config.json; "" for a gpt, and where it is
+// no longer there.
 std::string folder_of_tokenizer(const std::string& model);
 
 // How what --data names becomes windows.

@@ -182,7 +182,8 @@ class CpuEngine final : public scruple_engine {
       if (bytes > 0) std::memcpy(to, to - bytes, static_cast<std::size_t>(bytes));
     };
     for_tiles(t, [&](i64 at, int n, float* tile) {
-      // Moments hold 0 exactly, whatever the coins: a whole tile of it has the bytes of the one before.
+      // Of moments (reset_slots): each of their formats holds 0 exactly, whatever the coins, so that a whole tile of it has
+      // the bytes of the one before.
       if (value == 0 && n == kTile && at % kChunk != 0) {
         again(work.planes.codes, at, whole.codes);
         again(work.planes.aux, at, whole.aux);

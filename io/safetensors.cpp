@@ -154,6 +154,9 @@ class HeaderReader {
 
 // The JSON text of a file's header.
 std::string_view header_of(std::span<const std::byte> file, const std::string& path) {
+  constexpr std::string_view kPointer = "version https://git-lfs";
+  if (file.size() >= kPointer.size() && std::memcmp(file.data(), kPointer.data(), kPointer.size()) == 0)
+    fail(path, " is a pointer of git-lfs, not the file itself; fetch it with 'git lfs pull'");
   if (file.size() < kLengthBytes)
     fail(path, " has ", file.size(),
          " bytes; a safetensors file begins with 8 that hold the length of its header");

@@ -352,7 +352,8 @@ TEST_F(DataTest, TooLittleIsRefused) {
                "none.jsonl has 0 documents with something to learn at --context 2 (1 were left out)",
                "no document");
   std::filesystem::create_directory(path("bare"));
-  expect_words(refused(path("bare"), {.context = 5}), "bare has no *.txt, *.md or *.jsonl file", "no file");
+  expect_words(refused(path("bare"), {.context = 5}), "bare has no *.txt, *.md, *.jsonl or *.ndjson file",
+               "no file");
   expect_words(refused(path("missing"), {.context = 5}), "missing", "no such file");
   expect_words(refused(path("missing.jsonl"), {.context = 5}), "missing.jsonl", "no such file");
   expect_words(refused(path("missing.bin"), {.context = 5}), "missing.bin", "no such file");
@@ -441,7 +442,7 @@ TEST_F(DataTest, WhatIsNoTextIsRefused) {
   const Reading with_words = {.tokenizer = &words, .vocabulary = 9};
   const std::string rest = std::string(4, '\0') + std::string(200, 'a');
   for (const std::string begin :
-       {"PAR1", "ARROW1", "PK\x03\x04", "\x1F\x8B", "\xFD\x37zXZ", "\x28\xB5\x2F\xFD", "%PDF-"})
+       {"PAR1", "ARROW1", "PK\x03\x04", "\x1F\x8B", "\xFD\x37zXZ", "\x28\xB5\x2F\xFD", "%PDF-", "BZh11AY&SY"})
     for (const Reading& reading : {Reading{}, with_words})
       EXPECT_NE(refused(put(begin + rest, "data"), packed(4), reading).find("data is a"), std::string::npos)
           << begin;
@@ -449,6 +450,12 @@ TEST_F(DataTest, WhatIsNoTextIsRefused) {
                 .find("is a Parquet file, and a text was expected; "
                       "write its rows as *.jsonl"),
             std::string::npos);
+  EXPECT_NE(refused(put("\xFF\xFF\xFF\xFF" + rest, "data.arrow"), packed(4)).find("is an Arrow stream"),
+            std::string::npos);
+  // Lines of JSON by each of their names, and a text that begins as they do.
+  const std::string lines = "{\"text\": \"aaaa\"}\n{\"text\": \"bbbbbb\"}\n";
+  for (const char* const name : {"a.jsonl", "a.ndjson", "a.JSONL"})
+    EXPECT_EQ(Data(put(lines, name), packed(4)).size(), 10) << name;
   // JSON in one piece, or lines of it under another name.
   for (const char* const text :
        {"\n [{\"text\": \"a\"}, {\"text\": \"b\"}]", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n"}) {

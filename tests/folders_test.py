@@ -173,6 +173,9 @@ class Folders(unittest.TestCase):
         (model / "config.json").write_text(config)
         self.refused("needs --data", "compare", "--model", model)
         self.refused("say its --batch too", "plan", model, "--recompute", "mlp")
+        planned = [json.loads(run("plan", model, "--recipe", "scruple", "--batch", 3, "--threads", count, "--json").stdout)
+                   ["rows"][0]["total_bytes"] for count in (1, 4)]
+        self.assertLess(*planned)
 
     def test_recomputed_bits_are_the_same(self):
         for name, config in FAMILIES.items():
@@ -261,6 +264,36 @@ class Folders(unittest.TestCase):
         model.rename(self.root / "moved")
         done = run("sample", out, "--prompt", "The number", "--length", 4)
         self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_a_checkpoint_finds_the_tokenizer_of_its_run(self):
+        model = self.model(FAMILIES["qwen2"])
+        out = self.train(model, "run", "--save-every", 3)
+        words = ("--prompt", "The number", "--length", 4, "--temperature", 0)
+        wanted = run("sample", out, *words).stdout
+        other = json.loads((model / "tokenizer.json").read_text())
+        other["model"]["merges"] = []
+        model.rename(self.root / "moved")
+        (self.root / "tokenizer.json").write_text(json.dumps(other))  # of another model, where the folder was
+        done = run("sample", out / "checkpoints/step-00000003", *words)
+        self.assertEqual((done.returncode, done.stdout), (0, wanted), done.stderr)
+        for name in out.glob("tokenizer*"):
+            name.unlink()
+        self.refused("step-00000003 has no tokenizer.json", "sample", out / "checkpoints/step-00000003")
+
+    def test_numbers_that_are_no_token_are_not_drawn(self):
+        model = self.model(decoder(Qwen2Config, vocab_size=WORDS + 200))
+        for more in (("--temperature", 9), ("--temperature", 0), ("--top-k", 5)):
+            done = run("sample", model, "--length", 60, *more)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_broken_files_are_named(self):
+        model = self.model(FAMILIES["qwen2"])
+        (model / "generation_config.json").write_text('{"eos_token_id": [1,')
+        self.refused("generation_config.json is no JSON from byte 21 on (line 1 of it, where it ends)", "sample", model)
+        (model / "generation_config.json").unlink()
+        (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        self.refused("model.safetensors is a pointer of git-lfs, not the file itself; fetch it with 'git lfs pull'", "sample", model)
+        self.refused("--seed", "sample", model, "--seed", "-1")
 
     def test_a_checkpoint_of_a_config_finds_its_tokenizer(self):
         model = self.model(FAMILIES["qwen2"])

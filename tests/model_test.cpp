@@ -240,8 +240,8 @@ TEST_F(ModelFolders, OtherArchitecturesAreRefused) {
           "lacks \"transformer.h.2.ln_1.weight\", \"transformer.h.2.ln_1.bias\", "
           "\"transformer.h.2.attn.c_attn.weight\" and 9 more");
   refused("n_layer", 1, "and 9 more, which the model of its config.json has not");
-  set_config("{");
-  expect_refused("not a JSON object");
+  set_config("{\n\"n_layer\":");
+  expect_refused("config.json is no JSON from byte 13 on (line 2 of it, where it ends)");
   set_config("[1]");
   expect_refused("not a JSON object");
   set_config("{}");
@@ -306,9 +306,13 @@ TEST_F(ModelFolders, ShardsAreReadTogether) {
     put_index(hostile);
     expect_refused("it must be the name of a file in the same folder");
   }
-  for (const char* text : {"", "{", "[]", "{\"weight_map\": 3}", "{\"weight_map\": {}}"}) {
+  for (const auto& [text, words] : {std::pair{"", "index.json is no JSON from byte 1 on"},
+                                    {"{", "index.json is no JSON from byte 2 on"},
+                                    {"[]", "index.json is not a JSON object"},
+                                    {"{\"weight_map\": 3}", "has no \"weight_map\""},
+                                    {"{\"weight_map\": {}}", "has no \"weight_map\""}}) {
     std::ofstream(folder_ + "/model.safetensors.index.json") << text;
-    expect_refused("has no \"weight_map\"");
+    expect_refused(words);
   }
   put_index(index);
   std::filesystem::remove(folder_ + "/part-1.safetensors");

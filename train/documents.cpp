@@ -32,23 +32,32 @@ std::vector<std::uint8_t> read_standard_input(std::int64_t limit) {
   return bytes;
 }
 
+// In capitals or not.
+bool is_named(std::string_view path, std::string_view suffix) {
+  return path.size() >= suffix.size() &&
+         std::equal(
+             suffix.begin(), suffix.end(), path.end() - static_cast<std::ptrdiff_t>(suffix.size()),
+             [](char wanted, char c) { return wanted == (c >= 'A' && c <= 'Z' ? c + ('a' - 'A') : c); });
+}
+
 // By path, so that the order is the same on every file system.
 std::vector<std::string> files_below(const std::string& folder) {
   std::vector<std::string> files;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
-    const std::string suffix = entry.path().extension().string();
-    if (entry.is_regular_file() && (suffix == ".txt" || suffix == ".md" || suffix == ".jsonl"))
-      files.push_back(entry.path().generic_string());
+    const std::string path = entry.path().generic_string();
+    if (entry.is_regular_file() && (is_named(path, ".txt") || is_named(path, ".md") || is_json_lines(path)))
+      files.push_back(path);
   }
-  if (files.empty()) io::fail(folder, " has no *.txt, *.md or *.jsonl file in it or below");
+  if (files.empty()) io::fail(folder, " has no *.txt, *.md, *.jsonl or *.ndjson file in it or below");
   std::sort(files.begin(), files.end());
   return files;
 }
 
 // What people have in place of a text, by its first bytes.
 struct Container {
-  std::string_view begin;
+  std::string_view bytes;
   const char *name, *hint;
+  std::size_t at = 0;  // where those bytes stand
 };
 constexpr const char *kRows = "write its rows as *.jsonl, one {\"text\": ...} per line",
                      *kUnpack = "unpack it first", *kTakeOut = "take its text out first";
@@ -60,7 +69,7 @@ constexpr Container kContainers[] = {{"PAR1", "a Parquet file", kRows},
                                      {"\x1F\x8B", "a gzip file", kUnpack},
                                      {"\xFD\x37zXZ", "an xz file", kUnpack},
                                      {"\x28\xB5\x2F\xFD", "a zstd file", kUnpack},
-                                     {"BZh91AY&SY", "a bzip2 file", kUnpack},
+                                     {"1AY&SY", "a bzip2 file", kUnpack, 4},
                                      {"7z\xBC\xAF", "a 7z archive", kUnpack},
                                      {"%PDF-", "a PDF", kTakeOut},
                                      {"\x89PNG", "a picture", kTakeOut},
@@ -68,12 +77,16 @@ constexpr Container kContainers[] = {{"PAR1", "a Parquet file", kRows},
 
 }  // namespace
 
+bool is_json_lines(std::string_view path) { return is_named(path, ".jsonl") || is_named(path, ".ndjson"); }
+
 void check_is_text(std::string_view content, const std::string& path, bool bytes_are_tokens) {
   for (const Container& container : kContainers)
-    if (content.starts_with(container.begin))
+    if (content.substr(std::min(container.at, content.size())).starts_with(container.bytes))
       io::fail(path, " is ", container.name, ", and a text was expected; ", container.hint);
+  if (is_named(path, ".arrow"))  // a stream begins with no name of its own
+    io::fail(path, " is an Arrow stream, and a text was expected; ", kRows);
   if (const std::size_t first = content.find_first_not_of(" \t\r\n");
-      path.ends_with(".json") && first != content.npos && (content[first] == '[' || content[first] == '{'))
+      is_named(path, ".json") && first != content.npos && (content[first] == '[' || content[first] == '{'))
     io::fail(path,
              " is JSON, whose brackets and names would be learnt as text; write its objects as *.jsonl, one "
              "{\"text\": ...} per line, or call it *.txt if it is meant as text");
@@ -108,7 +121,7 @@ Documents::Documents(const std::string& path, const Reading& reading) : reading_
   } else if (is_tokens) {
     read_tokens(path);
     return;
-  } else if (!is_folder && !path.ends_with(".jsonl") && as_it_is) {
+  } else if (!is_folder && !is_json_lines(path) && as_it_is) {
     file_.emplace(path);
     const std::string_view text = text_of(file_->bytes());
     check_is_text(text, path, /*bytes_are_tokens=*/true);
@@ -131,7 +144,7 @@ void Documents::read_file(const std::string& path) {
   const std::string_view content = text_of(file.bytes());
   const std::int64_t before = bytes_done_;
   check_is_text(content, path, reading_.tokenizer == nullptr);
-  if (path.ends_with(".jsonl"))
+  if (is_json_lines(path))
     read_jsonl(content, path);
   else
     read_text(content, path);

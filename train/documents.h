@@ -31,6 +31,8 @@ struct Reading {
   std::function<void(std::int64_t done, std::int64_t all)> progress = {};  // in bytes read
 };
 
+bool is_json_lines(std::string_view path);  // by its name: *.jsonl, *.ndjson
+
 // Throws where a file is known to be no text: a container (Parquet, zip...) by its first bytes, a *.json that is JSON, and,
 // unless its bytes are the tokens, what has a NUL byte among its first, as git tells binary files from text.
 void check_is_text(std::string_view content, const std::string& path, bool bytes_are_tokens);
@@ -39,7 +41,7 @@ class Documents {
  public:
   static constexpr const char* kStandardInput = "-";
 
-  // `path`: a folder (every *.txt, *.md and *.jsonl below it, in the order of their paths), *.jsonl, *.bin (tokens),
+  // `path`: a folder (every *.txt, *.md and file of JSON lines below it, in the order of their paths), JSON lines, *.bin (tokens),
   // "-" or any other file (a text). A text is one document; so is what ends in the end token in a file of tokens.
   // Bytes of a single file and tokens of a file stay mapped. Throws std::runtime_error.
   Documents(const std::string& path, const Reading& reading);

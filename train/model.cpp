@@ -10,6 +10,7 @@
 #include "formats/bf16.h"
 #include "formats/fp16.h"
 #include "train/families/families.h"
+#include "train/json_object.h"
 
 namespace scruple::train {
 namespace {
@@ -51,9 +52,9 @@ std::string listed(const std::vector<std::string>& names) {
 
 // The files that an index names, each once. They lie beside it.
 std::set<std::string> files_of(const std::string& path) {
-  const auto index = ordered_json::parse(io::read_text(path, kMaxIndex), nullptr, /*allow_exceptions=*/false);
-  const auto map = index.is_object() ? index.find("weight_map") : index.end();
-  if (!index.is_object() || map == index.end() || !map->is_object() || map->empty())
+  const ordered_json index = json_object(path, io::read_text(path, kMaxIndex));
+  const auto map = index.find("weight_map");
+  if (map == index.end() || !map->is_object() || map->empty())
     fail(path, " has no \"weight_map\", an object that names the file of each tensor");
   std::set<std::string> files;
   for (const auto& [name, file] : map->items()) {
@@ -215,9 +216,7 @@ ordered_json object_in(const std::string& folder, const char* name) {
   const fs::path path = fs::path(folder) / name;
   std::error_code ignored;
   if (!fs::exists(path, ignored)) return ordered_json::object();
-  ordered_json json =
-      ordered_json::parse(io::read_text(path.string(), kMaxIndex), nullptr, /*allow_exceptions=*/false);
-  return json.is_object() ? json : ordered_json::object();
+  return json_object(path.string(), io::read_text(path.string(), kMaxIndex));
 }
 
 // What the first file that has an eos_token_id gives: a number or several.

@@ -14,6 +14,7 @@
 
 #include "io/file.h"
 #include "io/json.h"
+#include "train/json_object.h"
 #include "train/pattern.h"
 #include "train/utf8.h"
 
@@ -570,11 +571,7 @@ Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(st
     parts_->read_template(member(json, "post_processor"));
     parts_->decoder = decoder_of(member(json, "decoder"));
   } catch (const Json::parse_error& error) {
-    const std::size_t at = std::min(error.byte, text.size());
-    fail(path, " is no JSON from byte ", error.byte, " on (line ",
-         std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n') + 1, " of it",
-         error.byte > text.size() ? ", where it ends" : "",
-         "); was it cut, or not downloaded? Fetch it again");
+    fail_as_no_json(path, text, error.byte);
   } catch (const Json::out_of_range&) {  // nlohmann's own words repeat the number, however long it is
     fail(path,
          " has a number that is out of range; save the tokenizer again with transformers' save_pretrained");
@@ -655,6 +652,8 @@ std::int64_t Tokenizer::size() const {
   for (const auto& [token, text] : parts_->texts) last = std::max(last, token);
   return std::int64_t{last} + 1;
 }
+
+bool Tokenizer::has(Token token) const { return parts_->texts.contains(token); }
 
 std::optional<Token> Tokenizer::find(std::string_view name) const {
   const auto found = parts_->names.find(std::string(name));

@@ -40,6 +40,7 @@ class Tokenizer {
   std::string decode(std::span<const Token> tokens) const;
 
   std::int64_t size() const;  // one more than the last token's number
+  bool has(Token token) const;
   std::optional<Token> find(std::string_view name) const;
 
  private:

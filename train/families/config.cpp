@@ -1,13 +1,12 @@
 #include "train/families/config.h"
 
 #include "io/file.h"
+#include "train/json_object.h"
 
 namespace scruple::train {
 
 Config::Config(const std::string& text, const std::string& place)
-    : place_(place), root_(nlohmann::ordered_json::parse(text, nullptr, /*allow_exceptions=*/false)) {
-  if (!root_.is_object()) io::fail(place, " is not a JSON object; it should be a Hugging Face config");
-}
+    : place_(place), root_(json_object(place, text)) {}
 
 void Config::refuse(const char* key, const std::string& wanted) const {
   const auto found = root_.find(key);
