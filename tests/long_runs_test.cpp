@@ -94,9 +94,9 @@ class LongRuns : public scruple_tests::Files {
 TEST_F(LongRuns, OnCompletions) {
   for (const std::vector<Phase>& run : phases(gpt2(kShape), true))
     for (const Phase& phase : run) {
-      EXPECT_LT(phase.learned, 0.006);  // every sign follows from the prompt
+      EXPECT_LT(phase.learned, 0.03);  // every sign follows from the prompt
       EXPECT_GT(phase.other, 3.0);
-      EXPECT_GT(phase.growth, 100);
+      EXPECT_GT(phase.growth, 50);
     }
 }
 
@@ -105,7 +105,7 @@ TEST_F(LongRuns, OnIsolatedDocuments) {
   for (std::size_t i = 0; i < kPhases; ++i) {
     // Two of seven signs follow from nothing, and more of them where a window begins inside a document.
     EXPECT_LT(found[0][i].learned, 1.05);
-    EXPECT_NEAR(found[1][i].learned, found[0][i].learned, 0.03);
+    EXPECT_NEAR(found[1][i].learned, found[0][i].learned, 0.06);
     EXPECT_GT(found[1][i].other, 3.0);
   }
 }
