@@ -15,6 +15,7 @@ The first prints
 """
 
 import argparse
+import gc
 import os
 
 import torch
@@ -128,3 +129,6 @@ def main():
 
 if __name__ == "__main__":
     main()
+    # The model's cycles hold the process group. It must end while Python runs: later, its threads would abort when they
+    # want the interpreter's lock (pytorch/pytorch issue 190489).
+    gc.collect()
