@@ -45,17 +45,19 @@ using Visible = std::span<const scruple_tensor>;
 // Such a weight's fp32 values, where the host can read it: its own memory, or `scratch` filled with them.
 const float* visible_values(Engine& engine, const scruple_tensor& weight, float* scratch);
 
-// A model that can be trained. Its memory was taken when it was made.
+// A model that can be trained. Its memory was taken when it was made. Batches are read before a call returns; the rest may
+// still be at work then.
 class Network {
  public:
   virtual ~Network() = default;
-  // The mean loss in nats over the targets that count; 0 where none does. Keeps what backward needs.
-  virtual double forward(Visible weights, const Batch& batch) = 0;
-  // The same loss, for validation: backward cannot follow.
+  // A forward and a backward pass: gradients of weight * *sink.loss_scale() * the mean loss in nats over the targets that
+  // count. Each parameter's goes to the sink once, as soon as it can be computed: whole or in pieces, in any format, in
+  // the backend's memory. Its weight may be stepped inside the call.
+  virtual void train(Visible weights, const Batch& batch, Sink& sink, float weight) = 0;
+  // The mean loss of each train() since this was last asked, 0 where no target counted; waits for the device.
+  virtual std::vector<double> losses() = 0;
+  // The mean loss, for validation.
   virtual double loss(Visible weights, const Batch& batch) = 0;
-  // Gradients of scale * loss, of the last forward. Each parameter's goes to the sink once, as soon as it can be
-  // computed: whole or in pieces, in any format, in the backend's memory. Its weight may be stepped inside the call.
-  virtual void backward(Visible weights, Sink& sink, float scale) = 0;
 };
 
 // A model that goes on from tokens.

@@ -39,6 +39,10 @@ class Memory {
   virtual ~Memory() = default;
   virtual void* take(std::int64_t bytes) = 0;  // zeroed, at least one byte; nullptr: there is no more
   virtual void give_back(void* memory) noexcept = 0;
+  // Whether the host can read and write it where it lies; if not, it is copied.
+  virtual bool is_host() const { return true; }
+  virtual void read(void* to_host, const void* from, std::int64_t bytes);
+  virtual void write(void* to, const void* from_host, std::int64_t bytes);
 };
 Memory& host_memory();
 

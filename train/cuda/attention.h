@@ -1,0 +1,35 @@
+// Causal attention on tensor cores (Dao et al., 2205.14135; 2307.08691): neither pass writes the weights down. Sums have a
+// fixed order, so the same input gives the same bits on one kind of GPU.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "train/backend.h"
+
+namespace scruple::train::cuda {
+
+// Of queries, keys and values beside each other: rows of (heads + 2 kv_heads) x head_width values, normed and turned
+// already. 16-bit values of heads 64, 80, 96 and 128 wide go through tensor cores; every other head width up to 256, and
+// fp32, through plain arithmetic.
+struct Attention {
+  Precision precision;
+  std::int64_t sequences, length;  // rows = sequences x length
+  int heads, kv_heads, head_width;
+  // Of each row in its document, which begins at 0; a token sees nothing before its document. nullptr: every sequence is
+  // one document.
+  const std::int32_t* positions;
+};
+
+// Why there is no such attention, or nullptr.
+const char* problem_with(const Attention& shape);
+// y: rows of heads x head_width. log_sums, [sequences, heads, length]: the logarithm of each softmax's sum, of scores
+// times 1 / sqrt(head_width).
+void attend(const Attention& shape, const void* qkv, void* y, float* log_sums, cudaStream_t stream);
+// Bytes that attend_backward works in.
+std::int64_t attend_backward_bytes(const Attention& shape);
+void attend_backward(const Attention& shape, const void* qkv, const void* y, const float* log_sums, const void* dy,
+                     void* dqkv, void* workspace, cudaStream_t stream);
+
+}  // namespace scruple::train::cuda
