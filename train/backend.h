@@ -29,6 +29,7 @@ struct Setup {
   std::int64_t batch = 16;  // windows in a micro-batch
   Precision activations = Precision::fp32;
   Recompute recompute = Recompute::none;
+  bool graphs = true;  // a GPU's kernels are recorded once and launched again; the bits are the same
 };
 
 // batch x context tokens, and what follows each; in host memory.
