@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <map>
+#include <utility>
 
 #include "formats/bf16.h"
 #include "train/trainer.h"
@@ -42,7 +43,6 @@ Arena arena;
 class Squares final : public Network {
  public:
   explicit Squares(Ledger& ledger) : ledger_(ledger) {}
-  double forward(Visible weights, const Batch& batch) override { return loss(weights, batch); }
   double loss(Visible weights, const Batch&) override {
     double sum = 0;
     for (const scruple_tensor& row : weights)
@@ -52,7 +52,9 @@ class Squares final : public Network {
       }
     return sum;
   }
-  void backward(Visible weights, Sink& sink, float scale) override {
+  void train(Visible weights, const Batch& batch, Sink& sink, float weight) override {
+    losses_.push_back(loss(weights, batch));
+    const float scale = *sink.loss_scale() * weight;
     for (std::size_t p = weights.size(); p-- > 0;) {
       const std::int64_t size = weights[p].size;
       const Block whole(ledger_, "gradients", size * 2, arena);
@@ -63,6 +65,7 @@ class Squares final : public Network {
       sink.add(static_cast<std::int64_t>(p), 0, size, whole.as<void>(), "bf16");
     }
   }
+  std::vector<double> losses() override { return std::exchange(losses_, {}); }
 
  private:
   static const u16* codes_of(const scruple_tensor& row) {
@@ -73,6 +76,7 @@ class Squares final : public Network {
     return static_cast<const u16*>(weight.codes);
   }
   Ledger& ledger_;
+  std::vector<double> losses_;
 };
 
 class Stranger final : public Backend {

@@ -105,6 +105,7 @@ class Trainer {
   std::unique_ptr<Sink> sink_;       // gives its memory back to accumulators_
   Block tokens_, targets_, starts_;  // starts_: where documents are isolated
   std::int64_t taken_ = 0;
+  float loss_scale_ = 1;  // of the next step
 };
 
 }  // namespace scruple::train
