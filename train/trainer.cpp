@@ -156,7 +156,7 @@ Position Trainer::take_up(const io::Checkpoint& from) {
         tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
       io::fail(from.folder(), ": tensor ", p, " is \"", tensor.name, "\", and this model has \"",
                parameters[p].name, "\" there, or of another shape");
-    load(engine(), from, tensor, state_->table()[p]);
+    load(engine(), from, tensor, state_->table()[p], memory());
     state_->set_step(static_cast<int>(p), tensor.step);
     position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
   }

@@ -80,6 +80,7 @@ class Trainer {
   Position position() const;  // between steps
   State& state() { return *state_; }
   Engine& engine() { return backend_->engine(); }
+  Memory& memory() { return backend_->memory(); }  // where the state's planes are
   // The optimizers of what decays and of what does not.
   const Optimizer& decaying() const { return decaying_; }
   const Optimizer& undecayed() const { return undecayed_; }
