@@ -1,5 +1,6 @@
-// A backend that is no CPU's: the loop, the state and the sink ask of it what train/backend.h says, and no more. It has
-// memory of its own, reads weights as bf16 codes and hands gradients over whole, as bf16.
+// A backend that is no CPU's: the loop, the state, the sink and checkpoints ask of it what train/backend.h says, and no
+// more. It has memory of its own, which says that the host cannot touch it, reads weights as bf16 codes and hands
+// gradients over whole, as bf16.
 #include "train/backend.h"
 
 #include <gtest/gtest.h>
@@ -8,14 +9,18 @@
 #include <cmath>
 #include <cstdlib>
 #include <map>
+#include <utility>
 
 #include "formats/bf16.h"
+#include "tests/files.h"
+#include "train/checkpoint.h"
+#include "train/model.h"
 #include "train/trainer.h"
 
 namespace scruple::train {
 namespace {
 
-// Memory that knows what it gave.
+// Memory that knows what it gave, and what of it was copied. (The host can touch it in truth: the engine is the CPU's.)
 class Arena final : public Memory {
  public:
   void* take(std::int64_t bytes) override {
@@ -30,10 +35,20 @@ class Arena final : public Memory {
     given.erase(memory);
     std::free(memory);
   }
+  bool is_host() const override { return false; }
+  void read(void* to_host, const void* from, std::int64_t bytes) override {
+    read_bytes += bytes;
+    Memory::read(to_host, from, bytes);
+  }
+  void write(void* to, const void* from_host, std::int64_t bytes) override {
+    written_bytes += bytes;
+    Memory::write(to, from_host, bytes);
+  }
   bool has(const void* memory) const { return given.contains(const_cast<void*>(memory)); }
 
   std::map<void*, std::int64_t> given;
   std::int64_t most = 0;  // bytes at once
+  std::int64_t read_bytes = 0, written_bytes = 0;
 };
 
 Arena arena;
@@ -42,7 +57,6 @@ Arena arena;
 class Squares final : public Network {
  public:
   explicit Squares(Ledger& ledger) : ledger_(ledger) {}
-  double forward(Visible weights, const Batch& batch) override { return loss(weights, batch); }
   double loss(Visible weights, const Batch&) override {
     double sum = 0;
     for (const scruple_tensor& row : weights)
@@ -52,7 +66,9 @@ class Squares final : public Network {
       }
     return sum;
   }
-  void backward(Visible weights, Sink& sink, float scale) override {
+  void train(Visible weights, const Batch& batch, Sink& sink, float weight) override {
+    losses_.push_back(loss(weights, batch));
+    const float scale = *sink.loss_scale() * weight;
     for (std::size_t p = weights.size(); p-- > 0;) {
       const std::int64_t size = weights[p].size;
       const Block whole(ledger_, "gradients", size * 2, arena);
@@ -63,6 +79,7 @@ class Squares final : public Network {
       sink.add(static_cast<std::int64_t>(p), 0, size, whole.as<void>(), "bf16");
     }
   }
+  std::vector<double> losses() override { return std::exchange(losses_, {}); }
 
  private:
   static const u16* codes_of(const scruple_tensor& row) {
@@ -73,6 +90,7 @@ class Squares final : public Network {
     return static_cast<const u16*>(weight.codes);
   }
   Ledger& ledger_;
+  std::vector<double> losses_;
 };
 
 class Stranger final : public Backend {
@@ -134,6 +152,96 @@ TEST_P(BackendTest, TrainsInItsOwnMemoryAndFormats) {
     EXPECT_EQ(arena.most, counted) << "all planes, gradients and accumulators";
   }
   EXPECT_TRUE(arena.given.empty()) << "planes, accumulators and gradients go back where they came from";
+}
+
+// Weights, extra bits, moments and scales.
+std::vector<std::byte> planes_of(Trainer& trainer) {
+  std::vector<std::byte> all;
+  for (const scruple_tensor& row : trainer.state().table()) {
+    const io::TensorState form = stored_form("t", {row.size}, row);
+    for (std::size_t a = 0; a < form.arrays.size(); ++a)
+      for (std::size_t p = 0; p < form.arrays[a].planes.size(); ++p) {
+        const std::span<std::byte> plane = plane_of(row, form, a, p);
+        all.insert(all.end(), plane.begin(), plane.end());
+      }
+  }
+  return all;
+}
+
+Job with_momentum(const char* recipe = "scruple") {
+  Job job = job_of(SCRUPLE_STORED);
+  job.optimizer = [] { return Optimizer("sgd", {{"momentum", 0.5}}); };
+  job.describe = [recipe](const Optimizer& optimizer, std::int64_t size) {
+    scruple_tensor row = {};
+    row.optimizer = optimizer.raw();
+    row.size = size;
+    check(scruple_tensor_use(&row, recipe));
+    return row;
+  };
+  return job;
+}
+
+using BackendFiles = scruple_tests::Files;
+
+TEST_F(BackendFiles, EveryPlaneIsCopiedToACheckpointAndBackAndTheRunGoesOnToTheBit) {
+  const std::vector<std::uint8_t> text(100, 'a');
+  const Windows windows(text, 8);
+  Ledger ledger;
+  Trainer whole(with_momentum(), ledger);
+  for (int step = 0; step < 4; ++step) whole.step(windows);
+  {
+    Trainer first(with_momentum(), ledger);
+    for (int step = 0; step < 2; ++step) first.step(windows);
+    arena.read_bytes = 0;
+    save(first, "scruple", {}, path("run"), 0);
+    EXPECT_EQ(arena.read_bytes, static_cast<std::int64_t>(planes_of(first).size()));
+  }
+  const io::Checkpoint saved(find_checkpoint(path("run")));
+  arena.written_bytes = 0;
+  Trainer second(with_momentum(), ledger, &saved);
+  EXPECT_EQ(arena.written_bytes, static_cast<std::int64_t>(planes_of(second).size()));
+  for (int step = 0; step < 2; ++step) second.step(windows);
+  EXPECT_EQ(planes_of(second), planes_of(whole));
+}
+
+// Recipes have changed: moments are decoded and encoded.
+TEST_F(BackendFiles, MomentsOfAnotherFormatAreTakenUp) {
+  const std::vector<std::uint8_t> text(100, 'a');
+  Ledger ledger;
+  Trainer first(with_momentum(), ledger);
+  first.step(Windows(text, 8));
+  save(first, "scruple", {}, path("run"), 0);
+  const io::Checkpoint saved(find_checkpoint(path("run")));
+  Job job = with_momentum();
+  job.describe = [describe = job.describe](const Optimizer& optimizer, std::int64_t size) {
+    scruple_tensor row = describe(optimizer, size);
+    row.arrays[SCRUPLE_WEIGHT + 1] = {format_named("fp32"), nullptr, nullptr, SCRUPLE_NEAREST, 0};
+    return row;
+  };
+  Trainer second(job, ledger, &saved);
+  for (std::size_t p = 0; p < first.state().table().size(); ++p) {
+    const scruple_tensor &a = first.state().table()[p], &b = second.state().table()[p];
+    std::vector<float> want(static_cast<std::size_t>(a.size)), got(want.size());
+    check(scruple_decode(first.engine().raw(), &a, SCRUPLE_WEIGHT + 1, want.data()));
+    check(scruple_decode(second.engine().raw(), &b, SCRUPLE_WEIGHT + 1, got.data()));
+    EXPECT_EQ(want, got);
+  }
+}
+
+TEST_F(BackendFiles, ItsWeightsAreWrittenAsTheModelComputesWithThem) {
+  for (const char* recipe : {"scruple", "lpmm", "fp32"}) {
+    Ledger ledger;
+    Trainer trainer(with_momentum(recipe), ledger);
+    const std::string folder = path(recipe);
+    write_weights(folder, gpt2_model({1, 32, 2, 8, 256}), trainer, ledger);
+    const Model model = read_model(folder);
+    for (std::size_t p = 0; p < model.parameters.size(); ++p) {
+      const scruple_tensor& row = trainer.state().visible()[p];
+      std::vector<float> want(static_cast<std::size_t>(row.size));
+      check(scruple_decode(trainer.engine().raw(), &row, SCRUPLE_WEIGHT, want.data()));
+      EXPECT_EQ(model.parameters[p], want) << recipe << ' ' << p;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Policies, BackendTest,

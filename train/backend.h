@@ -40,6 +40,15 @@ struct Batch {
   const std::int32_t* starts = nullptr;
 };
 
+// Throws std::invalid_argument where no such model is, or no such batch.
+void check_setup(const Setup& setup);
+// The same where a token is outside the vocabulary.
+void check_tokens(const Description& model, const std::int32_t* tokens, std::int64_t count);
+// The same where a token, a target or a start of a batch of `rows` tokens cannot be. Writes each token's position in its
+// document; returns how many targets count.
+std::int64_t read_batch(const Description& model, std::int64_t rows, const Batch& batch,
+                        std::int32_t* positions);
+
 // A row for each parameter, in the order of parameters_of(shape), whose weight is {format, codes} as the model
 // computes with it: bf16 where it is kept as bf16+8. In the backend's memory.
 using Visible = std::span<const scruple_tensor>;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <iterator>
 #include <utility>
 
@@ -130,15 +131,47 @@ std::span<std::byte> plane_of(const scruple_tensor& row, const io::TensorState& 
   return {static_cast<std::byte*>(plane == 0 ? found.codes : found.aux), bytes};
 }
 
+namespace {
+
+constexpr std::size_t kPart = std::size_t{64} << 20;  // bytes of a copy for memory that the host cannot touch
+
+std::int64_t signed_size(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
+
+// `bytes` of a device, where they lie or as copies of parts, in order.
+void for_each_part(Memory& memory, std::span<const std::byte> bytes,
+                   const std::function<void(std::span<const std::byte>)>& take) {
+  if (memory.is_host()) return take(bytes);
+  std::vector<std::byte> copy(std::min(kPart, bytes.size()));
+  for (; !bytes.empty(); bytes = bytes.subspan(std::min(copy.size(), bytes.size()))) {
+    const std::span<std::byte> part = std::span(copy).first(std::min(copy.size(), bytes.size()));
+    memory.read(part.data(), bytes.data(), signed_size(part.size()));
+    take(part);
+  }
+}
+
+void read_plane(Memory& memory, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
+                const io::Array& array, const io::Plane& plane, std::span<std::byte> to) {
+  if (memory.is_host()) return checkpoint.read(tensor, array, plane, to);
+  io::PlaneReader reader(checkpoint, tensor, array, plane);
+  std::vector<std::byte> copy(std::min(kPart, to.size()));
+  for (; !to.empty(); to = to.subspan(std::min(copy.size(), to.size()))) {
+    const std::span<std::byte> part = std::span(copy).first(std::min(copy.size(), to.size()));
+    reader.read(part);
+    memory.write(to.data(), part.data(), signed_size(part.size()));
+  }
+}
+
+}  // namespace
+
 void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
-          const scruple_tensor& row) {
+          const scruple_tensor& row, Memory& memory) {
   check_planes(tensor, row, true);
   const io::TensorState wanted = stored_form(tensor.name, tensor.shape, row);
   for (std::size_t a = 0; a < tensor.arrays.size(); ++a) {
     const io::Array& array = tensor.arrays[a];
     const auto read_into = [&](const scruple_tensor& to) {
       for (std::size_t p = 0; p < array.planes.size(); ++p)
-        checkpoint.read(tensor, array, array.planes[p], plane_of(to, tensor, a, p));
+        read_plane(memory, checkpoint, tensor, array, array.planes[p], plane_of(to, tensor, a, p));
     };
     if (reads_alike(array, wanted.arrays[a])) {
       read_into(row);
@@ -243,24 +276,35 @@ constexpr const char* kStep = "step";  // in the metadata of exported weights
 }
 
 void write_weights(const std::string& folder, const ModelConfig& model, Trainer& trainer, Ledger& ledger) {
-  State& state = trainer.state();
+  const std::vector<scruple_tensor>& visible = trainer.state().visible();
+  Memory& memory = trainer.memory();
   std::vector<ParameterData> data;
   Block decoded;
-  for (int p = 0; p < static_cast<int>(state.parameters().size()); ++p) {
-    const scruple_array& weight = state.visible()[static_cast<std::size_t>(p)].arrays[SCRUPLE_WEIGHT];
+  std::vector<float> copy;  // of a weight that the host cannot read
+  for (const scruple_tensor& row : visible) {
+    const scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
     const std::string format = info_of(weight.format).name;
-    if (format == "bf16" || format == "fp16") {
-      data.push_back(
-          {format == "bf16" ? io::Dtype::bf16 : io::Dtype::f16, [&weight] { return weight.codes; }});
-      continue;
+    const bool is_half = format == "bf16" || format == "fp16";
+    const io::Dtype dtype = format == "bf16" ? io::Dtype::bf16 : is_half ? io::Dtype::f16 : io::Dtype::f32;
+    if (is_half && memory.is_host()) {
+      data.push_back({dtype, [&weight] { return weight.codes; }});
+    } else if (memory.is_host()) {
+      data.push_back({dtype, [&, format] {
+                        decoded = Block();
+                        if (format != "fp32")
+                          decoded = Block(ledger, "workspace", row.size * std::int64_t{sizeof(float)});
+                        return visible_values(trainer.engine(), row, decoded.as<float>());
+                      }});
+    } else {
+      data.push_back({dtype, [&, is_half] {
+                        copy.resize(static_cast<std::size_t>(is_half ? (row.size + 1) / 2 : row.size));
+                        if (is_half)
+                          memory.read(copy.data(), weight.codes, 2 * row.size);
+                        else
+                          check(scruple_decode(trainer.engine().raw(), &row, SCRUPLE_WEIGHT, copy.data()));
+                        return copy.data();
+                      }});
     }
-    data.push_back({io::Dtype::f32, [&, p] {
-                      const scruple_tensor& row = state.visible()[static_cast<std::size_t>(p)];
-                      decoded = Block();
-                      if (info_of(row.arrays[SCRUPLE_WEIGHT].format).name != std::string("fp32"))
-                        decoded = Block(ledger, "workspace", row.size * std::int64_t{sizeof(float)});
-                      return visible_values(trainer.engine(), row, decoded.as<float>());
-                    }});
   }
   write_model(folder, model, data, {{kStep, std::to_string(trainer.steps_taken())}});
 }
@@ -307,10 +351,13 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error) fail("cannot make the folder ", folder, ": ", error.message());
-  io::write_checkpoint(folder + "/" + io::step_name(position.taken), manifest, 1,
-                       [&](std::size_t t, std::size_t a, std::size_t p) {
-                         return plane_of(state.table()[t], manifest.tensors[t], a, p);
-                       });
+  io::NewCheckpoint made(folder + "/" + io::step_name(position.taken), manifest, 1);
+  for (std::size_t t = 0; t < manifest.tensors.size(); ++t)
+    for (std::size_t a = 0; a < manifest.tensors[t].arrays.size(); ++a)
+      for (std::size_t p = 0; p < manifest.tensors[t].arrays[a].planes.size(); ++p)
+        for_each_part(trainer.memory(), plane_of(state.table()[t], manifest.tensors[t], a, p),
+                      [&](std::span<const std::byte> part) { made.write(t, a, p, part); });
+  made.finish();
   keep_last(run, keep);
 }
 

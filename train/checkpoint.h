@@ -23,9 +23,9 @@ scruple_tensor row_of(const io::TensorState& tensor, const scruple_optimizer* op
 std::span<std::byte> plane_of(const scruple_tensor& row, const io::TensorState& tensor, std::size_t array,
                               std::size_t plane);
 // Every plane of the tensor into the row's memory. Moments in another format are decoded and encoded: recipes have
-// changed since 0.1. Throws where weights would be read differently, or sizes differ.
+// changed since 0.1. Throws where weights would be read differently, or sizes differ. `memory`: the row's.
 void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
-          const scruple_tensor& row);
+          const scruple_tensor& row, Memory& memory = host_memory());
 
 // Who wrote a checkpoint, in the manifest's `trainer` under "program".
 inline constexpr const char* kProgram = "scruple train";

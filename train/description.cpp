@@ -1,6 +1,9 @@
 #include "train/description.h"
 
+#include <algorithm>
+#include <cmath>
 #include <initializer_list>
+#include <numbers>
 
 namespace scruple::train {
 namespace {
@@ -147,6 +150,30 @@ std::string problem_with(const Description& model) {
            " was asked for, and a token of this model sees the last " + text(model.window) +
            " (its sliding window); choose a context up to that";
   return "";
+}
+
+Index rotation_floats(const Description& model) {
+  return model.rotary.base > 0 ? model.context * model.head_width : 0;
+}
+
+// The angle of position p and pair i is p base^(-2i/d) (Su et al., 2104.09864, eq. 15), in fp32 as everyone
+// trains with. Llama 3's stretch is that of its published code.
+void rotation_of(const Description& model, float* table) {
+  const Rotary& rotary = model.rotary;
+  const Index pairs = model.head_width / 2;
+  for (Index i = 0; i < pairs; ++i) {
+    double frequency = std::pow(rotary.base, -static_cast<double>(i) / static_cast<double>(pairs));
+    if (rotary.factor != 1) {
+      const double turns = static_cast<double>(rotary.first_context) * frequency / (2 * std::numbers::pi);
+      const double stay = std::clamp((turns - rotary.slow) / (rotary.fast - rotary.slow), 0.0, 1.0);
+      frequency *= stay + (1 - stay) / rotary.factor;
+    }
+    for (Index p = 0; p < model.context; ++p) {
+      const double angle = static_cast<double>(static_cast<float>(p) * static_cast<float>(frequency));
+      table[2 * p * pairs + i] = static_cast<float>(std::cos(angle));
+      table[(2 * p + 1) * pairs + i] = static_cast<float>(std::sin(angle));
+    }
+  }
 }
 
 }  // namespace scruple::train

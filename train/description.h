@@ -1,5 +1,5 @@
 // What a model is, as data: its sizes, which of the known parts it is made of, and what its tensors are
-// called. One forward and backward pass reads it (train/cpu/transformer.h).
+// called. A device's forward and backward pass reads it (train/backend.h).
 #pragma once
 
 #include <cstdint>
@@ -100,5 +100,9 @@ struct Places {
   NormPlace last_norm;
 };
 Places places_of(const Description& model);
+
+// For each position of the context, cosines and then sines of head_width / 2 angles; what it takes, and its values.
+std::int64_t rotation_floats(const Description& model);
+void rotation_of(const Description& model, float* table);
 
 }  // namespace scruple::train

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -44,6 +45,13 @@ std::int64_t Ledger::peak(const std::string& kind) const {
   for (const Entry& entry : entries_)
     if (entry.kind == kind) return entry.peak;
   return 0;
+}
+
+void Memory::read(void* to_host, const void* from, std::int64_t bytes) {
+  std::memcpy(to_host, from, static_cast<std::size_t>(bytes));
+}
+void Memory::write(void* to, const void* from_host, std::int64_t bytes) {
+  std::memcpy(to, from_host, static_cast<std::size_t>(bytes));
 }
 
 namespace {

@@ -88,7 +88,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   else
     state_->start(job.initial ? job.initial : random_values(state_->parameters(), job.seed), ledger);
   if (from != nullptr) job_.scaler = position.scaler;
-  if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler;
+  if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler, loss_scale_ = job_.scaler.scale;
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
   job_.gradients.memory = accumulators_.memory();
   sink_ = std::make_unique<Sink>(engine(), state_->table(), job_.gradients);
@@ -156,7 +156,7 @@ Position Trainer::take_up(const io::Checkpoint& from) {
         tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
       io::fail(from.folder(), ": tensor ", p, " is \"", tensor.name, "\", and this model has \"",
                parameters[p].name, "\" there, or of another shape");
-    load(engine(), from, tensor, state_->table()[p]);
+    load(engine(), from, tensor, state_->table()[p], memory());
     state_->set_step(static_cast<int>(p), tensor.step);
     position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
   }
@@ -176,7 +176,7 @@ Position Trainer::position() const {
 
 Outcome Trainer::step(const Windows& data) {
   const std::int64_t parts = job_.gradients.micro_batches;
-  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, *sink_->loss_scale(), false};
+  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false};
   with_rate(decaying_, outcome.lr), with_rate(undecayed_, outcome.lr);
   const auto read_part = [&](std::int64_t part) {
     return read(data, [&](std::int64_t w) {
@@ -188,14 +188,18 @@ Outcome Trainer::step(const Windows& data) {
   // weighed by its targets. Where all have as many the weights are 1.
   std::int64_t all = 0;
   for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part);
+  std::vector<double> weights;
   for (std::int64_t part = 0; part < parts; ++part) {
     const std::int64_t counted = read_part(part);
-    const double weight = all == 0 ? 1 : static_cast<double>(counted * parts) / static_cast<double>(all);
-    outcome.loss += network_->forward(state_->visible(), batch()) * weight / static_cast<double>(parts);
-    network_->backward(state_->visible(), *sink_, outcome.loss_scale * static_cast<float>(weight));
+    weights.push_back(all == 0 ? 1 : static_cast<double>(counted * parts) / static_cast<double>(all));
+    network_->train(state_->visible(), batch(), *sink_, static_cast<float>(weights.back()));
     sink_->end();
   }
+  const std::vector<double> losses = network_->losses();
+  for (std::size_t part = 0; part < weights.size(); ++part)
+    outcome.loss += losses[part] * weights[part] / static_cast<double>(parts);
   const scruple_sink_report report = sink_->read();
+  if (job_.scaler.scale > 0) loss_scale_ = report.scaler.scale;
   outcome.norm = report.norm;
   outcome.skipped = report.found_inf != 0;
   ++taken_;

@@ -80,6 +80,7 @@ class Trainer {
   Position position() const;  // between steps
   State& state() { return *state_; }
   Engine& engine() { return backend_->engine(); }
+  Memory& memory() { return backend_->memory(); }  // where the state's planes are
   // The optimizers of what decays and of what does not.
   const Optimizer& decaying() const { return decaying_; }
   const Optimizer& undecayed() const { return undecayed_; }
@@ -105,6 +106,7 @@ class Trainer {
   std::unique_ptr<Sink> sink_;       // gives its memory back to accumulators_
   Block tokens_, targets_, starts_;  // starts_: where documents are isolated
   std::int64_t taken_ = 0;
+  float loss_scale_ = 1;  // of the next step
 };
 
 }  // namespace scruple::train

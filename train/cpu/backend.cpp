@@ -2,6 +2,8 @@
 // handed over in tiles of rows.
 #include "train/backend.h"
 
+#include <utility>
+
 #include "train/cpu/blas.h"
 #include "train/cpu/generate.h"
 #include "train/cpu/tiles.h"
@@ -28,24 +30,24 @@ class CpuNetwork final : public Network {
         tiles_(parameters_of(setup.shape), released, ledger) {
     if (!ledger.only_counts()) reserve_buffers(threads.count());
   }
-  double forward(Visible weights, const Batch& batch) override {
+  void train(Visible weights, const Batch& batch, Sink& sink, float weight) override {
     Decoded decoded(engine_, weights);
-    return model_.forward(decoded, batch);
+    const double loss = model_.forward(decoded, batch);
+    tiles_.give_to(sink);
+    model_.backward(decoded, tiles_, *sink.loss_scale() * weight);
+    losses_.push_back(loss);
   }
+  std::vector<double> losses() override { return std::exchange(losses_, {}); }
   double loss(Visible weights, const Batch& batch) override {
     Decoded decoded(engine_, weights);
     return model_.loss(decoded, batch);
-  }
-  void backward(Visible weights, Sink& sink, float scale) override {
-    Decoded decoded(engine_, weights);
-    tiles_.give_to(sink);
-    model_.backward(decoded, tiles_, scale);
   }
 
  private:
   Engine& engine_;
   Transformer model_;
   Tiles tiles_;
+  std::vector<double> losses_;
 };
 
 class CpuGenerator final : public Generator {

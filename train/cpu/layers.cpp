@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numbers>
 
 #include "formats/bf16.h"
 #include "formats/fp16.h"
@@ -264,30 +263,6 @@ void linear_residual(const Workers& workers, const Source& x, const Linear& laye
 }
 
 // ---- Attention ----
-
-Index rotation_floats(const Description& model) {
-  return model.rotary.base > 0 ? model.context * model.head_width : 0;
-}
-
-// The angle of position p and pair i is p base^(-2i/d) (Su et al., 2104.09864, eq. 15), in fp32 as everyone
-// trains with. Llama 3's stretch is that of its published code.
-void rotation_of(const Description& model, float* table) {
-  const Rotary& rotary = model.rotary;
-  const Index pairs = model.head_width / 2;
-  for (Index i = 0; i < pairs; ++i) {
-    double frequency = std::pow(rotary.base, -static_cast<double>(i) / static_cast<double>(pairs));
-    if (rotary.factor != 1) {
-      const double turns = static_cast<double>(rotary.first_context) * frequency / (2 * std::numbers::pi);
-      const double stay = std::clamp((turns - rotary.slow) / (rotary.fast - rotary.slow), 0.0, 1.0);
-      frequency *= stay + (1 - stay) / rotary.factor;
-    }
-    for (Index p = 0; p < model.context; ++p) {
-      const double angle = static_cast<double>(static_cast<float>(p) * static_cast<float>(frequency));
-      table[2 * p * pairs + i] = static_cast<float>(std::cos(angle));
-      table[(2 * p + 1) * pairs + i] = static_cast<float>(std::sin(angle));
-    }
-  }
-}
 
 namespace {
 

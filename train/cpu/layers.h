@@ -162,9 +162,6 @@ struct Attention {
   Index key(Index kv_head) const { return (heads + kv_head) * head_width; }
   Index value(Index kv_head) const { return (heads + kv_heads + kv_head) * head_width; }
 };
-// For each position, cosines and then sines of head_width / 2 angles; what it takes, and its values.
-Index rotation_floats(const Description& model);
-void rotation_of(const Description& model, float* table);
 // Causal attention of `qkv` (queries, keys and values beside each other) into `y`, a column for each query;
 // each document of a sequence by itself. Keys and queries are normed and turned as they are read. Keeps the
 // logarithm of each softmax's sum.

@@ -1,8 +1,6 @@
 #include "train/cpu/loader.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 namespace scruple::train {
 namespace {
@@ -22,13 +20,6 @@ const float* values(Weights& weights, int parameter, float* scratch) {
 }
 
 }  // namespace
-
-void check_tokens(const Description& model, const std::int32_t* tokens, Index count) {
-  for (Index i = 0; i < count; ++i)
-    if (tokens[i] < 0 || tokens[i] >= model.vocabulary)
-      throw std::invalid_argument("token " + std::to_string(i) + " is " + std::to_string(tokens[i]) +
-                                  "; the model's vocabulary is 0 to " + std::to_string(model.vocabulary - 1));
-}
 
 Loader::Loader(const Description& model, Ledger& ledger)
     : model_(model),

@@ -7,9 +7,6 @@
 
 namespace scruple::train {
 
-// Throws std::invalid_argument where one is outside the vocabulary.
-void check_tokens(const Description& model, const std::int32_t* tokens, Index count);
-
 // What it returns stays until the same is asked of another layer. Has scratch for weights that are not kept in
 // fp32.
 class Loader {

@@ -6,12 +6,6 @@
 #include "train/cpu/loader.h"
 
 namespace scruple::train {
-namespace {
-
-std::string text(Index number) { return std::to_string(number); }
-
-}  // namespace
-
 struct Transformer::State {
   // What forward keeps for backward. Norms, rotations, activation functions and attention weights are always
   // computed again. Here: the residual stream before a layer, or in the middle of one.
@@ -78,7 +72,6 @@ struct Transformer::State {
   Matrix& expanded_of(Index layer) { return expansions[static_cast<std::size_t>(layer) % expansions.size()]; }
 
   void read(const Batch& batch);
-  void place(const std::int32_t* starts);
   void run(Weights& weights);
   void attend_in(Weights& weights, Index layer);
   void expand_in(Weights& weights, Index layer);
@@ -115,33 +108,9 @@ struct Transformer::State {
 // ---- Forward ----
 
 void Transformer::State::read(const Batch& batch) {
-  check_tokens(model, batch.tokens, rows);
-  counted = 0;
-  for (Index i = 0; i < rows; ++i) {
-    if (batch.targets[i] < 0) continue;
-    ++counted;
-    if (batch.targets[i] >= model.vocabulary)
-      throw std::invalid_argument("target " + text(i) + " is " + text(batch.targets[i]) +
-                                  "; the model's vocabulary is 0 to " + text(model.vocabulary - 1) +
-                                  ", and a target below 0 counts for nothing");
-  }
-  place(batch.starts);
+  counted = read_batch(model, rows, batch, positions.as<std::int32_t>());
   std::copy_n(batch.tokens, rows, tokens.as<std::int32_t>());
   std::copy_n(batch.targets, rows, targets.as<std::int32_t>());
-}
-
-// Positions, from where documents start.
-void Transformer::State::place(const std::int32_t* starts) {
-  for (Index i = 0; i < rows; ++i) {
-    const Index here = i % model.context, before = here == 0 || starts == nullptr ? 0 : starts[i - 1];
-    const Index start = starts == nullptr ? 0 : starts[i];
-    if (start != before && start != here)
-      throw std::invalid_argument("start " + text(i) + " is " + text(start) + ", of token " + text(here) +
-                                  " of its window; give " + text(before) +
-                                  ", where the document of the token before begins, or " + text(here) +
-                                  " where another begins");
-    positions.as<std::int32_t>()[i] = static_cast<std::int32_t>(here - start);
-  }
 }
 
 void Transformer::State::run(Weights& weights) {
@@ -309,13 +278,7 @@ void Transformer::State::take_embeddings(Weights& weights, Gradients& gradients)
 // ---- The model ----
 
 Transformer::Transformer(const Setup& setup, Threads& threads, Ledger& ledger) {
-  if (const std::string problem = problem_with(setup.shape); !problem.empty())
-    throw std::invalid_argument(problem);
-  const Index context = setup.shape.context, most = (Index{1} << 31) / context;
-  if (setup.batch < 1 || setup.batch > most)
-    throw std::invalid_argument("a batch of " + text(setup.batch) +
-                                " sequences was asked for; with a context of " + text(context) +
-                                " choose from 1 to " + text(most));
+  check_setup(setup);
   state_ = std::make_unique<State>(setup, threads, ledger);
 }
 

@@ -38,7 +38,7 @@ class Transformer {
   Transformer(const Setup& setup, Threads& threads, Ledger& ledger);
   ~Transformer();
 
-  // As a Network's. Backward once for each forward, because it works in the same memory.
+  // A Network's train() in two. Backward once for each forward, because it works in the same memory.
   double forward(Weights& weights, const Batch& batch);
   double loss(Weights& weights, const Batch& batch);
   void backward(Weights& weights, Gradients& gradients, float scale);
