@@ -280,6 +280,23 @@ TEST_F(CudaTrainer, GraphsGiveTheSameBits) {
     }
 }
 
+TEST_F(CudaTrainer, OffloadingGivesTheSameBits) {
+  for (const std::int64_t layers : {1, 3, 6})
+    for (const Recompute recompute : {Recompute::none, Recompute::block}) {
+      Job job = job_of(llama(layers), cuda_backend, "scruple", Precision::bf16);
+      job.recompute = recompute;
+      const Taken here = take(job, 4);
+      job.offloads = true;
+      const Taken there = take(job, 4);
+      EXPECT_EQ(here.planes, there.planes) << layers;
+      EXPECT_EQ(here.losses, there.losses) << layers;
+    }
+  Job job = job_of(llama(6), cuda_backend, "scruple", Precision::bf16);
+  const std::int64_t kept = memory_of(job).peak("activations");
+  job.offloads = true;
+  EXPECT_EQ(kept - memory_of(job).peak("activations"), 4 * 3 * kContext * 64 * 2) << "7 that exist, 3 of them at once";
+}
+
 TEST_F(CudaTrainer, ARunGoesOnToTheBit) {
   const std::string folder = ::testing::TempDir() + "cuda_run";
   std::filesystem::remove_all(folder);

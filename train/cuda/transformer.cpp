@@ -10,6 +10,7 @@
 #include "train/cuda/outbox.h"
 #include "train/cuda/products.h"
 #include "train/cuda/recording.h"
+#include "train/cuda/residuals.h"
 
 namespace scruple::train::cuda {
 namespace {
@@ -45,12 +46,12 @@ Precision type_of(const scruple_array& weight) {
 }  // namespace
 
 struct Transformer::State {
-  // What forward keeps for backward. Of the residual stream before a norm: its statistics there.
-  struct Residual {
-    Residual(State& s) : x(s.values("activations", s.rows * s.model.width)), rstd(s.floats("activations", s.rows)) {
+  // What forward keeps for backward. Of each row that a norm read:
+  struct Statistics {
+    Statistics(State& s) : rstd(s.floats("activations", s.rows)) {
       if (s.model.norm == NormKind::layer) mean = s.floats("activations", s.rows);
     }
-    Block x, rstd, mean;
+    Block rstd, mean;
   };
   // Of the attention of every layer, or only of the one that is at work (Recompute::block).
   struct Inside {
@@ -59,9 +60,11 @@ struct Transformer::State {
           qkv(s.values("activations", s.rows * s.model.qkv_width())),
           attended(s.values("activations", s.rows * s.model.query_width())),
           log_sums(s.floats("activations", s.rows * s.model.heads)),
-          middle(s) {}
+          middle(s.values("activations", s.rows * s.model.width)),
+          statistics(s) {}
     Block normed, qkv, attended, log_sums;
-    Residual middle;
+    Block middle;  // the residual stream between attention and MLP
+    Statistics statistics;
   };
   // Of the MLP of every layer, or only of the one that is at work.
   struct Expansion {
@@ -83,7 +86,7 @@ struct Transformer::State {
   void* at(const Block& block, Index element) const {
     return block.as<std::byte>() + element * size_of(precision);
   }
-  Residual& residual_of(Index layer) { return residuals[static_cast<std::size_t>(layer)]; }
+  const Statistics& statistics_of(Index layer) const { return statistics[static_cast<std::size_t>(layer)]; }
   Inside& inside_of(Index layer) { return insides[static_cast<std::size_t>(layer) % insides.size()]; }
   Expansion& expansion_of(Index layer) { return expansions[static_cast<std::size_t>(layer) % expansions.size()]; }
   const LayerPlaces& place_of(Index layer) const { return places.layers[static_cast<std::size_t>(layer)]; }
@@ -130,17 +133,17 @@ struct Transformer::State {
 
   // ---- Passes ----
 
-  void linear(const LinearPlaces& places_at, const Block& x, const Block& y, Index stride, const Block* residual);
+  void linear(const LinearPlaces& places_at, const Block& x, void* y, Index stride, const void* residual);
   void expand(const LinearPlace& at, const Expansion& mlp);
   void linear_backward(const LinearPlaces& places_at, const void* dy, Index stride, const Block& dx);
   void take_linear(const LinearPlaces& places_at, const Block& x, const void* dy, Index stride);
-  void back_through_norm(const NormPlace& norm_at, const Residual& in, bool adds);
+  void back_through_norm(const NormPlace& norm_at, const void* x, const Statistics& of_x, bool adds);
   void take_head_norms(const LayerPlaces& at, Index parts);
 
   void pass(Sink& sink);
   void pass_recorded(Sink& sink);
   void run();
-  void normalise_in(const NormPlace& norm_at, const Residual& in, const Block& out);
+  void normalise_in(const NormPlace& norm_at, const void* x, const Statistics& of_x, const Block& y);
   void attend_in(Index layer);
   void expand_in(Index layer);
   void compute_again(Index layer);
@@ -155,6 +158,7 @@ struct Transformer::State {
   const Description model;
   const Precision precision;
   const Recompute recompute;
+  const bool records;
   const Index sequences, rows, part_rows;
   const Stream& stream;
   Memory& memory;
@@ -174,7 +178,8 @@ struct Transformer::State {
   Block turned;                // queries and keys, where they are not turned in place
   Block rotation, norm_sums, bias_sums, head_norm_sums, attention_work;
   Block converted_matrix, converted_bias;
-  std::vector<Residual> residuals;  // before each layer, and after the last
+  Residuals residuals;  // before each layer, and after the last
+  std::vector<Statistics> statistics;
   std::vector<Inside> insides;
   std::vector<Expansion> expansions;
   // What the last pass and its recording were made with: these pointers are in the kernels' arguments.
@@ -184,7 +189,6 @@ struct Transformer::State {
     const std::int32_t* documents = nullptr;
     bool operator==(const Made&) const = default;
   };
-  const bool records;
   Made made;
   std::vector<Index> counted;  // targets, of the losses that wait
   std::vector<double> taken;   // losses that no longer wait on the GPU
@@ -194,7 +198,7 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
     : model(setup.shape),
       precision(setup.activations),
       recompute(setup.recompute),
-      records(setup.graphs),
+      records(setup.graphs && !setup.offloads),  // copies beside the layers are no part of a recording
       sequences(setup.batch),
       rows(setup.batch * setup.shape.context),
       part_rows(logit_rows(setup.shape, rows, precision)),
@@ -217,7 +221,8 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
       g_outer(values("activations", rows * std::max(model.width, model.query_width()))),
       rotation(floats("workspace", rotation_floats(model))),
       norm_sums(floats("workspace", norm_parts(rows) * 2 * model.width)),
-      bias_sums(floats("workspace", bias_parts(rows) * std::max({model.width, model.qkv_width(), model.expanded_width()}))) {
+      bias_sums(floats("workspace", bias_parts(rows) * std::max({model.width, model.qkv_width(), model.expanded_width()}))),
+      residuals(model.layers + 1, rows * model.width * size_of(precision), setup.offloads, stream, memory, ledger) {
   if (const char* const problem = cuda::problem_with(attention()); problem != nullptr)
     throw std::invalid_argument(problem);
   if (model.tied || part_rows < rows) table_gradient = floats("gradients", model.vocabulary * model.width);
@@ -226,7 +231,7 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
     head_norm_sums = floats("workspace", turn_parts(turning({})) * 2 * model.head_width);
   }
   attention_work = Block(ledger, "workspace", attend_backward_bytes(attention()), memory);
-  for (Index i = 0; i <= model.layers; ++i) residuals.emplace_back(*this);
+  for (Index i = 0; i <= model.layers; ++i) statistics.emplace_back(*this);
   for (Index i = 0; i < (recompute == Recompute::block ? 1 : model.layers); ++i) insides.emplace_back(*this);
   for (Index i = 0; i < (recompute == Recompute::none ? model.layers : 1); ++i) expansions.emplace_back(*this);
   if (model.rotary.base > 0 && !ledger.only_counts()) {
@@ -247,18 +252,18 @@ const void* Transformer::State::in_type(int parameter, Block& converted) {
 
 // ---- Forward ----
 
-// y = x w + b (+ residual), for each of the products of x.
-void Transformer::State::linear(const LinearPlaces& places_at, const Block& x, const Block& y, Index stride,
-                                const Block* residual) {
+// y = x w + b, for each of the products of x; a single one may have a residual added.
+void Transformer::State::linear(const LinearPlaces& places_at, const Block& x, void* y, Index stride,
+                                const void* residual) {
   for (const LinearPlace& l : places_at)
     products.run({.rows = rows,
                   .columns = l.out,
                   .depth = l.in,
                   .a = {x.as<void>(), l.in},
                   .b = {matrix(l.weight), model.outputs_first ? l.in : l.out, model.outputs_first},
-                  .d = at(y, l.column),
+                  .d = static_cast<std::byte*>(y) + l.column * size_of(precision),
                   .stride = stride,
-                  .c = residual == nullptr ? nullptr : at(*residual, l.column),
+                  .c = residual,
                   .finish = l.bias < 0 ? Finish::none : Finish::bias,
                   .bias = bias(l.bias)});
 }
@@ -279,41 +284,42 @@ void Transformer::State::expand(const LinearPlace& l, const Expansion& mlp) {
 
 void Transformer::State::run() {
   embed(precision, inputs.tokens(), inputs.positions(), rows, model.width, stored(places.tokens),
-        stored(places.positions), residuals.front().x.as<void>(), stream);
+        stored(places.positions), residuals.at(0), stream);
   for (Index i = 0; i < model.layers; ++i) {
+    residuals.write(i + 1);
     attend_in(i);
     expand_in(i);
-    linear(place_of(i).mlp_out, expansion_of(i).activated, residual_of(i + 1).x, model.width,
-           &inside_of(i).middle.x);
+    linear(place_of(i).mlp_out, expansion_of(i).activated, residuals.at(i + 1), model.width,
+           inside_of(i).middle.as<void>());
   }
-  normalise_in(places.last_norm, residuals.back(), hidden);
+  normalise_in(places.last_norm, residuals.at(model.layers), statistics.back(), hidden);
 }
 
-void Transformer::State::normalise_in(const NormPlace& norm_at, const Residual& in, const Block& out) {
-  normalise(precision, norm(norm_at), in.x.as<void>(), rows, model.width, out.as<void>(), in.mean.as<float>(),
-            in.rstd.as<float>(), stream);
+void Transformer::State::normalise_in(const NormPlace& norm_at, const void* x, const Statistics& of_x,
+                                      const Block& y) {
+  normalise(precision, norm(norm_at), x, rows, model.width, y.as<void>(), of_x.mean.as<float>(),
+            of_x.rstd.as<float>(), stream);
 }
 
 // From the layer's input to its middle.
 void Transformer::State::attend_in(Index layer) {
-  Residual& in = residual_of(layer);
   Inside& inside = inside_of(layer);
   const LayerPlaces& places_at = place_of(layer);
-  normalise_in(places_at.attention_norm, in, inside.normed);
-  linear(places_at.attention_in, inside.normed, inside.qkv, model.qkv_width(), nullptr);
+  normalise_in(places_at.attention_norm, residuals.at(layer), statistics_of(layer), inside.normed);
+  linear(places_at.attention_in, inside.normed, inside.qkv.as<void>(), model.qkv_width(), nullptr);
   const Block& seen = model.head_norms ? turned : inside.qkv;
   if (turns()) turn(precision, turning(places_at), inside.qkv.as<void>(), seen.as<void>(), stream);
   attend(attention(), seen.as<void>(), inside.attended.as<void>(), inside.log_sums.as<float>(), stream);
-  linear(places_at.attention_out, inside.attended, inside.middle.x, model.width, &in.x);
+  linear(places_at.attention_out, inside.attended, inside.middle.as<void>(), model.width, residuals.at(layer));
 }
 
 void Transformer::State::expand_in(Index layer) {
-  Residual& middle = inside_of(layer).middle;
+  const Inside& inside = inside_of(layer);
   const Expansion& mlp = expansion_of(layer);
   const LayerPlaces& places_at = place_of(layer);
-  normalise_in(places_at.mlp_norm, middle, mlp.normed);
+  normalise_in(places_at.mlp_norm, inside.middle.as<void>(), inside.statistics, mlp.normed);
   if (fuses_gelu()) return expand(places_at.mlp_in.front(), mlp);
-  linear(places_at.mlp_in, mlp.normed, mlp.expanded, model.expanded_width(), nullptr);
+  linear(places_at.mlp_in, mlp.normed, mlp.expanded.as<void>(), model.expanded_width(), nullptr);
   activate(precision, model.mlp, mlp.expanded.as<void>(), rows, model.inner, mlp.activated.as<void>(), stream);
 }
 
@@ -417,9 +423,10 @@ void Transformer::State::take_linear(const LinearPlaces& places_at, const Block&
 }
 
 // From g_outer, the gradient of the norm's output, to g.
-void Transformer::State::back_through_norm(const NormPlace& norm_at, const Residual& in, bool adds) {
-  normalise_backward(precision, norm(norm_at), g_outer.as<void>(), in.x.as<void>(), in.mean.as<float>(),
-                     in.rstd.as<float>(), rows, model.width, adds, g.as<void>(), norm_sums.as<float>(), stream);
+void Transformer::State::back_through_norm(const NormPlace& norm_at, const void* x, const Statistics& of_x,
+                                           bool adds) {
+  normalise_backward(precision, norm(norm_at), g_outer.as<void>(), x, of_x.mean.as<float>(), of_x.rstd.as<float>(),
+                     rows, model.width, adds, g.as<void>(), norm_sums.as<float>(), stream);
   const auto half = [&](int parameter, Index column) {
     if (parameter < 0) return;
     outbox.take(parameter, [&](Index, Index, Values to) {
@@ -442,7 +449,8 @@ void Transformer::State::take_head_norms(const LayerPlaces& places_at, Index par
 
 // From g_outer, the gradient of `hidden`.
 void Transformer::State::back_through_head() {
-  back_through_norm(places.last_norm, residuals.back(), false);
+  residuals.read(model.layers);
+  back_through_norm(places.last_norm, residuals.at(model.layers), statistics.back(), false);
   if (model.tied) return;
   if (table_gradient.bytes() > 0)
     return outbox.take_whole(places.head, {table_gradient.as<void>(), Precision::fp32});
@@ -482,7 +490,8 @@ void Transformer::State::back_through_mlp(Index layer) {
   take_linear(places_at.mlp_out, mlp.activated, g.as<void>(), model.width);
   linear_backward(places_at.mlp_in, dexpanded, model.expanded_width(), g_outer);
   take_linear(places_at.mlp_in, mlp.normed, dexpanded, model.expanded_width());
-  back_through_norm(places_at.mlp_norm, inside_of(layer).middle, true);
+  const Inside& inside = inside_of(layer);
+  back_through_norm(places_at.mlp_norm, inside.middle.as<void>(), inside.statistics, true);
 }
 
 void Transformer::State::back_through_attention(Index layer) {
@@ -500,7 +509,7 @@ void Transformer::State::back_through_attention(Index layer) {
   if (model.head_norms) take_head_norms(places_at, turn_parts(shape));
   linear_backward(places_at.attention_in, g_inner.as<void>(), model.qkv_width(), g_outer);
   take_linear(places_at.attention_in, inside.normed, g_inner.as<void>(), model.qkv_width());
-  back_through_norm(places_at.attention_norm, residual_of(layer), true);
+  back_through_norm(places_at.attention_norm, residuals.at(layer), statistics_of(layer), true);
 }
 
 // The gradient of a table that is the output head as well is the sum of both.
@@ -537,6 +546,7 @@ void Transformer::State::pass(Sink& sink) {
   head(true);
   back_through_head();
   for (Index i = model.layers - 1; i >= 0; --i) {
+    residuals.read(i);
     compute_again(i);
     back_through_mlp(i);
     back_through_attention(i);
