@@ -144,7 +144,7 @@ Weights weights_of(Trainer& trainer) {
 // One run; fills in everything but the gap. `from`: the weights to start from, and those it ended with.
 Run run_one(const std::string& name, const Choice& choice, const std::string& policy, const train::Job& job,
             const Text& text, Weights* from) {
-  Ledger ledger(free_memory());
+  Ledger ledger(free_memory(job));
   Trainer trainer(job, ledger);
   if (from != nullptr && !from->empty())
     for (std::size_t p = 0; p < from->size(); ++p)
@@ -164,7 +164,7 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   });
   if (from != nullptr) *from = weights_of(trainer);
   const auto params = static_cast<double>(trainer.state().size());
-  const Memory plan = plan_of(choice, choice.recipe, job.shape, policy);
+  const Memory plan = plan_of(choice, choice.recipe, job, policy);
   result.measured = measured_parts(ledger, plan);
   result.planned_each = static_cast<double>(plan.total()) / params;
   result.measured_each = static_cast<double>(measured_total(ledger)) / params;
@@ -177,6 +177,7 @@ struct Comparison {
   std::optional<double> floor;  // the least validation loss that a model can hope for, where it is known
   std::int64_t params = 0;
   bool has_weights = false;  // the model begins with a folder's, whatever the seed
+  std::string gpu;           // that the runs are on; "": the CPU
   std::vector<Run> runs;
   std::vector<Run> again;             // fp32 from a second seed, with its gap to the first
   std::vector<Run> small_rate, half;  // the hazards
@@ -194,6 +195,7 @@ class Comparer {
   explicit Comparer(const Options& options) : options_(options), text_(text_of(options)) {
     found_.params = train::parameter_count(options.chosen.config.shape);
     found_.has_weights = options.chosen.has_weights();
+    if (options.model.device == "cuda") found_.gpu = train::cuda_backend(options.model.threads)->device();
   }
 
   // What cannot be run is refused before anything is.
@@ -201,7 +203,7 @@ class Comparer {
     for (const auto& [recipe, optimizer] : runs()) {
       const train::Job job = job_of(recipe, optimizer);
       check_room("recipe " + recipe, choice_for(recipe, optimizer), job, options_.gradients.policy);
-      Ledger ledger(free_memory());
+      Ledger ledger(free_memory(job));
       const Trainer trainer(job, ledger);
     }
     if (options_.no_hazards) return;
@@ -230,7 +232,7 @@ class Comparer {
  private:
   static void check_room(const std::string& what, const Choice& choice, const train::Job& job,
                          const std::string& policy) {
-    checked_memory(what, job, plan_of(choice, choice.recipe, job.shape, policy));
+    checked_memory(what, job, plan_of(choice, choice.recipe, job, policy));
   }
 
   // (recipe, optimizer) of every run, each fp32 twin before those that are measured by it.
@@ -503,8 +505,8 @@ std::string heading(const Comparison& found, const Options& options) {
   return (is_gpt ? "A byte-level GPT of "
                  : options.model.model + ", " + kind_words(options.chosen.config) + " of ") +
          grouped(found.params) + " parameters (" + plural(shape.layers, "layer") + ", width " +
-         grouped(shape.width) + ", context " + grouped(shape.context) + "), " +
-         plural(options.model.steps, "step") + " of " +
+         grouped(shape.width) + ", context " + grouped(shape.context) + ")" +
+         (found.gpu.empty() ? "" : " on " + found.gpu) + ", " + plural(options.model.steps, "step") + " of " +
          grouped(options.model.batch * options.gradients.accumulate * shape.context) + " " +
          token_word(shape) + "s" +
          (found.floor ? "; the grammar that makes the text, which no model beats but by chance, has a "
@@ -732,6 +734,7 @@ void add_compare(CLI::App& program) {
     }
     if (options->chosen.has_weights() && command->count("--lr") == 0) options->lr = kTuningLr;
     if (options->chosen.has_weights() && command->count("--sgd-lr") == 0) options->sgd_lr = kTuningSgdLr;
+    options->model.device = device_for(options->model.device);
     compare(*options);
   });
 }

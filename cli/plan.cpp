@@ -60,7 +60,7 @@ struct Options {
   std::vector<std::string> files;
   std::int64_t batch = 0, context = 0;  // batch 0: the state alone
   int threads = 0;
-  std::string recompute;
+  std::string device, recompute;
   bool as_json = false;
 };
 
@@ -102,6 +102,9 @@ void add_run_options(CLI::App& command, Options& options) {
                   "of the run, beside --batch: each has scratch; 0: one per core")
       ->type_name("N")
       ->check(CLI::Range(0, 1024));
+  options.device = kDevices[0];
+  command.add_option("--device", options.device, "cuda, cpu or auto (as train), beside --batch")
+      ->check(one_of(kDevices));
   options.recompute = train::kRecomputes[0];
   command
       .add_option("--recompute", options.recompute,
@@ -127,8 +130,9 @@ void note_what_train_refuses(Model& model, const std::vector<std::string>& paths
 // None without --batch.
 AddRun run_of(const Options& options) {
   if (options.batch == 0) {
-    if (options.context > 0 || options.threads > 0 || options.recompute != train::kRecomputes[0])
-      throw UsageError("--context, --threads and --recompute are of a run: say its --batch too");
+    if (options.context > 0 || options.threads > 0 || options.device != kDevices[0] ||
+        options.recompute != train::kRecomputes[0])
+      throw UsageError("--context, --device, --threads and --recompute are of a run: say its --batch too");
     return {};
   }
   if (options.files.size() != 1)
@@ -136,6 +140,7 @@ AddRun run_of(const Options& options) {
   ModelOptions run;
   run.model = options.files.front(), run.context = options.context, run.batch = options.batch;
   run.recompute = options.recompute, run.threads = options.threads;
+  run.device = device_for(options.device);
   std::error_code ignored;
   if (std::filesystem::is_directory(run.model, ignored)) run.model += "/config.json";
   return [&options, run, model = choose_model(run)](Row& row) {

@@ -27,6 +27,7 @@ constexpr const char* kFooter =
     "The same seed gives the same text. Text becomes tokens by the folder's tokenizer.json; a model of bytes "
     "has none.\n"
     "Where the folder has no config.json, the model is that of the checkpoint, or of the run's last one.\n"
+    "It runs on the CPU, wherever the model was trained.\n"
     "\n"
     "Examples:\n"
     "  scruple sample run1 --prompt \"Once upon a time\"\n"

@@ -106,6 +106,7 @@ const char* layout_name(train::Layout layout) { return train::kLayouts[static_ca
 Options completed(Options options) {
   Choice& choice = options.choice;
   if (choice.recipe.empty()) choice.recipe = "scruple";
+  options.model.device = device_for(options.model.device);
   for (const std::string& hyper : choice.hypers)
     if (hyper.starts_with("lr="))
       throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
@@ -117,8 +118,8 @@ Options completed(Options options) {
 // ---- Checkpoints ----
 
 // What --resume leaves to the user; everything else is the run's own.
-constexpr const char* kFree[] = {"--data", "--out",   "--threads", "--save-every",
-                                 "--keep", "--force", "--resume",  "--help"};
+constexpr const char* kFree[] = {"--data", "--out",   "--device", "--threads", "--save-every",
+                                 "--keep", "--force", "--resume", "--help"};
 
 bool is_free(const std::string& name) {
   return std::find(std::begin(kFree), std::end(kFree), name) != std::end(kFree);
@@ -144,6 +145,8 @@ io::Metadata notes_of(const CLI::App& command, const Options& options, const Cho
   notes["program"] = train::kProgram;
   if (options.save_every > 0) notes["--save-every"] = std::to_string(options.save_every);
   notes["--keep"] = std::to_string(options.keep);
+  notes["--device"] = options.model.device;
+  notes["--activations"] = options.activations;
   for (const CLI::Option* option : command.get_options()) {
     if (is_free(long_name(*option))) continue;
     std::string values = option->count() == 0 ? option->get_default_str() : "";  // it may change one day
@@ -167,6 +170,7 @@ struct Session {
   io::Metadata notes;                 // for the checkpoints; empty until one is wanted
   std::unique_ptr<RunFolder> folder;  // locked
   std::unique_ptr<io::Checkpoint> from;
+  std::string device;      // that it was trained on; "": it begins
   bool in_place = false;   // goes on in the folder that it was begun in
   std::int64_t first = 0;  // the steps that it had before it was made longer; 0: it was not
 
@@ -215,6 +219,7 @@ Options options_of(const io::Metadata& notes, const CLI::App& command, const Opt
   if (command.count("--data") > 0) options.data = given.data;
   if (command.count("--save-every") > 0) options.save_every = given.save_every;
   if (command.count("--keep") > 0) options.keep = given.keep;
+  if (command.count("--device") > 0) options.model.device = given.model.device;
   options.model.threads = given.model.threads;
   options.resume = given.resume;
   options.force = given.force;
@@ -262,8 +267,10 @@ Session resumed(const CLI::App& command, const Options& given) {
     size.key() = kDataTokens;
     session.notes.insert(std::move(size));
   }
+  session.notes.try_emplace("--device", "cpu");  // older checkpoints know no other
   session.options = options_of(session.notes, command, given);
   session.options.out = session.in_place ? given.resume : given.out;
+  session.device = session.notes.at("--device");
   session.model.config = train::config_of(*session.from);
   if (command.count("--steps") > 0) extend(session, given.model.steps);
   return session;
@@ -310,12 +317,13 @@ void check_data(const io::Metadata& saved, const io::Metadata& now) {
                                "differs; name the right one with --data");
 }
 
-void print_start(const Session& session, const Data& data) {
+void print_start(const Session& session, const Data& data, const std::string& device) {
   const Options& options = session.options;
   const train::Job& job = session.job;
   const train::Description& s = job.shape;
   std::cout << (options.model.is_gpt() ? kGpt : options.model.model + ", " + kind_words(session.model.config))
-            << ": " << shape_words(s) << "; " << grouped(train::parameter_count(s)) << " parameters\n"
+            << ": " << shape_words(s) << "; " << grouped(train::parameter_count(s)) << " parameters; "
+            << device << '\n'
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
             << options.gradients.policy << ", activations " << precision_name(job.activations)
             << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.schedule << ", seed "
@@ -515,13 +523,18 @@ void train_with(const CLI::App& command, Session session) {
     const io::Metadata now = data_notes(options.data, data);
     check_data(session.notes, now);
     session.notes["--data"] = now.at("--data");
-  } else if (options.save_every > 0) {
-    session.notes = notes_of(command, options, session.model, data);
+    session.notes["--device"] = options.model.device;
   }
   session.job = job_of(options, session.model, data);
-  session.plan = plan_of(options.choice, options.choice.recipe, session.job.shape, options.gradients.policy);
+  // The device decides what is not said, and a run may move to another.
+  session.options.activations = precision_name(session.job.activations);
+  if (session.from)
+    session.notes["--activations"] = options.activations;
+  else if (options.save_every > 0)
+    session.notes = notes_of(command, options, session.model, data);
+  session.plan = plan_of(options.choice, options.choice.recipe, session.job, options.gradients.policy);
   const Table memory = checked_memory("the run", session.job, session.plan, ", or a smaller recipe");
-  session.ledger = Ledger(free_memory());
+  session.ledger = Ledger(free_memory(session.job));
   Trainer trainer(session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {
@@ -531,10 +544,13 @@ void train_with(const CLI::App& command, Session session) {
   }
 
   const Interrupts interrupts;
-  print_start(session, data);
+  print_start(session, data, trainer.backend().device());
   if (session.from)
     std::cout << "going on after step " << grouped(trainer.steps_taken()) << ", from "
               << session.from->folder() << '\n';
+  if (session.from && session.device != options.model.device)
+    std::cout << "on " << options.model.device << " after " << session.device
+              << ": its losses are those of a run that had not moved within rounding, not to the bit\n";
   if (session.first > 0) print_extension(session, trainer.steps_taken());
   if (session.from) std::cout << '\n';
   memory.print(std::cout);

@@ -123,10 +123,21 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
       ->type_name("N")
       ->capture_default_str()
       ->check(not_negative());
-  command.add_option("--threads", threads, "0: one per core; the result is the same for any number")
+  command
+      .add_option("--device", device,
+                  "cuda: an NVIDIA GPU; cpu; auto: a GPU where this build and this machine have one")
+      ->capture_default_str()
+      ->envname("SCRUPLE_DEVICE")
+      ->check(one_of(kDevices));
+  command
+      .add_option("--threads", threads, "of the CPU; 0: one per core; the result is the same for any number")
       ->type_name("N")
       ->capture_default_str()
       ->check(CLI::Range(0, 1024));
+}
+
+std::string device_for(const std::string& asked) {
+  return asked != kDevices[0] ? asked : train::has_cuda() ? "cuda" : "cpu";
 }
 
 void GradientOptions::add_options(CLI::App& command) {
@@ -315,8 +326,12 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   const Optimizer probe = choice.make_optimizer();
   const scruple_tensor large = job.describe(probe, std::int64_t{1} << 20);
   const std::string computed = train::visible_format(large.arrays[SCRUPLE_WEIGHT]);
+  const bool on_gpu = device_for(options.device) == "cuda";
+  if (on_gpu) job.backend = train::cuda_backend;
   job.activations = value_named<train::Precision>(kPrecisions, activations.empty() ? computed : activations)
                         .value_or(train::Precision::fp32);
+  if (on_gpu && activations.empty() && job.activations == train::Precision::fp32)
+    job.activations = train::Precision::bf16;
   job.scaler = scaler_of(gradients.loss_scale, job.activations);
   job.gradients.policy = value_named<scruple_policy>(kPolicies, gradients.policy).value();
   job.gradients.accumulation =
@@ -362,14 +377,19 @@ std::string gradient_words(const train::Job& job) {
 
 const char* precision_name(train::Precision precision) { return kPrecisions[static_cast<int>(precision)]; }
 
-Memory plan_of(const Choice& choice, const std::string& recipe, const train::Description& shape,
+Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job& job,
                const std::string& policy) {
-  const std::vector<train::Parameter> parameters = train::parameters_of(shape);
+  const std::vector<train::Parameter> parameters = train::parameters_of(job.shape);
   Model model;
   for (const train::Parameter& parameter : parameters) model.add(parameter.shape);
   Memory memory = measure(choice, choice.make_optimizer(), recipe, model, policy);
-  if (policy == "released") memory.gradients = train::cpu_backend(1)->released_bytes(parameters);
+  if (policy == "released") memory.gradients = job.backend(1)->released_bytes(parameters);
   return memory;
+}
+
+std::int64_t free_memory(const train::Job& job) {
+  const std::unique_ptr<train::Backend> backend = job.backend(job.threads);
+  return backend->memory().is_host() ? free_memory() : backend->free_bytes();
 }
 
 Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
@@ -389,7 +409,7 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
   add("activations", needed.peak("activations"));
   add("workspace", needed.peak("workspace"));
   add("total", std::exchange(sum, 0));
-  const std::int64_t free = free_memory();
+  const std::int64_t free = free_memory(job);
   if (needed.peak() <= free) return table;
   std::ostringstream text;
   table.print(text);

@@ -26,6 +26,10 @@ CLI::Validator not_negative();
 
 inline constexpr const char* kGpt = "gpt";
 
+// Where a model is trained. auto: on a GPU where there is one.
+inline constexpr const char* kDevices[] = {"auto", "cuda", "cpu"};
+std::string device_for(const std::string& asked);  // cuda or cpu
+
 // The sizes of a gpt that have an option. A folder's model has its own.
 struct SizeOption {
   const char* name;
@@ -45,6 +49,7 @@ struct ModelOptions {
   std::string recompute = train::kRecomputes[0];
   std::uint64_t seed = 1;
   int threads = 0;
+  std::string device = kDevices[0];
 
   void add_options(CLI::App& command, std::int64_t fewest_steps = 1);
   bool is_gpt() const { return model == kGpt; }
@@ -104,7 +109,8 @@ struct GradientOptions {
 
 inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // of train::Precision
 
-// A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in.
+// A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in; on a GPU
+// bf16 where that has not 16 bits.
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
                     const ChosenModel& model, const GradientOptions& gradients,
                     const std::string& activations);
@@ -119,8 +125,10 @@ std::string gradient_words(const train::Job& job);
 
 // What weights, moments and gradients will take: as `scruple plan` says it, and the tile that released gradients
 // pass through.
-Memory plan_of(const Choice& choice, const std::string& recipe, const train::Description& shape,
+Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job& job,
                const std::string& policy);
+// What the job's device can still give.
+std::int64_t free_memory(const train::Job& job);
 // Where every byte of a run will go, counted before any is taken. Where it is more than is free, throws: "WHAT needs
 // 1.1 TiB, and 20.1 GiB are free; choose a smaller model, batch or contextMORE".
 Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,

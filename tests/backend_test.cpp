@@ -102,6 +102,7 @@ class Stranger final : public Backend {
     return std::make_unique<Squares>(ledger);
   }
   std::unique_ptr<Generator> generator(const Description&, Ledger&) override { return nullptr; }
+  std::string device() const override { return "a stranger"; }
 
  private:
   Engine engine_{"cpu", 1};

@@ -103,6 +103,25 @@ class Train(Case):
         self.assertEqual(self.weights("run1"), self.weights("run2"))
         self.assertEqual(self.weights("run1"), self.weights("run3"))
 
+    def test_devices(self):
+        """The first line names the device; one that is not here is refused with what is."""
+        said = self.trained("--device", "cpu", "--threads", "1", "--save-every", "3")
+        self.assertRegex(said.splitlines()[0], r" parameters; CPU, 1 thread$")
+        resumed = run("train", "--resume", self.path("run"), "--steps", "4", "--device", "cpu", "--threads", "2")
+        self.assertRegex(resumed.stdout.splitlines()[0], r" parameters; CPU, 2 threads$")
+        self.assertNotIn("to the bit", resumed.stdout)
+        moved = run("train", "--resume", self.path("run"), "--steps", "5", "--device", "cuda")
+        if moved.returncode == 0:
+            self.assertIn("on cuda after cpu: ", moved.stdout)
+            self.assertNotIn("to the bit", run("train", "--resume", self.path("run"), "--steps", "6").stdout)
+        else:
+            self.assertIn("--device cpu", moved.stderr)
+            self.assertEqual(len([row for row in self.metrics() if "loss" in row]), 4)
+        self.fails(2, "none of auto, cuda, cpu", "train", "--data", self.data, "--out", self.path("no"), "--device", "tpu")
+        by_name = run("train", "--data", self.data, "--out", self.path("no"), "--steps", "1", *tiny(),
+                      env={**os.environ, "SCRUPLE_DEVICE": "tpu"})
+        self.assertIn("none of auto, cuda, cpu", by_name.stderr)
+
     def test_numbers_are_grouped(self):
         """Wherever people read them, and in no path."""
         small = ("--width", "4", "--heads", "1", "--context", "2", "--batch", "1")

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "include/scruple/scruple.hpp"
@@ -92,10 +94,20 @@ class Backend {
   // Throws std::invalid_argument where problem_with() finds one. `policy`: of the sink that takes its gradients.
   virtual std::unique_ptr<Network> network(const Setup& setup, scruple_policy policy, Ledger& ledger) = 0;
   virtual std::unique_ptr<Generator> generator(const Description& shape, Ledger& ledger) = 0;
+
+  virtual std::string device() const = 0;  // "NVIDIA H200"; "CPU, 2 threads"
+  virtual double peak_flops() const {
+    return 0;
+  }  // of its products per second, as its maker says; 0: not known
+  // What its memory can still give. Not asked where memory() is the host's.
+  virtual std::int64_t free_bytes() { return std::numeric_limits<std::int64_t>::max(); }
 };
 
 // The backends there are. `threads`: 0, one for each core.
 using OpenBackend = std::unique_ptr<Backend> (*)(int threads);
 std::unique_ptr<Backend> cpu_backend(int threads);  // train/cpu/
+// train/cuda/; throws std::runtime_error where this build has none (train/no_cuda.cpp), or this machine no GPU.
+std::unique_ptr<Backend> cuda_backend(int threads);
+bool has_cuda();  // a GPU that it can run on
 
 }  // namespace scruple::train

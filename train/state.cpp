@@ -25,7 +25,7 @@ std::string visible_format(const scruple_array& weight) {
 
 State::State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
              const Optimizer& undecayed, const Describe& describe, Ledger& ledger)
-    : engine_(backend.engine()), parameters_(parameters) {
+    : backend_(backend), parameters_(parameters) {
   const auto plane = [&](const scruple_tensor& row, int array, bool aux, std::int64_t bytes) {
     return planes_.emplace_back(ledger, kind_of(row, array, aux), bytes, backend.memory()).as<void>();
   };
@@ -71,20 +71,21 @@ void State::start(const Fill& fill, Ledger& ledger) {
       scruple_tensor view = {};
       check(scruple_tensor_view(&table_[p], first, std::min(most, table_[p].size - first), &view));
       fill(static_cast<int>(p), first, view.size, part.as<float>());
-      check(scruple_encode(engine_.raw(), &view, SCRUPLE_WEIGHT, part.as<float>()));
+      check(scruple_encode(backend_.engine().raw(), &view, SCRUPLE_WEIGHT, part.as<float>()));
     }
-    check(scruple_tensor_reset(engine_.raw(), &table_[p]));
+    check(scruple_tensor_reset(backend_.engine().raw(), &table_[p]));
   }
 }
 
 void State::set(int parameter, const float* values) {
-  check(scruple_encode(engine_.raw(), &table_[static_cast<std::size_t>(parameter)], SCRUPLE_WEIGHT, values));
+  check(scruple_encode(backend_.engine().raw(), &table_[static_cast<std::size_t>(parameter)], SCRUPLE_WEIGHT,
+                       values));
 }
 
 std::vector<float> State::master(int parameter) const {
   const scruple_tensor& row = table_[static_cast<std::size_t>(parameter)];
   std::vector<float> values(static_cast<std::size_t>(row.size));
-  check(scruple_decode(engine_.raw(), &row, SCRUPLE_WEIGHT, values.data()));
+  check(scruple_decode(backend_.engine().raw(), &row, SCRUPLE_WEIGHT, values.data()));
   return values;
 }
 

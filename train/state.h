@@ -44,7 +44,7 @@ class State {
   std::int64_t size() const;
 
  private:
-  Engine& engine_;
+  Backend& backend_;
   std::vector<Parameter> parameters_;
   std::vector<scruple_tensor> table_;
   std::vector<scruple_tensor> visible_;
