@@ -208,6 +208,8 @@ struct GateBack {
   }
 };
 
+__global__ void multiply_one(const float* a, const float* b, float* out) { *out = *a * *b; }
+
 }  // namespace
 
 void convert(Values from, Values to, std::int64_t count, cudaStream_t stream) {
@@ -218,6 +220,11 @@ void convert(Values from, Values to, std::int64_t count, cudaStream_t stream) {
   else
     start_each_value<1>(job, count, stream);
   launched("converting values");
+}
+
+void multiply(const float* a, const float* b, float* out, cudaStream_t stream) {
+  multiply_one<<<1, 1, 0, stream>>>(a, b, out);
+  launched("multiplying");
 }
 
 void embed(Precision precision, const std::int32_t* tokens, const std::int32_t* positions, std::int64_t rows,
