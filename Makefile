@@ -15,8 +15,6 @@ CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES=$(call list,$(ARC
   -DSCRUPLE_CUDA_OPTIMIZERS=$(call list,$(OPTIMIZERS))
 CONFIGURE = cmake --log-level=NOTICE -S .
 has_toolkit = $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
-has_header = $(wildcard /usr/include/$(1) /usr/local/include/$(1))
-HAS_CLI = $(if $(and $(call has_header,CLI/CLI.hpp),$(call has_header,nlohmann/json.hpp)),ON,OFF)
 
 .PHONY: help build test test-all test-gpu evidence demo bench install wheel format tidy sanitize sanitize-threads sanitize-gpu clean
 .DEFAULT_GOAL := help
@@ -52,7 +50,7 @@ CPU_ONLY = ^torch_examples$$
 test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's and the CPU's; installs nothing
 	@nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 	@$(CONFIGURE) -B $(BUILD)/gpu -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
-	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=$(HAS_CLI) -DSCRUPLE_TRAIN=OFF
+	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=AUTO -DSCRUPLE_TRAIN=AUTO
 	@cmake --build $(BUILD)/gpu -j$(JOBS)
 	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_TEST_DEVICE=cuda SCRUPLE_COMPILERS=g++ \
 	  ctest --test-dir $(BUILD)/gpu --output-on-failure -j$(JOBS) -E '$(CPU_ONLY)'

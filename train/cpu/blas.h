@@ -1,5 +1,5 @@
-// Matrix products, from OpenBLAS. Each call is serial, so that its bits depend on its shape alone; parallel
-// work is cut into calls by the layers.
+// Matrix products: OpenBLAS's, or plain loops in a build without it (no_openblas.cpp). Each call is serial, so that its
+// bits depend on its shape alone; parallel work is cut into calls by the layers.
 #pragma once
 
 #include <cstdint>
