@@ -66,11 +66,11 @@ const char* problem_with(const Attention& shape) {
   if (shape.sequences < 0 || shape.length < 0)
     return message("%lld sequences of %lld tokens do not exist: choose 0 or more",
                    static_cast<long long>(shape.sequences), static_cast<long long>(shape.length));
-  // The kernel of most blocks has one for 16 rows of a head; tokens and heads are counted in 32 bits.
+  // The kernel of most blocks has one for 16 rows of a head; tokens, heads and bytes of a row are counted in 32 bits.
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   const std::int64_t slots =
       static_cast<std::int64_t>(shape.heads) + 2 * static_cast<std::int64_t>(shape.kv_heads);
-  if (shape.length > kMost / 2 || slots * shape.head_width > kMost ||
+  if (shape.length > kMost / 2 || slots * shape.head_width > kMost / 4 ||
       shape.sequences > kMost / slots / (padded(shape.length) / 16 + 1))
     return message(
         "%lld sequences of %lld tokens and %d heads are more than one launch takes: choose a smaller batch",

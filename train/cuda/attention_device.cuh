@@ -14,7 +14,7 @@
 namespace scruple::train::cuda {
 
 __device__ inline unsigned char* shared_memory() {
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   return memory;
 }
 __device__ inline std::uint32_t shared_address() {
@@ -49,13 +49,7 @@ __device__ void multiply(float (&c)[4], const std::uint32_t (&a)[4], std::uint32
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same value; the compiler cannot tell, and so computes nothing from it ahead, which would take
-// registers.
-template <class T>
-__device__ T* not_known(T* pointer) {
-  asm volatile("" : "+l"(pointer));
-  return pointer;
-}
+// The same value; the compiler cannot tell, and so computes nothing from it ahead, which would take registers.
 __device__ inline int not_known(int value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -28,14 +28,18 @@ __device__ T from_float(float x) {
 template <class T>
 struct Rows {
   T* data;
-  std::int64_t stride;
-  __device__ T* row(int i) const { return data + i * stride; }
+  int stride;  // in bytes: an address is then one multiplication
+  __device__ T* row(int i) const {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    return reinterpret_cast<T*>(reinterpret_cast<Byte*>(data) + static_cast<std::int64_t>(i) * stride);
+  }
 };
 
 // What every kernel is told.
 struct Sizes {
   int sequences, length, heads, kv_heads, width;
   const std::int32_t* positions;
+  int stride = (heads + 2 * kv_heads) * width, output_stride = heads * width;  // of qkv's rows, and of y's
 
   __host__ __device__ int group() const { return heads / kv_heads; }
   // Tiles of so many rows in a sequence.
@@ -50,8 +54,7 @@ struct Sizes {
   // Column `slot` of qkv: queries of head h in slot h, then the keys' heads, then the values'.
   template <class T>
   __device__ Rows<T> packed(T* qkv, int sequence, int slot) const {
-    const std::int64_t stride = static_cast<std::int64_t>(heads + 2 * kv_heads) * width;
-    return {qkv + sequence * stride * length + static_cast<std::int64_t>(slot) * width, stride};
+    return {data_of(qkv, sequence, stride) + slot * width, stride * static_cast<int>(sizeof(T))};
   }
   template <class T>
   __device__ Rows<T> queries(T* qkv, int sequence, int head) const {
@@ -68,8 +71,12 @@ struct Sizes {
   // Of y and dy.
   template <class T>
   __device__ Rows<T> outputs(T* y, int sequence, int head) const {
-    const std::int64_t stride = static_cast<std::int64_t>(heads) * width;
-    return {y + sequence * stride * length + static_cast<std::int64_t>(head) * width, stride};
+    return {data_of(y, sequence, output_stride) + head * width, output_stride * static_cast<int>(sizeof(T))};
+  }
+  // Where a sequence begins.
+  template <class T>
+  __device__ T* data_of(T* rows, int sequence, int of_row) const {
+    return rows + static_cast<std::int64_t>(sequence) * length * of_row;
   }
 };
 

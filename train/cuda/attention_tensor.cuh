@@ -38,6 +38,11 @@ struct Tile {
   static __host__ __device__ constexpr std::uint32_t place(int row, int piece) {
     return static_cast<std::uint32_t>(row * kStride + 16 * (kExchanged ? piece ^ (row & 7) : piece));
   }
+  // From the address of piece 0 or 1 of a row, of a tile that begins at a multiple of 256 bytes or 8 rows: the
+  // address so many pieces on, an even number.
+  static __host__ __device__ constexpr std::uint32_t further(std::uint32_t address, int pieces) {
+    return kExchanged ? address ^ (16u * pieces) : address + 16u * pieces;
+  }
 };
 
 // The row and the piece that a lane names to load_matrices: of four matrices in the order (row 0, piece 0),
@@ -75,8 +80,7 @@ __device__ inline float maximum_of_row(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// kWide pieces of each row from piece kFirst on. A thread's rows are a fixed number of rows apart, so it
-// steps one pointer.
+// kWide pieces of each row from piece kFirst on. A thread's rows are multiples of 8 apart: one place serves all.
 template <int D, int kRows, int kFirst, int kWide, class T>
 __device__ void load_pieces(std::uint32_t to, Rows<const T> from, int first, int length) {
   constexpr int kStep = kThreads / kWide;  // rows
@@ -84,12 +88,9 @@ __device__ void load_pieces(std::uint32_t to, Rows<const T> from, int first, int
   const int row = static_cast<int>(threadIdx.x) / kWide,
             piece = kFirst + static_cast<int>(threadIdx.x) % kWide;
   const std::uint32_t place = to + Tile<D>::place(row, piece);
-  const T* source = from.row(first + row) + piece * 8;
 #pragma unroll
-  for (int i = 0; i < kRows; i += kStep) {
-    copy_later(place + i * Tile<D>::kStride, source, first + row + i < length);
-    source = not_known(source + kStep * from.stride);
-  }
+  for (int i = 0; i < kRows; i += kStep)
+    copy_later(place + i * Tile<D>::kStride, from.row(first + row + i) + piece * 8, first + row + i < length);
 }
 // Rows first ... first + kRows - 1 of those that there are; zeros beyond the length, for NaN times 0 is NaN.
 template <int D, int kRows, class T>
@@ -104,7 +105,8 @@ template <int D, int M, bool kKept>
 class Own {
  public:
   // `address` of the warp's first row in shared memory, where it has come by now.
-  __device__ explicit Own(std::uint32_t address) : address_(address) {
+  __device__ explicit Own(std::uint32_t address)
+      : address_(address + Tile<D>::place(down_row(lane_of_thread()), down_piece(lane_of_thread()))) {
     if constexpr (kKept) {
 #pragma unroll
       for (int k = 0; k < D / 16; ++k) read(k, kept_[k]);
@@ -123,10 +125,9 @@ class Own {
 
  private:
   __device__ void read(int k, std::uint32_t (&to)[M][4]) const {
-    const int lane = not_known(lane_of_thread());
 #pragma unroll
     for (int m = 0; m < M; ++m)
-      load_matrices(to[m], address_ + Tile<D>::place(m * 16 + down_row(lane), k * 2 + down_piece(lane)));
+      load_matrices(to[m], Tile<D>::further(address_, k * 2) + m * 16 * Tile<D>::kStride);
   }
   std::uint32_t address_;
   std::uint32_t kept_[kKept ? D / 16 : 1][M][4];
@@ -147,6 +148,7 @@ __device__ void clear(float (&c)[M][N][4]) {
 template <class T, int D, int M, int N, bool kKept>
 __device__ void multiply_rows(float (&c)[M][N][4], const Own<D, M, kKept>& own, std::uint32_t other) {
   const int lane = not_known(lane_of_thread());
+  const std::uint32_t at = other + Tile<D>::place(across_row(lane), across_piece(lane));
   clear(c);
 #pragma unroll
   for (int k = 0; k < D / 16; ++k) {
@@ -155,7 +157,7 @@ __device__ void multiply_rows(float (&c)[M][N][4], const Own<D, M, kKept>& own, 
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       std::uint32_t right[4];
-      load_matrices(right, other + Tile<D>::place(n * 8 + across_row(lane), k * 2 + across_piece(lane)));
+      load_matrices(right, Tile<D>::further(at, k * 2) + n * 8 * Tile<D>::kStride);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         multiply<T>(c[m][n], left[m], right[0], right[1]);
@@ -169,6 +171,7 @@ __device__ void multiply_rows(float (&c)[M][N][4], const Own<D, M, kKept>& own, 
 template <class T, int D, int M, int N>
 __device__ void add_weighted(float (&c)[M][D / 8][4], const float (&weights)[M][N][4], std::uint32_t other) {
   const int lane = not_known(lane_of_thread());
+  const std::uint32_t at = other + Tile<D>::place(down_row(lane), down_piece(lane));
 #pragma unroll
   for (int k = 0; k < N / 2; ++k) {
     std::uint32_t left[M][4];
@@ -182,7 +185,7 @@ __device__ void add_weighted(float (&c)[M][D / 8][4], const float (&weights)[M][
 #pragma unroll
     for (int n = 0; n < D / 8; n += 2) {
       std::uint32_t right[4];
-      load_matrices_transposed(right, other + Tile<D>::place(k * 16 + down_row(lane), n + down_piece(lane)));
+      load_matrices_transposed(right, Tile<D>::further(at, n) + k * 16 * Tile<D>::kStride);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         multiply<T>(c[m][n], left[m], right[0], right[1]);
@@ -226,26 +229,43 @@ struct Factors {
   }
 };
 
-// Queries that a warp owns, for what they see. All lanes have the same values but `starts`.
+struct Range {
+  int begin, end;
+};
+
+// Walks over the chunks of a block's tiles. Its warps meet before each tile, in `arrive`; each acts on chunks
+// that are its own. These are one range, so that nothing is carried around a branch in the loop over them.
+template <int kEach, class Arrive, class Act>
+__device__ void walk(Range all, Range own, Arrive arrive, Act act) {
+  int chunk = all.begin;
+  const auto arrive_at_tile = [&] {
+    if (chunk % kEach == 0) arrive(chunk / kEach);
+  };
+#pragma unroll 1
+  for (const int end = min(own.begin, all.end); chunk < end; ++chunk) arrive_at_tile();
+#pragma unroll 1
+  for (const int end = min(own.end, all.end); chunk < end; ++chunk) {
+    arrive_at_tile();
+    act(chunk);
+  }
+#pragma unroll 1
+  for (; chunk < all.end; ++chunk) arrive_at_tile();
+}
+
+// Queries that a warp owns, for what they see.
 template <int M>
 struct OwnQueries {
-  int first, last;              // of them; beyond the length too
-  int first_start, last_start;  // first keys that these two see
-  int starts[M][2];             // of a lane's rows
+  const Sizes& sizes;
+  int sequence, first;
+  int last_start;  // the first key that the last of them sees
 
-  __device__ OwnQueries(const Sizes& sizes, int sequence, int first_row)
-      : first(first_row), last(first + 16 * M - 1) {
-    first_start = sizes.start(sequence, first);
-    last_start = sizes.start(sequence, last);
-#pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) starts[m][half] = sizes.start(sequence, row(m, 2 * half));
-  }
+  __device__ OwnQueries(const Sizes& all, int of_sequence, int first_row)
+      : sizes(all), sequence(of_sequence), first(first_row), last_start(all.start(of_sequence, last())) {}
+  __device__ int last() const { return first + 16 * M - 1; }  // maybe beyond the length
   __device__ int row(int m, int v) const { return first + m * 16 + product_row(lane_of_thread(), v); }
-  // Whether one of them sees one of the keys, and whether each sees all.
-  __device__ bool see_any(int first_key, int keys) const {
-    return first_key <= last && first_key + keys > first_start;
+  // The chunks of which one of them sees a key.
+  __device__ Range seen(int chunk) const {
+    return {sizes.start(sequence, first) / chunk, last() / chunk + 1};
   }
   __device__ bool see_all(int first_key, int keys) const {
     return first_key + keys <= first + 1 && first_key >= last_start;
@@ -255,12 +275,16 @@ struct OwnQueries {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
-      for (int n = 0; n < N; ++n)
+      for (int half = 0; half < 2; ++half) {
+        const int query = row(m, 2 * half), start = sizes.start(sequence, query);
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          const int key = first_key + n * 8 + product_column(lane_of_thread(), v);
-          if (key > row(m, v) || key < starts[m][v / 2]) scores[m][n][v] = -INFINITY;
-        }
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int v = 2 * half; v < 2 * half + 2; ++v) {
+            const int key = first_key + n * 8 + product_column(lane_of_thread(), v);
+            if (key > query || key < start) scores[m][n][v] = -INFINITY;
+          }
+      }
   }
 };
 
@@ -306,9 +330,6 @@ struct Softmax {
 };
 
 // The tiles of keys that a block's queries see.
-struct Range {
-  int begin, end;
-};
 __device__ inline Range seen_tiles(const Sizes& sizes, int sequence, int first, int rows, int tile) {
   return {sizes.start(sequence, first) / tile, (min(first + rows, sizes.length) + tile - 1) / tile};
 }
@@ -329,16 +350,15 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
-  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads;
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads, kv_head = head / sizes.group();
   const int first = (tiles - 1 - work.tile) * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M;
-  const auto keys = sizes.keys(qkv, sequence, head / sizes.group());
-  const auto values = sizes.values(qkv, sequence, head / sizes.group());
   const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
   const auto load_stage = [&](int tile) {
     const std::uint32_t to = stages_at + tile % 2 * 2 * kTileBytes;
-    load_tile<D, kKeys>(to, keys, tile * kKeys, sizes.length);
-    load_tile<D, kKeys>(to + kTileBytes, values, tile * kKeys, sizes.length);
+    const int here = not_known(sequence);
+    load_tile<D, kKeys>(to, sizes.keys(qkv, here, kv_head), tile * kKeys, sizes.length);
+    load_tile<D, kKeys>(to + kTileBytes, sizes.values(qkv, here, kv_head), tile * kKeys, sizes.length);
   };
   load_tile<D, kTiling.own()>(queries_at, sizes.queries(qkv, sequence, head), first, sizes.length);
   load_stage(range.begin);
@@ -352,20 +372,21 @@ __global__ void __launch_bounds__(kThreads, 2)
   float output[M][D / 8][4];
   clear(output);
   Softmax<M> softmax;
-  for (int tile = range.begin; tile < range.end; ++tile) {
+  const auto arrive = [&](int tile) {
     if (tile > range.begin) {  // this tile has come, and nobody reads the one before any more
       copies_wait();
       __syncthreads();
     }
     if (tile + 1 < range.end) load_stage(tile + 1);
-    if (!seeing.see_any(tile * kKeys, kKeys)) continue;
+  };
+  walk<1>(range, seeing.seen(kKeys), arrive, [&](int tile) {
     const std::uint32_t stage = stages_at + tile % 2 * 2 * kTileBytes;
     float scores[M][kKeys / 8][4];
     multiply_rows<T>(scores, own, stage);
     if (!seeing.see_all(tile * kKeys, kKeys)) seeing.hide(scores, tile * kKeys);
     softmax.add(scores, output, factor);
     add_weighted<T, D>(output, scores, stage + kTileBytes);
-  }
+  });
 
   float inverse[M][2];
 #pragma unroll
@@ -402,16 +423,15 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
-  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads;
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads, kv_head = head / sizes.group();
   const int first = (tiles - 1 - work.tile) * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M;
-  const auto keys = sizes.keys(qkv, sequence, head / sizes.group());
-  const auto values = sizes.values(qkv, sequence, head / sizes.group());
   const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
   const auto load_stage = [&](int tile) {
     const std::uint32_t to = stages_at + tile % 2 * 2 * kTileBytes;
-    load_tile<D, kKeys>(to, keys, tile * kKeys, sizes.length);
-    load_tile<D, kKeys>(to + kTileBytes, values, tile * kKeys, sizes.length);
+    const int here = not_known(sequence);
+    load_tile<D, kKeys>(to, sizes.keys(qkv, here, kv_head), tile * kKeys, sizes.length);
+    load_tile<D, kKeys>(to + kTileBytes, sizes.values(qkv, here, kv_head), tile * kKeys, sizes.length);
   };
   load_tile<D, kTiling.own()>(queries_at, sizes.queries(qkv, sequence, head), first, sizes.length);
   load_tile<D, kTiling.own()>(queries_at + kOwnBytes, sizes.outputs(dy, sequence, head), first, sizes.length);
@@ -431,43 +451,47 @@ __global__ void __launch_bounds__(kThreads, 2)
   const float scale = 1 / sqrtf(D), factor = scale * kLog2E;
   float gradient[M][D / 8][4];
   clear(gradient);
-  for (int tile = range.begin; tile < range.end; ++tile) {
+  const auto arrive = [&](int tile) {
     if (tile > range.begin) {  // this tile has come, and nobody reads the one before any more
       copies_wait();
       __syncthreads();
     }
     if (tile + 1 < range.end) load_stage(tile + 1);
-#pragma unroll 1
-    for (int chunk = 0; chunk < kKeys; chunk += kChunk) {
-      const int first_key = tile * kKeys + chunk;
-      if (!seeing.see_any(first_key, kChunk)) continue;
-      const std::uint32_t keys_at = stages_at + tile % 2 * 2 * kTileBytes + chunk * Tile<D>::kStride;
-      float scores[M][kChunk / 8][4], returned[M][kChunk / 8][4];
-      multiply_rows<T>(scores, own, keys_at);
-      multiply_rows<T>(returned, own_gradients, keys_at + kTileBytes);
-      if (!seeing.see_all(first_key, kChunk)) seeing.hide(scores, first_key);
+  };
+  constexpr int kEach = kKeys / kChunk;
+  walk<kEach>({range.begin * kEach, range.end * kEach}, seeing.seen(kChunk), arrive, [&](int chunk) {
+    const int tile = chunk / kEach;
+    const std::uint32_t keys_at =
+        stages_at + tile % 2 * 2 * kTileBytes + chunk % kEach * kChunk * Tile<D>::kStride;
+    float scores[M][kChunk / 8][4], returned[M][kChunk / 8][4];
+    multiply_rows<T>(scores, own, keys_at);
+    multiply_rows<T>(returned, own_gradients, keys_at + kTileBytes);
+    if (!seeing.see_all(chunk * kChunk, kChunk)) seeing.hide(scores, chunk * kChunk);
 #pragma unroll
-      for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m)
 #pragma unroll
-        for (int n = 0; n < kChunk / 8; ++n)
+      for (int n = 0; n < kChunk / 8; ++n)
 #pragma unroll
-          for (int v = 0; v < 4; ++v)
-            scores[m][n][v] = weight_of(scores[m][n][v], factor, statistic[m][v / 2].x) *
-                              (returned[m][n][v] - statistic[m][v / 2].y);
-      add_weighted<T, D>(gradient, scores, keys_at);
-    }
-  }
+        for (int v = 0; v < 4; ++v)
+          scores[m][n][v] = weight_of(scores[m][n][v], factor, statistic[m][v / 2].x) *
+                            (returned[m][n][v] - statistic[m][v / 2].y);
+    add_weighted<T, D>(gradient, scores, keys_at);
+  });
   store_rows<T, D>(gradient, Factors<M>(scale).of, own_at, sizes.queries(dqkv, sequence, head), first_of_warp,
                    sizes.length);
 }
 
-// The end of the tiles of queries, from tile `begin` on, of which one sees the key.
-__device__ inline int end_of_seeing(const Sizes& sizes, int sequence, int begin, int tile, int key) {
-  int end = sizes.tiles(tile);
+// The first chunk of queries from `begin` on whose query `member` no longer sees the key, or the end of them.
+__device__ inline int end_of_seeing(const Sizes& sizes, int sequence, int begin, int chunk, int member,
+                                    int key) {
+  int end = sizes.tiles(chunk);
   if (!sizes.positions) return end;
-  while (begin + 1 < end) {  // tile `begin` has such a query, tile `end` has none
+  while (begin < end) {  // before `begin` they see it, from `end` on they do not
     const int middle = begin + (end - begin) / 2;
-    (sizes.start(sequence, middle * tile) <= key ? begin : end) = middle;
+    if (sizes.start(sequence, middle * chunk + member) <= key)
+      begin = middle + 1;
+    else
+      end = middle;
   }
   return end;
 }
@@ -515,21 +539,21 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_of_warp = first + warp_of_thread() * 16 * M, last_of_warp = first_of_warp + 16 * M - 1;
   const int begin = first / kQueries;
   const int last_key = min(first + kTiling.own(), sizes.length) - 1;
-  const int each = end_of_seeing(sizes, sequence, begin, kQueries, last_key) - begin;  // tiles of each head
-  const int steps = each * sizes.group();
-  const auto load_stage = [&](int step) {
-    const int head = kv_head * sizes.group() + step / each, query = (begin + step % each) * kQueries;
-    const std::uint32_t to = stages_at + step % 2 * 2 * kTileBytes;
-    load_tile<D, kQueries>(to, sizes.queries(qkv, sequence, head), query, sizes.length);
-    load_tile<D, kQueries>(to + kTileBytes, sizes.outputs(dy, sequence, head), query, sizes.length);
+  const int end = end_of_seeing(sizes, sequence, begin, kQueries, 0, last_key);
+  const int first_head = kv_head * sizes.group(), end_of_heads = first_head + sizes.group();
+  const auto load_stage = [&](int stage, int head, int tile) {
+    const std::uint32_t to = stages_at + stage * 2 * kTileBytes;
+    const int here = not_known(sequence);
+    load_tile<D, kQueries>(to, sizes.queries(qkv, here, head), tile * kQueries, sizes.length);
+    load_tile<D, kQueries>(to + kTileBytes, sizes.outputs(dy, here, head), tile * kQueries, sizes.length);
     const int piece = static_cast<int>(threadIdx.x);
     if (piece < kStatisticBytes / 16)
-      copy_later(statistics_at + step % 2 * kStatisticBytes + piece * 16,
-                 statistics_of(statistics, sizes, sequence, head) + query + piece * 2, true);
+      copy_later(statistics_at + stage * kStatisticBytes + piece * 16,
+                 statistics_of(statistics, sizes, here, head) + tile * kQueries + piece * 2, true);
   };
   load_tile<D, kTiling.own()>(keys_at, sizes.keys(qkv, sequence, kv_head), first, sizes.length);
   load_tile<D, kTiling.own()>(keys_at + kOwnBytes, sizes.values(qkv, sequence, kv_head), first, sizes.length);
-  load_stage(0);
+  load_stage(0, first_head, begin);
   copies_wait();
   __syncthreads();
 
@@ -539,46 +563,59 @@ __global__ void __launch_bounds__(kThreads, 2)
   float key_gradient[M][D / 8][4], value_gradient[M][D / 8][4];
   clear(key_gradient);
   clear(value_gradient);
-  for (int step = 0; step < steps; ++step) {
-    if (step > 0) {  // this tile has come, and nobody reads the one before any more
-      copies_wait();
-      __syncthreads();
-    }
-    if (step + 1 < steps) load_stage(step + 1);
+  constexpr int kEach = kQueries / kChunk;
+  // Chunks of queries that see one of the warp's keys, and the end of those whose documents hide none.
+  const Range own{first_of_warp / kChunk,
+                  end_of_seeing(sizes, sequence, first_of_warp / kChunk, kChunk, 0, last_of_warp)};
+  const int end_of_all = end_of_seeing(sizes, sequence, own.begin, kChunk, kChunk - 1, first_of_warp);
+  int stage = 1;  // of the tile that the block is at; the first one comes into stage 0
 #pragma unroll 1
-    for (int chunk = 0; chunk < kQueries; chunk += kChunk) {
-      const int first_query = (begin + step % each) * kQueries + chunk, last_query = first_query + kChunk - 1;
-      if (first_query >= sizes.length || last_query < first_of_warp ||
-          sizes.start(sequence, first_query) > last_of_warp)
-        continue;
-      const std::uint32_t queries_at = stages_at + step % 2 * 2 * kTileBytes + chunk * Tile<D>::kStride;
+  for (int head = first_head; head < end_of_heads; ++head) {
+    const auto arrive = [&](int tile) {
+      if (head > first_head ||
+          tile > begin) {  // this tile has come, and nobody reads the one before any more
+        copies_wait();
+        __syncthreads();
+      }
+      const bool more = tile + 1 < end;  // of this head
+      const int next_head = more ? head : head + 1;
+      if (next_head < end_of_heads) load_stage(stage, next_head, more ? tile + 1 : begin);
+      stage ^= 1;
+    };
+    walk<kEach>({begin * kEach, end * kEach}, own, arrive, [&](int chunk) {
+      const int in_tile = chunk % kEach * kChunk;
+      const std::uint32_t queries_at = stages_at + stage * 2 * kTileBytes + in_tile * Tile<D>::kStride;
       const std::uint32_t gradients_at = queries_at + kTileBytes;
       float weights[M][kChunk / 8][4], returned[M][kChunk / 8][4];
       multiply_rows<T>(weights, own_keys, queries_at);
-      if (first_query < last_of_warp || sizes.start(sequence, last_query) > first_of_warp)
-        hide_keys(weights, sizes, sequence, first_of_warp, first_query);
-      float delta[kChunk / 8][2];
+      if (chunk * kChunk < last_of_warp || chunk >= end_of_all)
+        hide_keys(weights, sizes, sequence, first_of_warp, chunk * kChunk);
+      // {sum, delta} of a lane's two columns
+      const std::uint32_t pairs_at =
+          statistics_at + stage * kStatisticBytes +
+          (in_tile + product_column(lane_of_thread(), 0)) * static_cast<int>(sizeof(float2));
 #pragma unroll
       for (int n = 0; n < kChunk / 8; ++n) {
-        const uint4 pair = load_shared(statistics_at + step % 2 * kStatisticBytes +
-                                       (chunk + n * 8 + product_column(lane_of_thread(), 0)) * 8);
-        const float log_sum[2] = {__uint_as_float(pair.x), __uint_as_float(pair.z)};
-        delta[n][0] = __uint_as_float(pair.y), delta[n][1] = __uint_as_float(pair.w);
+        const uint4 pair = load_shared(pairs_at + n * 64);
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
-          for (int v = 0; v < 4; ++v) weights[m][n][v] = weight_of(weights[m][n][v], factor, log_sum[v % 2]);
+          for (int v = 0; v < 4; ++v)
+            weights[m][n][v] = weight_of(weights[m][n][v], factor, __uint_as_float(v % 2 ? pair.z : pair.x));
       }
       add_weighted<T, D>(value_gradient, weights, gradients_at);
       multiply_rows<T>(returned, own_values, gradients_at);
 #pragma unroll
-      for (int m = 0; m < M; ++m)
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const uint4 pair = load_shared(pairs_at + n * 64);  // again, rather than kept in registers
 #pragma unroll
-        for (int n = 0; n < kChunk / 8; ++n)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
-          for (int v = 0; v < 4; ++v) weights[m][n][v] *= returned[m][n][v] - delta[n][v % 2];
+          for (int v = 0; v < 4; ++v)
+            weights[m][n][v] *= returned[m][n][v] - __uint_as_float(v % 2 ? pair.w : pair.y);
+      }
       add_weighted<T, D>(key_gradient, weights, queries_at);
-    }
+    });
   }
   store_rows<T, D>(key_gradient, Factors<M>(scale).of, own_at, sizes.keys(dqkv, sequence, kv_head),
                    first_of_warp, sizes.length);
