@@ -215,9 +215,9 @@ struct Shape {
   Index rows, width;
 };
 // Around vectors (8, 4), what a warp (256, 512, 768, 1024) and what a block (4096, 8192) keeps, and beyond.
-constexpr Shape kShapes[] = {{1, 1},      {3, 7},    {127, 64},   {300, 65},  {33, 264},   {300, 768},
-                             {3, 1000},   {9, 1024}, {127, 1025}, {5, 1032},  {127, 2048}, {3, 4096},
-                             {300, 4104}, {3, 5000}, {2, 8200},   {3, 16392}, {2, 20001}};
+constexpr Shape kShapes[] = {{1, 1},     {3, 7},    {127, 64},   {300, 65},   {33, 264},  {300, 768},
+                             {3, 1000},  {9, 1024}, {127, 1025}, {300, 1032}, {40, 2048}, {3, 4096},
+                             {40, 4104}, {3, 5000}, {2, 8200},   {3, 16392},  {2, 20001}};
 
 // Positions of documents: they start again at 0 here and there.
 Ints some_positions(Index rows, Index most) {
@@ -404,7 +404,9 @@ NormGradients norm_back_in_double(const NormCase& c, const Doubles& dy, const Do
       if (c.kind == NormKind::layer) mean_a += a / n;
       mean_ah += a * h / n;
       out.dweight[i] += g * h, out.dbias[i] += g;
-      out.dweight_size[i] += std::fabs(g * h), out.dbias_size[i] += std::fabs(g);
+      // x and the mean are rounded before they are subtracted.
+      out.dweight_size[i] += std::fabs(g) * (std::fabs(x[r * width + i]) + std::fabs(mean)) * rstd;
+      out.dbias_size[i] += std::fabs(g);
     }
     for (std::size_t i = 0; i < width; ++i) {
       const double h = (x[r * width + i] - mean) * rstd;

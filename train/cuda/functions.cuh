@@ -2,6 +2,8 @@
 // bits the exponential is the device's own, whose error of a few 2^-22 is far below theirs; for fp32 the exact one.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cmath>
 
 #include "train/cpu/math.h"
@@ -17,43 +19,53 @@ __host__ __device__ __forceinline__ float exponential(float x) {
   return expf(x);
 }
 
-// 1 / (1 + e^-x): 0 where e^-x is infinite.
+// 1 / (1 + e^-x), and 1 less that. The difference as such would lose what is left of it where x is large, and GELU's slope
+// multiplies it by x^3.
+struct Logistic {
+  float open, shut;
+};
 template <class T>
-__host__ __device__ __forceinline__ float logistic_of(float x) {
-  const float below = 1.0f + exponential<T>(-x);
+__host__ __device__ __forceinline__ Logistic logistic_of(float x) {
+  const float e = fminf(exponential<T>(-x), 1e37f);  // the device's own division gives 0 from 2^126
 #ifdef __CUDA_ARCH__
-  if constexpr (sizeof(T) < 4) return __fdividef(1.0f, below);
+  if constexpr (sizeof(T) < 4) {
+    const float open = __fdividef(1.0f, 1.0f + e);
+    return {open, e * open};
+  }
 #endif
-  return 1.0f / below;
+  const float open = 1.0f / (1.0f + e);
+  return {open, e * open};
 }
 
 // GELU in its tanh form is x / (1 + e^(-2u)) (Hendrycks & Gimpel, 1606.08415, section 2).
 template <class T>
-__host__ __device__ __forceinline__ float gelu_gate_of(float x) {
+__host__ __device__ __forceinline__ Logistic gelu_gate_of(float x) {
   return logistic_of<T>(2.0f * kGeluSlope * x * (1.0f + kGeluCubic * x * x));
 }
 template <class T>
 __host__ __device__ __forceinline__ float gelu_of(float x) {
-  return x * gelu_gate_of<T>(x);
+  return x * gelu_gate_of<T>(x).open;
 }
 template <class T>
 __host__ __device__ __forceinline__ float gelu_slope_of(float x) {
-  const float gate = gelu_gate_of<T>(x), du = kGeluSlope * (1.0f + 3.0f * kGeluCubic * x * x);
-  return gate + x * gate * (1.0f - gate) * 2.0f * du;
+  const Logistic gate = gelu_gate_of<T>(x);
+  const float du = kGeluSlope * (1.0f + 3.0f * kGeluCubic * x * x);
+  return gate.open + x * gate.open * gate.shut * 2.0f * du;
 }
 
 // SwiGLU (Shazeer, 2002.05202): what the gate lets through, and the gradients of gate and value.
 template <class T>
 __host__ __device__ __forceinline__ float gated_of(float gate, float value) {
-  return gate * logistic_of<T>(gate) * value;
+  return gate * logistic_of<T>(gate).open * value;
 }
 struct Gated {
   float gate, value;
 };
 template <class T>
 __host__ __device__ __forceinline__ Gated gated_back(float d, float gate, float value) {
-  const float open = logistic_of<T>(gate), silu = gate * open;
-  return {d * value * (open + silu * (1.0f - open)), d * silu};
+  const Logistic of = logistic_of<T>(gate);
+  const float silu = gate * of.open;
+  return {d * value * (of.open + silu * of.shut), d * silu};
 }
 
 }  // namespace scruple::train::cuda
