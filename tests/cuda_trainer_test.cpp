@@ -56,8 +56,12 @@ std::vector<Family> families() {
   wide.heads = 2, wide.kv_heads = 1, wide.head_width = 64;
   Description stretched = llama();
   stretched.rotary.factor = 8, stretched.rotary.first_context = 16;
-  return {{"gpt2", gpt2({2, 64, 4, kContext, 256})}, {"llama", llama()}, {"qwen2", qwen2}, {"qwen3", qwen3},
-          {"heads of 64", wide},                    {"llama 3", stretched}};
+  return {{"gpt2", gpt2({2, 64, 4, kContext, 256})},
+          {"llama", llama()},
+          {"qwen2", qwen2},
+          {"qwen3", qwen3},
+          {"heads of 64", wide},
+          {"llama 3", stretched}};
 }
 
 Job job_of(const Description& shape, OpenBackend backend, const std::string& recipe = "fp32",
@@ -134,10 +138,10 @@ struct Gradients {
   double loss = 0, loss_again = 0;
   std::vector<std::vector<float>> all;
 };
-Gradients gradients_of(const Description& shape, OpenBackend open, Precision activations, const std::string& recipe,
-                       scruple_policy policy, std::int64_t batch = 3) {
+Gradients gradients_of(const Description& shape, OpenBackend open, Precision activations,
+                       const std::string& recipe, scruple_policy policy, std::int64_t batch = 3) {
   Job job = job_of(shape, open, recipe, activations);
-  const std::unique_ptr<Backend> backend = open(2);
+  const std::unique_ptr<Backend> backend = open(0);
   const Optimizer sgd("sgd", {{"momentum", 0.5}, {"lr", 0.0}});
   Ledger ledger;
   State state(*backend, parameters_of(shape), sgd, sgd, describe_by(recipe), ledger);
@@ -185,13 +189,14 @@ TEST_F(CudaTrainer, GradientsAreTheCpusInEveryFamily) {
     SCOPED_TRACE(family.name);
     const Gradients want = gradients_of(family.shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_STORED);
     for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
-      expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp32, "fp32", policy), want, family.shape, 1e-6,
-                   1e-4);
-      expect_alike(gradients_of(family.shape, cuda_backend, Precision::bf16, "fp32", policy), want, family.shape, 3e-3,
-                   3e-2);
+      expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp32, "fp32", policy), want,
+                   family.shape, 1e-6, 1e-4);
+      expect_alike(gradients_of(family.shape, cuda_backend, Precision::bf16, "fp32", policy), want,
+                   family.shape, 3e-3, 3e-2);
     }
-    expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp16, "fp32", SCRUPLE_STORED), want, family.shape,
-                 1e-3, 1e-2);
+    // Without a loss scale some of what a bias of keys gets is below fp16's smallest.
+    expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp16, "fp32", SCRUPLE_STORED), want,
+                 family.shape, 1e-3, 2e-2);
   }
 }
 
@@ -210,8 +215,8 @@ TEST_F(CudaTrainer, GradientsAreTheCpusWhereTheyComeInParts) {
       shape.vocabulary = 1 << 20, shape.width = 40, shape.head_width = 10, shape.tied = tied;
       SCOPED_TRACE((tied ? "tied, " : "not tied, ") + std::to_string(batch));
       expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED, batch),
-                   gradients_of(shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED, batch), shape, 1e-6,
-                   1e-4);
+                   gradients_of(shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED, batch), shape,
+                   1e-6, 1e-4);
     }
 }
 
@@ -294,7 +299,8 @@ TEST_F(CudaTrainer, OffloadingGivesTheSameBits) {
   Job job = job_of(llama(6), cuda_backend, "scruple", Precision::bf16);
   const std::int64_t kept = memory_of(job).peak("activations");
   job.offloads = true;
-  EXPECT_EQ(kept - memory_of(job).peak("activations"), 4 * 3 * kContext * 64 * 2) << "7 that exist, 3 of them at once";
+  EXPECT_EQ(kept - memory_of(job).peak("activations"), 4 * 3 * kContext * 64 * 2)
+      << "7 that exist, 3 of them at once";
 }
 
 TEST_F(CudaTrainer, ARunGoesOnToTheBit) {
@@ -310,7 +316,7 @@ TEST_F(CudaTrainer, ARunGoesOnToTheBit) {
   for (int i = 0; i < 4; ++i) whole.step(text());
   save(whole, "scruple", {}, folder, 0);
   for (int i = 0; i < 4; ++i) losses.push_back(whole.step(text()).loss);
-  const io::Checkpoint checkpoint(find_checkpoint(checkpoints_of(folder)));
+  const io::Checkpoint checkpoint(find_checkpoint(folder));
   Trainer second(job, ledger, &checkpoint);
   EXPECT_EQ(second.steps_taken(), 4);
   for (const double loss : losses) EXPECT_EQ(second.step(text()).loss, loss);
@@ -331,9 +337,9 @@ TEST_F(CudaTrainer, MicroBatchesAreTheCpus) {
 // More than a GPU has, and more than is allowed: refused, and the next run is none the worse.
 TEST_F(CudaTrainer, TooMuchMemoryIsRefused) {
   Job large = job_of(llama(), cuda_backend, "scruple", Precision::bf16);
-  large.batch = 50'000'000;
+  large.batch = 1'000'000;
   const std::int64_t needed = memory_of(large).peak();
-  EXPECT_GT(needed, std::int64_t{1} << 40);
+  EXPECT_GT(needed, std::int64_t{160} << 30);
   Ledger unlimited;
   EXPECT_THROW(Trainer(large, unlimited), std::bad_alloc);
   const Job job = job_of(llama(), cuda_backend, "scruple", Precision::bf16);

@@ -29,7 +29,7 @@ const char* problem_with(const Attention& shape);
 void attend(const Attention& shape, const void* qkv, void* y, float* log_sums, cudaStream_t stream);
 // Bytes that attend_backward works in.
 std::int64_t attend_backward_bytes(const Attention& shape);
-void attend_backward(const Attention& shape, const void* qkv, const void* y, const float* log_sums, const void* dy,
-                     void* dqkv, void* workspace, cudaStream_t stream);
+void attend_backward(const Attention& shape, const void* qkv, const void* y, const float* log_sums,
+                     const void* dy, void* dqkv, void* workspace, cudaStream_t stream);
 
 }  // namespace scruple::train::cuda

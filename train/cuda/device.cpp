@@ -25,7 +25,8 @@ DeviceMemory::DeviceMemory(const Stream& stream) : stream_(stream) {
   cudaMemPool_t pool = nullptr;
   check(cudaGetDevice(&device), "reading the current device");
   check(cudaDeviceGetDefaultMemPool(&pool, device), "finding the memory pool");
-  std::uint64_t keep = ~std::uint64_t{0};  // what is given back stays with the process: the next step takes it again
+  std::uint64_t keep =
+      ~std::uint64_t{0};  // what is given back stays with the process: the next step takes it again
   check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "setting up the memory pool");
 }
 
@@ -75,8 +76,8 @@ double peak_flops(const std::string& name) {
     const char* name;
     double tera;
   };
-  constexpr Peak kPeaks[] = {{"B200", 2250},     {"H200", 989},      {"H100 PCIe", 756}, {"H100 NVL", 835},
-                             {"H100", 989},      {"GH200", 989},     {"A100", 312},      {"L40S", 362},
+  constexpr Peak kPeaks[] = {{"B200", 2250},      {"H200", 989},       {"H100 PCIe", 756}, {"H100 NVL", 835},
+                             {"H100", 989},       {"GH200", 989},      {"A100", 312},      {"L40S", 362},
                              {"RTX 5090", 209.5}, {"RTX 4090", 165.2}, {"RTX 3090", 71}};
   for (const Peak& peak : kPeaks)
     if (name.find(peak.name) != std::string::npos) return peak.tera * 1e12;

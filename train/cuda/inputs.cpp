@@ -6,7 +6,8 @@
 
 namespace scruple::train::cuda {
 
-Inputs::Inputs(const Description& model, std::int64_t rows, const Stream& stream, Memory& memory, Ledger& ledger)
+Inputs::Inputs(const Description& model, std::int64_t rows, const Stream& stream, Memory& memory,
+               Ledger& ledger)
     : model_(model),
       rows_(rows),
       stride_(rows + 1),  // readers begin at one more place than there are
@@ -28,7 +29,8 @@ std::int64_t Inputs::read(const Batch& batch, float weight) {
   if (copy.done == nullptr)
     check(cudaEventCreateWithFlags(&copy.done, cudaEventDisableTiming), "making an event");
   check(cudaEventSynchronize(copy.done), "waiting for a batch");
-  std::int32_t *const tokens = copy.host, *const targets = tokens + stride_, *const positions = targets + stride_;
+  std::int32_t *const tokens = copy.host, *const targets = tokens + stride_,
+                      *const positions = targets + stride_;
   const std::int64_t counted = read_batch(model_, rows_, batch, positions);
   std::copy_n(batch.tokens, rows_, tokens);
   std::copy_n(batch.targets, rows_, targets);

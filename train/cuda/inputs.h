@@ -31,7 +31,9 @@ class Inputs {
 
   // Who read rows [first, first + rows) of the table of tokens, or of positions.
   Readers readers_of_tokens(std::int64_t first, std::int64_t rows) const { return readers(0, first, rows); }
-  Readers readers_of_positions(std::int64_t first, std::int64_t rows) const { return readers(1, first, rows); }
+  Readers readers_of_positions(std::int64_t first, std::int64_t rows) const {
+    return readers(1, first, rows);
+  }
 
  private:
   static constexpr int kTables = 2, kParts = 3 + 3 * kTables, kCopies = 2;

@@ -33,8 +33,8 @@ struct Readers {
   std::int64_t count;  // of targets
 };
 // table[target - first] += the sum of its readers' rows of g; other rows stay as they are. Targets ascend.
-void embedding_gradient(Precision precision, const void* g, std::int64_t width, Readers readers, std::int64_t first,
-                        Values table, cudaStream_t stream);
+void embedding_gradient(Precision precision, const void* g, std::int64_t width, Readers readers,
+                        std::int64_t first, Values table, cudaStream_t stream);
 
 // y = norm(x) weight + bias; keeps 1 / deviation of each row, and the mean where the norm has one (else nullptr).
 struct Norm {
@@ -42,22 +42,22 @@ struct Norm {
   float epsilon;
   Values weight, bias;
 };
-void normalise(Precision precision, const Norm& norm, const void* x, std::int64_t rows, std::int64_t width, void* y,
-               float* mean, float* rstd, cudaStream_t stream);
+void normalise(Precision precision, const Norm& norm, const void* x, std::int64_t rows, std::int64_t width,
+               void* y, float* mean, float* rstd, cudaStream_t stream);
 // g (+)= the gradient of x, where dy is that of y: adds where `adds`, else overwrites. `sums`, norm_parts(rows) x 2 x
 // width floats, take parts of the gradients of weight and bias.
 std::int64_t norm_parts(std::int64_t rows);
-void normalise_backward(Precision precision, const Norm& norm, const void* dy, const void* x, const float* mean,
-                        const float* rstd, std::int64_t rows, std::int64_t width, bool adds, void* g, float* sums,
-                        cudaStream_t stream);
+void normalise_backward(Precision precision, const Norm& norm, const void* dy, const void* x,
+                        const float* mean, const float* rstd, std::int64_t rows, std::int64_t width,
+                        bool adds, void* g, float* sums, cudaStream_t stream);
 // The sum of `parts` rows of `sums`, which are `stride` floats apart, over `width` columns.
 void sum_parts(const float* sums, std::int64_t parts, std::int64_t stride, std::int64_t width, Values out,
                cudaStream_t stream);
 // out[i] = the sum of column i of dy, whose rows are `stride` values apart; column 0 is where dy points. `sums`:
 // bias_parts(rows) x width floats.
 std::int64_t bias_parts(std::int64_t rows);
-void bias_gradient(Precision precision, const void* dy, std::int64_t rows, std::int64_t stride, std::int64_t width,
-                   float* sums, Values out, cudaStream_t stream);
+void bias_gradient(Precision precision, const void* dy, std::int64_t rows, std::int64_t stride,
+                   std::int64_t width, float* sums, Values out, cudaStream_t stream);
 
 // Queries and keys as attention wants them: each head normed by itself where there are weights (RMS, Zhang & Sennrich,
 // 1910.07467), then turned by its position (Su et al., 2104.09864; value i with value i + head_width / 2, as Hugging Face
@@ -66,7 +66,8 @@ struct Turning {
   std::int64_t rows;
   int heads, kv_heads, head_width;
   const std::int32_t* positions;
-  const float* rotation;  // for each position cosines, then sines, of head_width / 2 angles; nullptr: not turned
+  const float*
+      rotation;  // for each position cosines, then sines, of head_width / 2 angles; nullptr: not turned
   Values query_norm, key_norm;  // no data: not normed
   float epsilon;
 };
@@ -79,17 +80,18 @@ void turn_backward(Precision precision, const Turning& shape, const void* qkv, v
 
 // GELU in its tanh form of `inner` values (Hendrycks & Gimpel, 1606.08415), or SiLU of the left half of 2 inner values
 // times the right half (Shazeer, 2002.05202).
-void activate(Precision precision, Mlp mlp, const void* expanded, std::int64_t rows, std::int64_t inner, void* activated,
-              cudaStream_t stream);
+void activate(Precision precision, Mlp mlp, const void* expanded, std::int64_t rows, std::int64_t inner,
+              void* activated, cudaStream_t stream);
 // The gradient of `expanded` from that of `activated`. dexpanded may be `expanded`, and for GELU `dactivated`.
-void activate_backward(Precision precision, Mlp mlp, const void* dactivated, const void* expanded, std::int64_t rows,
-                       std::int64_t inner, void* dexpanded, cudaStream_t stream);
+void activate_backward(Precision precision, Mlp mlp, const void* dactivated, const void* expanded,
+                       std::int64_t rows, std::int64_t inner, void* dexpanded, cudaStream_t stream);
 
 // losses[row] = -log softmax(logits[row])[target], 0 where the target is below 0. Rows are `stride` values apart.
 // Where `scale` is given (one float in device memory), logits become *scale (softmax(logits) - [target]), and 0 where the
 // target is below 0 and in the columns from `vocabulary` to `stride`.
-void cross_entropy(Precision precision, void* logits, std::int64_t rows, std::int64_t vocabulary, std::int64_t stride,
-                   const std::int32_t* targets, const float* scale, float* losses, cudaStream_t stream);
+void cross_entropy(Precision precision, void* logits, std::int64_t rows, std::int64_t vocabulary,
+                   std::int64_t stride, const std::int32_t* targets, const float* scale, float* losses,
+                   cudaStream_t stream);
 // *sum = their sum in double.
 void sum_losses(const float* losses, std::int64_t rows, double* sum, cudaStream_t stream);
 

@@ -24,7 +24,8 @@ std::int64_t rows_within(std::int64_t bytes, const Parameter& parameter, Precisi
 }
 
 const scruple_format* format_of(Precision type) {
-  static const scruple_format* const formats[] = {format_named("fp32"), format_named("bf16"), format_named("fp16")};
+  static const scruple_format* const formats[] = {format_named("fp32"), format_named("bf16"),
+                                                  format_named("fp16")};
   return formats[static_cast<int>(type)];
 }
 
@@ -34,8 +35,8 @@ std::int64_t Outbox::bytes_of(const std::vector<Parameter>& parameters, Precisio
   std::int64_t all = 0, largest = 0;
   for (const Parameter& parameter : parameters) {
     all += aligned(parameter.size() * size_of(type));
-    largest = std::max(largest, aligned(rows_within(kMostBytes, parameter, type) * columns_of(parameter) *
-                                        size_of(type)));
+    largest = std::max(
+        largest, aligned(rows_within(kMostBytes, parameter, type) * columns_of(parameter) * size_of(type)));
   }
   return std::max(largest, std::min(all, kFewBytes));
 }
@@ -49,7 +50,9 @@ Outbox::Outbox(const std::vector<Parameter>& parameters, Precision type, bool re
 
 scruple_piece Outbox::piece_of(int parameter, std::int64_t first, std::int64_t rows, Values gradient) const {
   const std::int64_t columns = columns_of(parameters_[static_cast<std::size_t>(parameter)]);
-  return {parameter, first * columns, rows * columns,
+  return {parameter,
+          first * columns,
+          rows * columns,
           {format_of(gradient.type), gradient.data, nullptr, SCRUPLE_NEAREST, 0}};
 }
 
@@ -88,7 +91,8 @@ void Outbox::take_in_pieces(int parameter, const FillRows& fill, std::int64_t ro
 }
 
 void Outbox::take_whole(int parameter, Values gradient) {
-  waiting_.push_back(piece_of(parameter, 0, parameters_[static_cast<std::size_t>(parameter)].shape[0], gradient));
+  waiting_.push_back(
+      piece_of(parameter, 0, parameters_[static_cast<std::size_t>(parameter)].shape[0], gradient));
 }
 
 void Outbox::close() {

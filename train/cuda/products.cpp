@@ -15,11 +15,11 @@ constexpr std::int64_t kWorkspace = 32 << 20;  // what cuBLAS itself takes on Ho
 
 // ---- cuBLASLt, opened at run time ----
 
-#define SCRUPLE_CUBLASLT(call)                                                                       \
-  call(Create) call(Destroy) call(MatmulDescCreate) call(MatmulDescDestroy)                          \
-      call(MatmulDescSetAttribute) call(MatrixLayoutCreate) call(MatrixLayoutDestroy)                \
-          call(MatmulPreferenceCreate) call(MatmulPreferenceDestroy) call(MatmulPreferenceSetAttribute) \
-              call(MatmulAlgoGetHeuristic) call(Matmul) call(GetStatusString)
+#define SCRUPLE_CUBLASLT(call)                                                                           \
+  call(Create) call(Destroy) call(MatmulDescCreate) call(MatmulDescDestroy) call(MatmulDescSetAttribute) \
+      call(MatrixLayoutCreate) call(MatrixLayoutDestroy) call(MatmulPreferenceCreate)                    \
+          call(MatmulPreferenceDestroy) call(MatmulPreferenceSetAttribute) call(MatmulAlgoGetHeuristic)  \
+              call(Matmul) call(GetStatusString)
 
 struct Library {
 #define SCRUPLE_MEMBER(name) decltype(&cublasLt##name) name;
@@ -41,8 +41,8 @@ const Library& library() {
   static const Library opened = [] {
     void* const handle = open_cublaslt();
     Library calls;
-#define SCRUPLE_FIND(name)                                                                \
-  calls.name = reinterpret_cast<decltype(calls.name)>(dlsym(handle, "cublasLt" #name));   \
+#define SCRUPLE_FIND(name)                                                              \
+  calls.name = reinterpret_cast<decltype(calls.name)>(dlsym(handle, "cublasLt" #name)); \
   if (calls.name == nullptr) throw std::runtime_error("libcublasLt has no cublasLt" #name);
     SCRUPLE_CUBLASLT(SCRUPLE_FIND)
 #undef SCRUPLE_FIND
@@ -98,7 +98,8 @@ struct Products::Plans {
     ~Plan() { library().MatmulDescDestroy(operation); }
     template <class T>
     void set(cublasLtMatmulDescAttributes_t what, T value) {
-      check_blas(library().MatmulDescSetAttribute(operation, what, &value, sizeof value), "describing a product");
+      check_blas(library().MatmulDescSetAttribute(operation, what, &value, sizeof value),
+                 "describing a product");
     }
     cublasLtMatmulDesc_t operation = nullptr;
     Layout a, b, d;
@@ -148,7 +149,8 @@ Products::Plans::Plan::Plan(const Product& p, Precision precision, cublasLtHandl
   cublasLtMatmulPreference_t wishes = nullptr;
   check_blas(library().MatmulPreferenceCreate(&wishes), "describing a product");
   const auto wish = [&](cublasLtMatmulPreferenceAttributes_t what, auto value) {
-    check_blas(library().MatmulPreferenceSetAttribute(wishes, what, &value, sizeof value), "describing a product");
+    check_blas(library().MatmulPreferenceSetAttribute(wishes, what, &value, sizeof value),
+               "describing a product");
   };
   wish(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
   wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
@@ -157,8 +159,8 @@ Products::Plans::Plan::Plan(const Product& p, Precision precision, cublasLtHandl
   wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
   cublasLtMatmulHeuristicResult_t found = {};
   int count = 0;
-  const cublasStatus_t status = library().MatmulAlgoGetHeuristic(handle, operation, a.made, b.made, d.made, d.made,
-                                                                 wishes, 1, &found, &count);
+  const cublasStatus_t status = library().MatmulAlgoGetHeuristic(handle, operation, a.made, b.made, d.made,
+                                                                 d.made, wishes, 1, &found, &count);
   library().MatmulPreferenceDestroy(wishes);
   if (status != CUBLAS_STATUS_SUCCESS || count == 0)
     throw std::runtime_error("cuBLASLt has no product of [" + std::to_string(p.rows) + ", " +
@@ -169,11 +171,22 @@ Products::Plans::Plan::Plan(const Product& p, Precision precision, cublasLtHandl
 }
 
 Products::Plans::Plan& Products::Plans::find(const Product& p) {
-  const auto alignments = std::int64_t{alignment_of(p.a.data)} << 48 | std::int64_t{alignment_of(p.b.data)} << 32 |
-                          std::int64_t{alignment_of(p.d)} << 16 |
+  const auto alignments = std::int64_t{alignment_of(p.a.data)} << 48 |
+                          std::int64_t{alignment_of(p.b.data)} << 32 | std::int64_t{alignment_of(p.d)} << 16 |
                           std::int64_t{alignment_of(p.c == nullptr ? p.d : p.c)};
-  const Key key = {p.rows,        p.columns, p.depth,  p.a.stride, p.a.transposed,        p.b.stride, p.b.transposed,
-                   p.stride,      p.wide,    static_cast<int>(p.finish), p.bias != nullptr, p.c != nullptr, alignments};
+  const Key key = {p.rows,
+                   p.columns,
+                   p.depth,
+                   p.a.stride,
+                   p.a.transposed,
+                   p.b.stride,
+                   p.b.transposed,
+                   p.stride,
+                   p.wide,
+                   static_cast<int>(p.finish),
+                   p.bias != nullptr,
+                   p.c != nullptr,
+                   alignments};
   const auto found = plans.find(key);
   if (found != plans.end()) return found->second;
   return plans.try_emplace(key, p, precision, handle).first->second;
@@ -188,10 +201,11 @@ void Products::run(const Product& p) {
   if (p.bias != nullptr) plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
   if (p.kept != nullptr) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
   const float one = 1, add = p.c == nullptr ? 0.0f : 1.0f;
-  check_blas(library().Matmul(plans_->handle, plan.operation, &one, p.b.data, plan.a.made, p.a.data, plan.b.made,
-                              &add, p.c == nullptr ? p.d : p.c, plan.d.made, p.d, plan.d.made, &plan.algorithm,
-                              plans_->workspace.as<void>(), static_cast<std::size_t>(kWorkspace), plans_->stream),
-             "a matrix product");
+  check_blas(
+      library().Matmul(plans_->handle, plan.operation, &one, p.b.data, plan.a.made, p.a.data, plan.b.made,
+                       &add, p.c == nullptr ? p.d : p.c, plan.d.made, p.d, plan.d.made, &plan.algorithm,
+                       plans_->workspace.as<void>(), static_cast<std::size_t>(kWorkspace), plans_->stream),
+      "a matrix product");
 }
 
 }  // namespace scruple::train::cuda

@@ -23,11 +23,11 @@ enum class Finish { none, bias, gelu, gelu_backward };
 
 struct Product {
   std::int64_t rows, columns, depth;
-  Operand a, b;               // [rows, depth], [depth, columns]
-  void* d;                    // [rows, columns]
-  std::int64_t stride;        // of d
-  const void* c = nullptr;    // is added; may be d; its rows lie as those of d
-  bool wide = false;          // c and d are fp32, whatever a and b are
+  Operand a, b;             // [rows, depth], [depth, columns]
+  void* d;                  // [rows, columns]
+  std::int64_t stride;      // of d
+  const void* c = nullptr;  // is added; may be d; its rows lie as those of d
+  bool wide = false;        // c and d are fp32, whatever a and b are
   Finish finish = Finish::none;
   const void* bias = nullptr;  // of the type of d; may be absent where `finish` is gelu
   void* kept = nullptr;        // rows as those of d

@@ -13,8 +13,8 @@ cudaEvent_t new_event() {
 
 }  // namespace
 
-Residuals::Residuals(std::int64_t count, std::int64_t bytes, bool offloads, const Stream& stream, Memory& memory,
-                     Ledger& ledger)
+Residuals::Residuals(std::int64_t count, std::int64_t bytes, bool offloads, const Stream& stream,
+                     Memory& memory, Ledger& ledger)
     : count_(count), bytes_(bytes), stream_(stream) {
   for (std::int64_t i = 0; i < (offloads ? std::min(kBuffers, count) : count); ++i)
     buffers_.emplace_back(ledger, "activations", bytes, memory);
@@ -36,8 +36,8 @@ void Residuals::copy(std::int64_t index, bool to_host) {
   check(cudaEventRecord(reached_, stream_), "offloading");
   check(cudaStreamWaitEvent(copies_, reached_), "offloading");
   void* const from = to_host ? at(index) : host(index);
-  check(cudaMemcpyAsync(to_host ? host(index) : at(index), from, static_cast<std::size_t>(bytes_), cudaMemcpyDefault,
-                        copies_),
+  check(cudaMemcpyAsync(to_host ? host(index) : at(index), from, static_cast<std::size_t>(bytes_),
+                        cudaMemcpyDefault, copies_),
         "offloading");
   check(cudaEventRecord(copied(index), copies_), "offloading");
 }

@@ -13,13 +13,16 @@ namespace scruple::train::cuda {
 class Residuals {
  public:
   // `count` of `bytes` each. Host memory is not the ledger's: that counts what the GPU has.
-  Residuals(std::int64_t count, std::int64_t bytes, bool offloads, const Stream& stream, Memory& memory, Ledger& ledger);
+  Residuals(std::int64_t count, std::int64_t bytes, bool offloads, const Stream& stream, Memory& memory,
+            Ledger& ledger);
   ~Residuals();
   Residuals(const Residuals&) = delete;
   Residuals& operator=(const Residuals&) = delete;
 
   // Of layer 0, 1...: the one that a pass is at, the one before, or the one after.
-  void* at(std::int64_t index) const { return buffers_[static_cast<std::size_t>(index) % buffers_.size()].as<void>(); }
+  void* at(std::int64_t index) const {
+    return buffers_[static_cast<std::size_t>(index) % buffers_.size()].as<void>();
+  }
   // Forward: what is queued from here on writes number `index`; all before index - 1 have been read.
   void write(std::int64_t index);
   // Backward, from the last to the first: what is queued from here on reads number `index`, and none above it.
@@ -38,8 +41,8 @@ class Residuals {
   // Only where they are offloaded.
   void* host_ = nullptr;
   Stream copies_;
-  cudaEvent_t reached_ = nullptr;     // by the passes
-  std::vector<cudaEvent_t> copied_;   // of each, to or from the host
+  cudaEvent_t reached_ = nullptr;    // by the passes
+  std::vector<cudaEvent_t> copied_;  // of each, to or from the host
 };
 
 }  // namespace scruple::train::cuda

@@ -23,8 +23,9 @@ constexpr Index kLosses = 1024;           // that wait on the GPU
 
 Index size_of(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
 
-// Rows of logits begin at 16 bytes, so that products run on tensor cores whatever the vocabulary is.
-Index logit_stride(const Description& m) { return (m.vocabulary + 7) / 8 * 8; }
+// Logits have columns that stay 0, so that products with them have sizes that tensor cores like: of GPT-2's 50,257 words
+// they would run at a sixth of their speed.
+Index logit_stride(const Description& m) { return (m.vocabulary + 63) / 64 * 64; }
 
 // Rows whose logits exist at once. Where all of them take no more than the head's gradient would in fp32, parts would
 // save nothing: they would have to be summed up in such a gradient.
@@ -35,11 +36,13 @@ Index logit_rows(const Description& m, Index rows, Precision precision) {
 }
 
 Precision type_of(const scruple_array& weight) {
-  static const scruple_format* const formats[] = {format_named("fp32"), format_named("bf16"), format_named("fp16")};
+  static const scruple_format* const formats[] = {format_named("fp32"), format_named("bf16"),
+                                                  format_named("fp16")};
   const auto found = std::find(std::begin(formats), std::end(formats), weight.format);
   if (found == std::end(formats))
-    throw std::runtime_error(std::string("a model on the GPU computes with weights of fp32, bf16 or fp16, and these are ") +
-                             info_of(weight.format).name);
+    throw std::runtime_error(
+        std::string("a model on the GPU computes with weights of fp32, bf16 or fp16, and these are ") +
+        info_of(weight.format).name);
   return static_cast<Precision>(found - std::begin(formats));
 }
 
@@ -88,7 +91,9 @@ struct Transformer::State {
   }
   const Statistics& statistics_of(Index layer) const { return statistics[static_cast<std::size_t>(layer)]; }
   Inside& inside_of(Index layer) { return insides[static_cast<std::size_t>(layer) % insides.size()]; }
-  Expansion& expansion_of(Index layer) { return expansions[static_cast<std::size_t>(layer) % expansions.size()]; }
+  Expansion& expansion_of(Index layer) {
+    return expansions[static_cast<std::size_t>(layer) % expansions.size()];
+  }
   const LayerPlaces& place_of(Index layer) const { return places.layers[static_cast<std::size_t>(layer)]; }
   bool fuses_gelu() const {
     return model.mlp == Mlp::gelu && precision != Precision::fp32 && model.inner % 8 == 0;
@@ -147,6 +152,7 @@ struct Transformer::State {
   void attend_in(Index layer);
   void expand_in(Index layer);
   void compute_again(Index layer);
+  const void* head_table();
   void head(bool for_backward);
   void sum_up();
   void back_through_head();
@@ -173,11 +179,12 @@ struct Transformer::State {
 
   Block hidden;  // the last layer's output, normalised
   Block logits, row_losses, loss_sums, factor;
-  Block table_gradient;        // of the head, in fp32, where it is a sum; else none
-  Block g, g_inner, g_outer;   // gradients: of the residual stream; of what is inside a layer; of what goes in or out of it
-  Block turned;                // queries and keys, where they are not turned in place
+  Block table_gradient;  // of the head, in fp32, where it is a sum; else none
+  Block g, g_inner,
+      g_outer;   // gradients: of the residual stream; of what is inside a layer; of what goes in or out of it
+  Block turned;  // queries and keys, where they are not turned in place
   Block rotation, norm_sums, bias_sums, head_norm_sums, attention_work;
-  Block converted_matrix, converted_bias;
+  Block converted_matrix, converted_bias, padded_table;
   Residuals residuals;  // before each layer, and after the last
   std::vector<Statistics> statistics;
   std::vector<Inside> insides;
@@ -221,11 +228,14 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
       g_outer(values("activations", rows * std::max(model.width, model.query_width()))),
       rotation(floats("workspace", rotation_floats(model))),
       norm_sums(floats("workspace", norm_parts(rows) * 2 * model.width)),
-      bias_sums(floats("workspace", bias_parts(rows) * std::max({model.width, model.qkv_width(), model.expanded_width()}))),
-      residuals(model.layers + 1, rows * model.width * size_of(precision), setup.offloads, stream, memory, ledger) {
+      bias_sums(floats("workspace", bias_parts(rows) *
+                                        std::max({model.width, model.qkv_width(), model.expanded_width()}))),
+      residuals(model.layers + 1, rows * model.width * size_of(precision), setup.offloads, stream, memory,
+                ledger) {
   if (const char* const problem = cuda::problem_with(attention()); problem != nullptr)
     throw std::invalid_argument(problem);
-  if (model.tied || part_rows < rows) table_gradient = floats("gradients", model.vocabulary * model.width);
+  if (model.tied || part_rows < rows) table_gradient = floats("gradients", logit_stride(model) * model.width);
+  if (logit_stride(model) > model.vocabulary) padded_table = values("workspace", logit_stride(model) * model.width);
   if (model.head_norms) {
     turned = values("activations", rows * model.qkv_width());
     head_norm_sums = floats("workspace", turn_parts(turning({})) * 2 * model.head_width);
@@ -233,7 +243,8 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
   attention_work = Block(ledger, "workspace", attend_backward_bytes(attention()), memory);
   for (Index i = 0; i <= model.layers; ++i) statistics.emplace_back(*this);
   for (Index i = 0; i < (recompute == Recompute::block ? 1 : model.layers); ++i) insides.emplace_back(*this);
-  for (Index i = 0; i < (recompute == Recompute::none ? model.layers : 1); ++i) expansions.emplace_back(*this);
+  for (Index i = 0; i < (recompute == Recompute::none ? model.layers : 1); ++i)
+    expansions.emplace_back(*this);
   if (model.rotary.base > 0 && !ledger.only_counts()) {
     std::vector<float> table(static_cast<std::size_t>(rotation_floats(model)));
     rotation_of(model, table.data());
@@ -310,7 +321,8 @@ void Transformer::State::attend_in(Index layer) {
   const Block& seen = model.head_norms ? turned : inside.qkv;
   if (turns()) turn(precision, turning(places_at), inside.qkv.as<void>(), seen.as<void>(), stream);
   attend(attention(), seen.as<void>(), inside.attended.as<void>(), inside.log_sums.as<float>(), stream);
-  linear(places_at.attention_out, inside.attended, inside.middle.as<void>(), model.width, residuals.at(layer));
+  linear(places_at.attention_out, inside.attended, inside.middle.as<void>(), model.width,
+         residuals.at(layer));
 }
 
 void Transformer::State::expand_in(Index layer) {
@@ -320,7 +332,8 @@ void Transformer::State::expand_in(Index layer) {
   normalise_in(places_at.mlp_norm, inside.middle.as<void>(), inside.statistics, mlp.normed);
   if (fuses_gelu()) return expand(places_at.mlp_in.front(), mlp);
   linear(places_at.mlp_in, mlp.normed, mlp.expanded.as<void>(), model.expanded_width(), nullptr);
-  activate(precision, model.mlp, mlp.expanded.as<void>(), rows, model.inner, mlp.activated.as<void>(), stream);
+  activate(precision, model.mlp, mlp.expanded.as<void>(), rows, model.inner, mlp.activated.as<void>(),
+           stream);
 }
 
 // The last layer is the one that forward has left.
@@ -330,14 +343,21 @@ void Transformer::State::compute_again(Index layer) {
   expand_in(layer);
 }
 
+// The head's matrix with a row for every column of the logits.
+const void* Transformer::State::head_table() {
+  if (padded_table.bytes() == 0) return matrix(places.head);
+  convert(stored(places.head), {padded_table.as<void>(), precision}, model.vocabulary * model.width, stream);
+  return padded_table.as<void>();
+}
+
 // The losses of all rows and, for backward, the gradient of `hidden` in g_outer and that of the head.
 void Transformer::State::head(bool for_backward) {
   const Index stride = logit_stride(model);
-  const void* const table = matrix(places.head);
+  const void* const table = head_table();
   for (Index first = 0; first < rows; first += part_rows) {
     const Index count = std::min(part_rows, rows - first);
     products.run({.rows = count,
-                  .columns = model.vocabulary,
+                  .columns = stride,
                   .depth = model.width,
                   .a = {at(hidden, first * model.width), model.width},
                   .b = {table, model.width, true},
@@ -348,13 +368,13 @@ void Transformer::State::head(bool for_backward) {
     if (!for_backward) continue;
     products.run({.rows = count,
                   .columns = model.width,
-                  .depth = model.vocabulary,
+                  .depth = stride,
                   .a = {logits.as<void>(), stride},
                   .b = {table, model.width},
                   .d = at(g_outer, first * model.width),
                   .stride = model.width});
     if (table_gradient.bytes() > 0)
-      products.run({.rows = model.vocabulary,
+      products.run({.rows = stride,
                     .columns = model.width,
                     .depth = count,
                     .a = {logits.as<void>(), stride, true},
@@ -376,7 +396,8 @@ void Transformer::State::sum_up() {
 std::vector<double> Transformer::State::take_losses() {
   std::vector<double> sums(counted.size());
   memory.read(sums.data(), loss_sums.as<void>(), static_cast<Index>(sums.size() * sizeof(double)));
-  for (std::size_t i = 0; i < sums.size(); ++i) sums[i] /= static_cast<double>(std::max<Index>(counted[i], 1));
+  for (std::size_t i = 0; i < sums.size(); ++i)
+    sums[i] /= static_cast<double>(std::max<Index>(counted[i], 1));
   counted.clear();
   return sums;
 }
@@ -398,7 +419,8 @@ void Transformer::State::linear_backward(const LinearPlaces& places_at, const vo
 }
 
 // As the matrix lies: x^T dy, or dy^T x.
-void Transformer::State::take_linear(const LinearPlaces& places_at, const Block& x, const void* dy, Index stride) {
+void Transformer::State::take_linear(const LinearPlaces& places_at, const Block& x, const void* dy,
+                                     Index stride) {
   for (const LinearPlace& l : places_at) {
     const auto* const outputs = static_cast<const std::byte*>(dy) + l.column * size_of(precision);
     const Operand in = {x.as<void>(), l.in}, out = {outputs, stride};
@@ -425,8 +447,9 @@ void Transformer::State::take_linear(const LinearPlaces& places_at, const Block&
 // From g_outer, the gradient of the norm's output, to g.
 void Transformer::State::back_through_norm(const NormPlace& norm_at, const void* x, const Statistics& of_x,
                                            bool adds) {
-  normalise_backward(precision, norm(norm_at), g_outer.as<void>(), x, of_x.mean.as<float>(), of_x.rstd.as<float>(),
-                     rows, model.width, adds, g.as<void>(), norm_sums.as<float>(), stream);
+  normalise_backward(precision, norm(norm_at), g_outer.as<void>(), x, of_x.mean.as<float>(),
+                     of_x.rstd.as<float>(), rows, model.width, adds, g.as<void>(), norm_sums.as<float>(),
+                     stream);
   const auto half = [&](int parameter, Index column) {
     if (parameter < 0) return;
     outbox.take(parameter, [&](Index, Index, Values to) {
@@ -440,7 +463,8 @@ void Transformer::State::back_through_norm(const NormPlace& norm_at, const void*
 void Transformer::State::take_head_norms(const LayerPlaces& places_at, Index parts) {
   const auto half = [&](int parameter, Index column) {
     outbox.take(parameter, [&](Index, Index, Values to) {
-      sum_parts(head_norm_sums.as<float>() + column, parts, 2 * model.head_width, model.head_width, to, stream);
+      sum_parts(head_norm_sums.as<float>() + column, parts, 2 * model.head_width, model.head_width, to,
+                stream);
     });
   };
   half(places_at.query_norm.weight, 0);
@@ -505,7 +529,8 @@ void Transformer::State::back_through_attention(Index layer) {
   attend_backward(attention(), seen.as<void>(), inside.attended.as<void>(), inside.log_sums.as<float>(),
                   g_outer.as<void>(), g_inner.as<void>(), attention_work.as<void>(), stream);
   if (turns())
-    turn_backward(precision, shape, inside.qkv.as<void>(), g_inner.as<void>(), head_norm_sums.as<float>(), stream);
+    turn_backward(precision, shape, inside.qkv.as<void>(), g_inner.as<void>(), head_norm_sums.as<float>(),
+                  stream);
   if (model.head_norms) take_head_norms(places_at, turn_parts(shape));
   linear_backward(places_at.attention_in, g_inner.as<void>(), model.qkv_width(), g_outer);
   take_linear(places_at.attention_in, inside.normed, g_inner.as<void>(), model.qkv_width());
@@ -572,7 +597,8 @@ void Transformer::State::pass_recorded(Sink& sink) {
   }
 }
 
-Transformer::Transformer(const Setup& setup, bool released, const Stream& stream, Memory& memory, Ledger& ledger) {
+Transformer::Transformer(const Setup& setup, bool released, const Stream& stream, Memory& memory,
+                         Ledger& ledger) {
   check_setup(setup);
   state_ = std::make_unique<State>(setup, released, stream, memory, ledger);
 }
