@@ -31,6 +31,8 @@ struct Setup {
   std::int64_t batch = 16;  // windows in a micro-batch
   Precision activations = Precision::fp32;
   Recompute recompute = Recompute::none;
+  bool offloads = false;  // a GPU's residual stream waits in host memory; the bits are the same
+  bool graphs = true;     // a GPU's kernels are recorded once and launched again; the bits are the same
 };
 
 // batch x context tokens, and what follows each; in host memory.

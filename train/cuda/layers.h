@@ -19,6 +19,9 @@ struct Values {
 // to[i] = from[i]
 void convert(Values from, Values to, std::int64_t count, cudaStream_t stream);
 
+// *out = *a *b
+void multiply(const float* a, const float* b, float* out, cudaStream_t stream);
+
 // x = token embedding + position embedding, where there is a table of positions.
 void embed(Precision precision, const std::int32_t* tokens, const std::int32_t* positions, std::int64_t rows,
            std::int64_t width, Values token_table, Values position_table, void* x, cudaStream_t stream);

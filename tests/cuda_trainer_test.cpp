@@ -1,0 +1,349 @@
+// The trainer on a GPU against the trainer on the CPU, and against itself: policies, recomputation, resumption and a
+// second run give the same bits.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <functional>
+
+#include "tests/descriptions.h"
+#include "train/checkpoint.h"
+#include "train/corpus.h"
+#include "train/trainer.h"
+
+namespace scruple::train {
+namespace {
+
+constexpr std::int64_t kContext = 40;
+
+class CudaTrainer : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!has_cuda()) GTEST_SKIP() << "this machine has no GPU that the trainer could run on";
+  }
+};
+
+Describe describe_by(const std::string& recipe) {
+  return [recipe](const Optimizer& optimizer, std::int64_t size) {
+    scruple_tensor row = {};
+    row.optimizer = optimizer.raw();
+    row.size = size;
+    check(scruple_tensor_use(&row, recipe.c_str()));
+    return row;
+  };
+}
+
+// Sizes are multiples of 8, as 16-bit products want them.
+Description llama(std::int64_t layers = 2) {
+  Description model = other_parts({layers, 64, 4, kContext, 256}, 2, 16);
+  model.inner = 168;
+  model.head_norms = false;
+  return model;
+}
+
+struct Family {
+  const char* name;
+  Description shape;
+};
+
+std::vector<Family> families() {
+  Description qwen2 = llama();
+  qwen2.qkv_bias = qwen2.tied = true;
+  Description qwen3 = llama();
+  qwen3.head_norms = true;
+  Description wide = llama();
+  wide.heads = 2, wide.kv_heads = 1, wide.head_width = 64;
+  Description stretched = llama();
+  stretched.rotary.factor = 8, stretched.rotary.first_context = 16;
+  return {{"gpt2", gpt2({2, 64, 4, kContext, 256})}, {"llama", llama()}, {"qwen2", qwen2}, {"qwen3", qwen3},
+          {"heads of 64", wide},                    {"llama 3", stretched}};
+}
+
+Job job_of(const Description& shape, OpenBackend backend, const std::string& recipe = "fp32",
+           Precision activations = Precision::fp32) {
+  Job job;
+  job.shape = shape;
+  job.batch = 3;
+  job.backend = backend;
+  job.threads = 2;
+  job.activations = activations;
+  job.optimizer = [] { return Optimizer("adamw", {{"weight_decay", 0.1}}); };
+  job.describe = describe_by(recipe);
+  job.schedule = {Annealing::constant, 1e-3, 0, 1000};
+  return job;
+}
+
+const Windows& text() {
+  static const Corpus corpus = Grammar(1).sample(200'000, 1);
+  static const Windows windows(corpus.bytes, kContext, corpus.line_starts);
+  return windows;
+}
+
+std::vector<char> planes_of(Trainer& trainer) {
+  std::vector<char> all;
+  const auto copy = [&](const void* plane, std::int64_t bytes) {
+    const std::size_t at = all.size();
+    all.resize(at + static_cast<std::size_t>(bytes));
+    check(scruple_copy(trainer.engine().raw(), all.data() + at, plane, bytes));
+    trainer.engine().synchronize();
+  };
+  for (const scruple_tensor& row : trainer.state().table())
+    for (const scruple_array& array : std::span(row.arrays, SCRUPLE_GRADIENT)) {
+      if (array.codes == nullptr) continue;
+      std::int64_t codes = 0, aux = 0;
+      check(scruple_format_bytes(array.format, row.size, &codes, &aux));
+      copy(array.codes, codes);
+      if (aux > 0) copy(array.aux, aux);
+    }
+  return all;
+}
+
+struct Taken {
+  std::vector<double> losses;
+  std::vector<char> planes;
+};
+Taken take(const Job& job, int steps) {
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  Taken taken;
+  for (int i = 0; i < steps; ++i) taken.losses.push_back(trainer.step(text()).loss);
+  taken.planes = planes_of(trainer);
+  return taken;
+}
+
+// A batch of documents that begin anywhere, with targets that do not count.
+struct Documents {
+  explicit Documents(const Description& model, std::int64_t batch) {
+    const std::int64_t rows = batch * model.context;
+    std::int32_t start = 0;
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const auto here = static_cast<std::int32_t>(i % model.context);
+      if (here == 0 || i % 11 == 7 || i % 17 == 3) start = here;
+      starts.push_back(start);
+      tokens.push_back(static_cast<std::int32_t>(i * i * 31 % 97 * 7919 % model.vocabulary));
+      targets.push_back(i % 5 == 0 ? -1 : static_cast<std::int32_t>((i * 53 + 11) % model.vocabulary));
+    }
+  }
+  Batch batch() const { return {tokens.data(), targets.data(), starts.data()}; }
+  std::vector<std::int32_t> tokens, targets, starts;
+};
+
+// The gradients of one batch: what SGD's momentum is after its first step.
+struct Gradients {
+  double loss = 0, loss_again = 0;
+  std::vector<std::vector<float>> all;
+};
+Gradients gradients_of(const Description& shape, OpenBackend open, Precision activations, const std::string& recipe,
+                       scruple_policy policy, std::int64_t batch = 3) {
+  Job job = job_of(shape, open, recipe, activations);
+  const std::unique_ptr<Backend> backend = open(2);
+  const Optimizer sgd("sgd", {{"momentum", 0.5}, {"lr", 0.0}});
+  Ledger ledger;
+  State state(*backend, parameters_of(shape), sgd, sgd, describe_by(recipe), ledger);
+  state.start(random_values(state.parameters(), 7), ledger);
+  scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
+  options.policy = policy;
+  Sink sink(backend->engine(), state.table(), options);
+  job.batch = batch;
+  const std::unique_ptr<Network> network = backend->network(job, policy, ledger);
+  const Documents documents(shape, batch);
+  Gradients result;
+  result.loss_again = network->loss(state.visible(), documents.batch());
+  network->train(state.visible(), documents.batch(), sink, 1);
+  sink.end();
+  const std::vector<double> losses = network->losses();
+  EXPECT_EQ(losses.size(), 1u);
+  result.loss = losses.at(0);
+  for (const scruple_tensor& row : state.table()) {
+    std::vector<float>& values = result.all.emplace_back(static_cast<std::size_t>(row.size));
+    check(scruple_decode(backend->engine().raw(), &row, SCRUPLE_SLOT, values.data()));
+  }
+  return result;
+}
+
+double distance(const std::vector<float>& a, const std::vector<float>& b) {
+  double squares = 0, apart = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double x = static_cast<double>(a[i]), y = static_cast<double>(b[i]);
+    squares += y * y, apart += (x - y) * (x - y);
+  }
+  return std::sqrt(apart) / (std::sqrt(squares) + 1e-12);
+}
+
+void expect_alike(const Gradients& got, const Gradients& want, const Description& shape, double loss,
+                  double gradient) {
+  EXPECT_NEAR(got.loss, want.loss, loss * want.loss);
+  EXPECT_NEAR(got.loss, got.loss_again, 1e-12) << "validation and training compute the same loss";
+  const std::vector<Parameter> parameters = parameters_of(shape);
+  for (std::size_t p = 0; p < parameters.size(); ++p)
+    EXPECT_LT(distance(got.all[p], want.all[p]), gradient) << parameters[p].name;
+}
+
+TEST_F(CudaTrainer, GradientsAreTheCpusInEveryFamily) {
+  for (const Family& family : families()) {
+    SCOPED_TRACE(family.name);
+    const Gradients want = gradients_of(family.shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_STORED);
+    for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
+      expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp32, "fp32", policy), want, family.shape, 1e-6,
+                   1e-4);
+      expect_alike(gradients_of(family.shape, cuda_backend, Precision::bf16, "fp32", policy), want, family.shape, 3e-3,
+                   3e-2);
+    }
+    expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp16, "fp32", SCRUPLE_STORED), want, family.shape,
+                 1e-3, 1e-2);
+  }
+}
+
+// Sizes that are no multiples of anything.
+TEST_F(CudaTrainer, GradientsAreTheCpusForOddSizes) {
+  const Description shape = other_parts({2, 66, 3, 37, 259}, 1, 22);
+  expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED),
+               gradients_of(shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_STORED), shape, 1e-6, 1e-4);
+}
+
+// A vocabulary whose logits do not exist at once, and gradients that go in pieces.
+TEST_F(CudaTrainer, GradientsAreTheCpusWhereTheyComeInParts) {
+  for (const bool tied : {true, false})
+    for (const std::int64_t batch : {1, 5}) {  // of 40 rows each: at most one row for each column, or more
+      Description shape = llama(1);
+      shape.vocabulary = 1 << 20, shape.width = 40, shape.head_width = 10, shape.tied = tied;
+      SCOPED_TRACE((tied ? "tied, " : "not tied, ") + std::to_string(batch));
+      expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED, batch),
+                   gradients_of(shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED, batch), shape, 1e-6,
+                   1e-4);
+    }
+}
+
+TEST_F(CudaTrainer, CurvesAreTheCpus) {
+  const std::vector<double> cpu = take(job_of(llama(), cpu_backend), 50).losses;
+  const std::vector<double> fp32 = take(job_of(llama(), cuda_backend), 50).losses;
+  const std::vector<double> bf16 = take(job_of(llama(), cuda_backend, "fp32", Precision::bf16), 50).losses;
+  for (std::size_t i = 0; i < cpu.size(); ++i) {
+    EXPECT_NEAR(fp32[i], cpu[i], 1e-4 * cpu[i]) << "step " << i + 1;
+    EXPECT_NEAR(bf16[i], cpu[i], 2e-2 * cpu[i]) << "step " << i + 1;
+  }
+  EXPECT_LT(cpu.back(), 0.8 * cpu.front()) << "curves that do not fall show nothing";
+}
+
+TEST_F(CudaTrainer, LearnsInEveryRecipe) {
+  for (const char* recipe : {"scruple", "flash", "mixed", "split", "scant"}) {
+    const Precision activations = Precision::bf16;
+    Job job = job_of(gpt2({2, 64, 4, kContext, 256}), cuda_backend, recipe, activations);
+    job.schedule.peak = 3e-3;
+    const std::vector<double> losses = take(job, 60).losses;
+    EXPECT_LT(losses.back(), 0.7 * losses.front()) << recipe;
+  }
+}
+
+TEST_F(CudaTrainer, PoliciesGiveTheSameBits) {
+  for (const char* recipe : {"fp32", "scruple"})
+    for (const Family& family : families()) {
+      Job job = job_of(family.shape, cuda_backend, recipe, Precision::bf16);
+      // What is kept must hold what is handed over: tied tables come in fp32.
+      job.describe = [recipe](const Optimizer& optimizer, std::int64_t size) {
+        scruple_tensor row = describe_by(recipe)(optimizer, size);
+        row.arrays[SCRUPLE_GRADIENT] = {format_named("fp32"), nullptr, nullptr, SCRUPLE_NEAREST, 0};
+        return row;
+      };
+      const Taken stored = take(job, 3);
+      for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED}) {
+        job.gradients.policy = policy;
+        const Taken other = take(job, 3);
+        EXPECT_EQ(stored.planes, other.planes) << recipe << ", " << family.name << ", policy " << policy;
+        EXPECT_EQ(stored.losses, other.losses) << recipe << ", " << family.name << ", policy " << policy;
+      }
+    }
+}
+
+TEST_F(CudaTrainer, RecomputationGivesTheSameBits) {
+  for (const Family& family : families()) {
+    Job job = job_of(family.shape, cuda_backend, "scruple", Precision::bf16);
+    const Taken none = take(job, 3);
+    for (const Recompute recompute : {Recompute::mlp, Recompute::block}) {
+      job.recompute = recompute;
+      EXPECT_EQ(none.planes, take(job, 3).planes) << family.name;
+    }
+  }
+}
+
+TEST_F(CudaTrainer, GraphsGiveTheSameBits) {
+  for (const Family& family : families())
+    for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
+      Job job = job_of(family.shape, cuda_backend, "scruple", Precision::bf16);
+      job.gradients.policy = policy;
+      const Taken with = take(job, 6);
+      job.graphs = false;
+      const Taken without = take(job, 6);
+      EXPECT_EQ(with.planes, without.planes) << family.name << ", policy " << policy;
+      EXPECT_EQ(with.losses, without.losses) << family.name << ", policy " << policy;
+    }
+}
+
+TEST_F(CudaTrainer, OffloadingGivesTheSameBits) {
+  for (const std::int64_t layers : {1, 3, 6})
+    for (const Recompute recompute : {Recompute::none, Recompute::block}) {
+      Job job = job_of(llama(layers), cuda_backend, "scruple", Precision::bf16);
+      job.recompute = recompute;
+      const Taken here = take(job, 4);
+      job.offloads = true;
+      const Taken there = take(job, 4);
+      EXPECT_EQ(here.planes, there.planes) << layers;
+      EXPECT_EQ(here.losses, there.losses) << layers;
+    }
+  Job job = job_of(llama(6), cuda_backend, "scruple", Precision::bf16);
+  const std::int64_t kept = memory_of(job).peak("activations");
+  job.offloads = true;
+  EXPECT_EQ(kept - memory_of(job).peak("activations"), 4 * 3 * kContext * 64 * 2) << "7 that exist, 3 of them at once";
+}
+
+TEST_F(CudaTrainer, ARunGoesOnToTheBit) {
+  const std::string folder = ::testing::TempDir() + "cuda_run";
+  std::filesystem::remove_all(folder);
+  Job job = job_of(llama(), cuda_backend, "scruple", Precision::fp16);
+  job.scaler = scruple_scaler_dynamic();
+  job.gradients.micro_batches = 2;
+  job.gradients.max_norm = 1;
+  Ledger ledger;
+  Trainer whole(job, ledger);
+  std::vector<double> losses;
+  for (int i = 0; i < 4; ++i) whole.step(text());
+  save(whole, "scruple", {}, folder, 0);
+  for (int i = 0; i < 4; ++i) losses.push_back(whole.step(text()).loss);
+  const io::Checkpoint checkpoint(find_checkpoint(checkpoints_of(folder)));
+  Trainer second(job, ledger, &checkpoint);
+  EXPECT_EQ(second.steps_taken(), 4);
+  for (const double loss : losses) EXPECT_EQ(second.step(text()).loss, loss);
+  EXPECT_EQ(planes_of(second), planes_of(whole));
+}
+
+TEST_F(CudaTrainer, MicroBatchesAreTheCpus) {
+  const auto losses = [](OpenBackend backend) {
+    Job job = job_of(llama(), backend);
+    job.gradients.micro_batches = 3;
+    job.gradients.max_norm = 1;
+    return take(job, 10).losses;
+  };
+  const std::vector<double> cpu = losses(cpu_backend), gpu = losses(cuda_backend);
+  for (std::size_t i = 0; i < cpu.size(); ++i) EXPECT_NEAR(gpu[i], cpu[i], 1e-4 * cpu[i]);
+}
+
+// More than a GPU has, and more than is allowed: refused, and the next run is none the worse.
+TEST_F(CudaTrainer, TooMuchMemoryIsRefused) {
+  Job large = job_of(llama(), cuda_backend, "scruple", Precision::bf16);
+  large.batch = 50'000'000;
+  const std::int64_t needed = memory_of(large).peak();
+  EXPECT_GT(needed, std::int64_t{1} << 40);
+  Ledger unlimited;
+  EXPECT_THROW(Trainer(large, unlimited), std::bad_alloc);
+  const Job job = job_of(llama(), cuda_backend, "scruple", Precision::bf16);
+  const std::int64_t enough = memory_of(job).peak();
+  Ledger tight(enough - 1), fits(enough);
+  EXPECT_THROW(Trainer(job, tight), std::runtime_error);
+  Trainer trainer(job, fits);
+  trainer.step(text());
+  EXPECT_EQ(fits.peak(), enough) << "what was planned is what was taken";
+}
+
+}  // namespace
+}  // namespace scruple::train

@@ -1,0 +1,649 @@
+// Attention of 16-bit values on tensor cores (FlashAttention-2: Dao, 2307.08691). A warp owns rows: its
+// scores are the accumulators of one product and, rounded to 16 bits, the left side of the next, so they
+// never leave its registers. Backward computes the scores twice, once for the keys' gradients and once for
+// the queries': 7 products instead of 5, but no block adds to what another one writes.
+#pragma once
+
+#include <cmath>
+
+#include "train/cuda/attention_rows.cuh"
+
+namespace scruple::train::cuda {
+
+inline constexpr int kWarps = 4, kThreads = 32 * kWarps;
+
+// What kernels of one head width work in. A warp owns 16 x fragments rows; another kind of row passes by in
+// tiles, of which `chunk` rows are worked on at once. Chosen so that registers do not spill and shared memory
+// stays below 99 KB.
+struct Tiling {
+  int fragments, tile, chunk;
+  bool kept;  // the own rows stay in registers
+  __host__ __device__ constexpr int own() const { return 16 * fragments * kWarps; }
+};
+template <int D>
+inline constexpr Tiling kForward = {2, 64, 64, D == 64};
+template <int D>
+inline constexpr Tiling kQueryGradient = {2, D > 80 ? 32 : 64, 32, D == 64};
+template <int D>
+inline constexpr Tiling kKeyGradient = {D == 64 ? 2 : 1, 64, D == 64 ? 32 : 64, false};
+
+// Rows of D 16-bit values in shared memory, in pieces of 16 bytes. Eight rows of one column of pieces lie in
+// different banks: the piece is exchanged within its row where a row has 8 or 16 pieces, else rows are an odd
+// number of pieces wide.
+template <int D>
+struct Tile {
+  static constexpr int kPieces = D / 8;
+  static constexpr bool kExchanged = kPieces % 8 == 0;
+  static constexpr int kStride = 16 * (kExchanged ? kPieces : kPieces | 1);  // bytes
+  static __host__ __device__ constexpr std::uint32_t place(int row, int piece) {
+    return static_cast<std::uint32_t>(row * kStride + 16 * (kExchanged ? piece ^ (row & 7) : piece));
+  }
+  // From the address of piece 0 or 1 of a row, of a tile that begins at a multiple of 256 bytes or 8 rows: the
+  // address so many pieces on, an even number.
+  static __host__ __device__ constexpr std::uint32_t further(std::uint32_t address, int pieces) {
+    return kExchanged ? address ^ (16u * pieces) : address + 16u * pieces;
+  }
+};
+
+// The row and the piece that a lane names to load_matrices: of four matrices in the order (row 0, piece 0),
+// (row 8, piece 0), (row 0, piece 1), (row 8, piece 1) ...
+__host__ __device__ constexpr int down_row(int lane) { return lane % 16; }
+__host__ __device__ constexpr int down_piece(int lane) { return lane / 16; }
+// ... and (0, 0), (0, 1), (8, 0), (8, 1).
+__host__ __device__ constexpr int across_row(int lane) { return lane % 8 + lane / 16 * 8; }
+__host__ __device__ constexpr int across_piece(int lane) { return lane / 8 % 2; }
+// Where value v of a lane's four lies in a 16 x 8 product.
+__host__ __device__ constexpr int product_row(int lane, int v) { return lane / 4 + v / 2 * 8; }
+__host__ __device__ constexpr int product_column(int lane, int v) { return lane % 4 * 2 + v % 2; }
+
+__device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ inline int warp_of_thread() { return static_cast<int>(threadIdx.x) / 32; }
+
+template <class T>
+__device__ std::uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const std::uint32_t*>(&both);
+  }
+}
+
+// The sum or maximum over the four lanes that hold one row of a product.
+__device__ inline float sum_of_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ inline float maximum_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// kWide pieces of each row from piece kFirst on. A thread's rows are multiples of 8 apart: one place serves all.
+template <int D, int kRows, int kFirst, int kWide, class T>
+__device__ void load_pieces(std::uint32_t to, Rows<const T> from, int first, int length) {
+  constexpr int kStep = kThreads / kWide;  // rows
+  static_assert(kThreads % kWide == 0 && kStep % 8 == 0 && kRows % kStep == 0);
+  const int row = static_cast<int>(threadIdx.x) / kWide,
+            piece = kFirst + static_cast<int>(threadIdx.x) % kWide;
+  const std::uint32_t place = to + Tile<D>::place(row, piece);
+#pragma unroll
+  for (int i = 0; i < kRows; i += kStep)
+    copy_later(place + i * Tile<D>::kStride, from.row(first + row + i) + piece * 8, first + row + i < length);
+}
+// Rows first ... first + kRows - 1 of those that there are; zeros beyond the length, for NaN times 0 is NaN.
+template <int D, int kRows, class T>
+__device__ void load_tile(std::uint32_t to, Rows<const T> from, int first, int length) {
+  constexpr int kPieces = Tile<D>::kPieces, kRest = kPieces % 8;
+  load_pieces<D, kRows, 0, kPieces - kRest>(to, from, first, length);
+  if constexpr (kRest > 0) load_pieces<D, kRows, kPieces - kRest, kRest>(to, from, first, length);
+}
+
+// The left sides of products with a warp's own rows.
+template <int D, int M, bool kKept>
+class Own {
+ public:
+  // `address` of the warp's first row in shared memory, where it has come by now.
+  __device__ explicit Own(std::uint32_t address)
+      : address_(address + Tile<D>::place(down_row(lane_of_thread()), down_piece(lane_of_thread()))) {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int k = 0; k < D / 16; ++k) read(k, kept_[k]);
+    }
+  }
+  __device__ void fragments(int k, std::uint32_t (&to)[M][4]) const {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[m][i] = kept_[k][m][i];
+    } else {
+      read(k, to);
+    }
+  }
+
+ private:
+  __device__ void read(int k, std::uint32_t (&to)[M][4]) const {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+      load_matrices(to[m], Tile<D>::further(address_, k * 2) + m * 16 * Tile<D>::kStride);
+  }
+  std::uint32_t address_;
+  std::uint32_t kept_[kKept ? D / 16 : 1][M][4];
+};
+
+template <int M, int N>
+__device__ void clear(float (&c)[M][N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int v = 0; v < 4; ++v) c[m][n][v] = 0;
+}
+
+// c = own rows times the rows at `other`, over D. The lane is not known to be the same in every tile: else
+// the addresses of all steps would be kept from tile to tile, and take more registers than there are.
+template <class T, int D, int M, int N, bool kKept>
+__device__ void multiply_rows(float (&c)[M][N][4], const Own<D, M, kKept>& own, std::uint32_t other) {
+  const int lane = not_known(lane_of_thread());
+  const std::uint32_t at = other + Tile<D>::place(across_row(lane), across_piece(lane));
+  clear(c);
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) {
+    std::uint32_t left[M][4];
+    own.fragments(k, left);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      std::uint32_t right[4];
+      load_matrices(right, Tile<D>::further(at, k * 2) + n * 8 * Tile<D>::kStride);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        multiply<T>(c[m][n], left[m], right[0], right[1]);
+        multiply<T>(c[m][n + 1], left[m], right[2], right[3]);
+      }
+    }
+  }
+}
+
+// c += weights times the rows at `other`: one weight for each of these rows.
+template <class T, int D, int M, int N>
+__device__ void add_weighted(float (&c)[M][D / 8][4], const float (&weights)[M][N][4], std::uint32_t other) {
+  const int lane = not_known(lane_of_thread());
+  const std::uint32_t at = other + Tile<D>::place(down_row(lane), down_piece(lane));
+#pragma unroll
+  for (int k = 0; k < N / 2; ++k) {
+    std::uint32_t left[M][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&w)[4] = weights[m][2 * k + i / 2];
+        left[m][i] = pack<T>(w[i % 2 * 2], w[i % 2 * 2 + 1]);
+      }
+#pragma unroll
+    for (int n = 0; n < D / 8; n += 2) {
+      std::uint32_t right[4];
+      load_matrices_transposed(right, Tile<D>::further(at, n) + k * 16 * Tile<D>::kStride);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        multiply<T>(c[m][n], left[m], right[0], right[1]);
+        multiply<T>(c[m][n + 1], left[m], right[2], right[3]);
+      }
+    }
+  }
+}
+
+// Writes a warp's own rows, from `first` on, through its part of shared memory: 16 bytes at a time. `factors`
+// of rows.
+template <class T, int D, int M>
+__device__ void store_rows(const float (&c)[M][D / 8][4], const float (&factors)[M][2], std::uint32_t own,
+                           Rows<T> to, int first, int length) {
+  const int lane = lane_of_thread();
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_shared(
+            own + Tile<D>::place(m * 16 + product_row(lane, 2 * half), n) + 2 * product_column(lane, 0),
+            pack<T>(c[m][n][2 * half] * factors[m][half], c[m][n][2 * half + 1] * factors[m][half]));
+  __syncwarp();
+  constexpr int kPieces = Tile<D>::kPieces;
+#pragma unroll
+  for (int i = 0; i < M * 16 * kPieces / 32; ++i) {
+    const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
+    const uint4 value = load_shared(own + Tile<D>::place(row, piece));
+    if (first + row < length) *reinterpret_cast<uint4*>(to.row(first + row) + piece * 8) = value;
+  }
+}
+template <int M>
+struct Factors {
+  float of[M][2];
+  __device__ explicit Factors(float x) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) of[m][0] = of[m][1] = x;
+  }
+};
+
+struct Range {
+  int begin, end;
+};
+
+// Walks over the chunks of a block's tiles. Its warps meet before each tile, in `arrive`; each acts on chunks
+// that are its own. These are one range, so that nothing is carried around a branch in the loop over them.
+template <int kEach, class Arrive, class Act>
+__device__ void walk(Range all, Range own, Arrive arrive, Act act) {
+  int chunk = all.begin;
+  const auto arrive_at_tile = [&] {
+    if (chunk % kEach == 0) arrive(chunk / kEach);
+  };
+#pragma unroll 1
+  for (const int end = min(own.begin, all.end); chunk < end; ++chunk) arrive_at_tile();
+#pragma unroll 1
+  for (const int end = min(own.end, all.end); chunk < end; ++chunk) {
+    arrive_at_tile();
+    act(chunk);
+  }
+#pragma unroll 1
+  for (; chunk < all.end; ++chunk) arrive_at_tile();
+}
+
+// Queries that a warp owns, for what they see.
+template <int M>
+struct OwnQueries {
+  const Sizes& sizes;
+  int sequence, first;
+  int last_start;  // the first key that the last of them sees
+
+  __device__ OwnQueries(const Sizes& all, int of_sequence, int first_row)
+      : sizes(all), sequence(of_sequence), first(first_row), last_start(all.start(of_sequence, last())) {}
+  __device__ int last() const { return first + 16 * M - 1; }  // maybe beyond the length
+  __device__ int row(int m, int v) const { return first + m * 16 + product_row(lane_of_thread(), v); }
+  // The chunks of which one of them sees a key.
+  __device__ Range seen(int chunk) const {
+    return {sizes.start(sequence, first) / chunk, last() / chunk + 1};
+  }
+  __device__ bool see_all(int first_key, int keys) const {
+    return first_key + keys <= first + 1 && first_key >= last_start;
+  }
+  template <int N>
+  __device__ void hide(float (&scores)[M][N][4], int first_key) const {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = row(m, 2 * half), start = sizes.start(sequence, query);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int v = 2 * half; v < 2 * half + 2; ++v) {
+            const int key = first_key + n * 8 + product_column(lane_of_thread(), v);
+            if (key > query || key < start) scores[m][n][v] = -INFINITY;
+          }
+      }
+  }
+};
+
+// The softmax so far of a warp's own queries (2307.08691, section 3.1). Scores become weights, relative to
+// the maximum so far; what was summed relative to an earlier one is scaled to it.
+template <int M>
+struct Softmax {
+  float maximum[M][2], sum[M][2];  // the sum of a lane's own columns
+
+  __device__ Softmax() {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) maximum[m][half] = kNoScore, sum[m][half] = 0;
+  }
+  // `factor`: scores times it are exponents of 2.
+  template <int N, int W>
+  __device__ void add(float (&scores)[M][N][4], float (&output)[M][W][4], float factor) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = maximum[m][half];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+          highest = fmaxf(highest, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+        highest = maximum_of_row(highest);
+        const float scale = power_of_2((maximum[m][half] - highest) * factor);
+        maximum[m][half] = highest;
+        float total = sum[m][half] * scale;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int v = 2 * half; v < 2 * half + 2; ++v) {
+            scores[m][n][v] = power_of_2(scores[m][n][v] * factor - highest * factor);
+            total += scores[m][n][v];
+          }
+        sum[m][half] = total;
+#pragma unroll
+        for (int n = 0; n < W; ++n) output[m][n][2 * half] *= scale, output[m][n][2 * half + 1] *= scale;
+      }
+  }
+};
+
+// The tiles of keys that a block's queries see.
+__device__ inline Range seen_tiles(const Sizes& sizes, int sequence, int first, int rows, int tile) {
+  return {sizes.start(sequence, first) / tile, (min(first + rows, sizes.length) + tile - 1) / tile};
+}
+
+template <int D>
+constexpr int forward_bytes() {
+  return (kForward<D>.own() + 4 * kForward<D>.tile) * Tile<D>::kStride;
+}
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads, 2)
+    forward_kernel(Sizes sizes, const T* qkv, T* y, float* log_sums) {
+  constexpr Tiling kTiling = kForward<D>;
+  constexpr int M = kTiling.fragments, kKeys = kTiling.tile;
+  static_assert(kTiling.chunk == kKeys);
+  constexpr int kTileBytes = kKeys * Tile<D>::kStride;
+  const std::uint32_t queries_at = shared_address();
+  const std::uint32_t stages_at = queries_at + kTiling.own() * Tile<D>::kStride;
+
+  const int tiles = sizes.tiles(kTiling.own());
+  const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads, kv_head = head / sizes.group();
+  const int first = (tiles - 1 - work.tile) * kTiling.own();
+  const int first_of_warp = first + warp_of_thread() * 16 * M;
+  const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
+  const auto load_stage = [&](int tile) {
+    const std::uint32_t to = stages_at + tile % 2 * 2 * kTileBytes;
+    const int here = not_known(sequence);
+    load_tile<D, kKeys>(to, sizes.keys(qkv, here, kv_head), tile * kKeys, sizes.length);
+    load_tile<D, kKeys>(to + kTileBytes, sizes.values(qkv, here, kv_head), tile * kKeys, sizes.length);
+  };
+  load_tile<D, kTiling.own()>(queries_at, sizes.queries(qkv, sequence, head), first, sizes.length);
+  load_stage(range.begin);
+  copies_wait();
+  __syncthreads();
+
+  const std::uint32_t own_at = queries_at + warp_of_thread() * 16 * M * Tile<D>::kStride;
+  const Own<D, M, kTiling.kept> own(own_at);
+  const OwnQueries<M> seeing(sizes, sequence, first_of_warp);
+  const float scale = 1 / sqrtf(D), factor = scale * kLog2E;
+  float output[M][D / 8][4];
+  clear(output);
+  Softmax<M> softmax;
+  const auto arrive = [&](int tile) {
+    if (tile > range.begin) {  // this tile has come, and nobody reads the one before any more
+      copies_wait();
+      __syncthreads();
+    }
+    if (tile + 1 < range.end) load_stage(tile + 1);
+  };
+  walk<1>(range, seeing.seen(kKeys), arrive, [&](int tile) {
+    const std::uint32_t stage = stages_at + tile % 2 * 2 * kTileBytes;
+    float scores[M][kKeys / 8][4];
+    multiply_rows<T>(scores, own, stage);
+    if (!seeing.see_all(tile * kKeys, kKeys)) seeing.hide(scores, tile * kKeys);
+    softmax.add(scores, output, factor);
+    add_weighted<T, D>(output, scores, stage + kTileBytes);
+  });
+
+  float inverse[M][2];
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = sum_of_row(softmax.sum[m][half]);
+      inverse[m][half] = 1 / sum;
+      const int row = seeing.row(m, 2 * half);
+      if (row < sizes.length && lane_of_thread() % 4 == 0)
+        log_sums[static_cast<std::int64_t>(work.pair) * sizes.length + row] =
+            softmax.maximum[m][half] * scale + logf(sum);
+    }
+  store_rows<T, D>(output, inverse, own_at, sizes.outputs(y, sequence, head), first_of_warp, sizes.length);
+}
+
+// Scores become weights, and what comes back through them (2307.08691, algorithm 2, line 14): their gradients
+// but for the factor of 1 / sqrt(D).
+__device__ inline float weight_of(float score, float factor, float log_sum) {
+  return power_of_2(score * factor - log_sum);
+}
+
+template <int D>
+constexpr int query_gradient_bytes() {
+  return (2 * kQueryGradient<D>.own() + 4 * kQueryGradient<D>.tile) * Tile<D>::kStride;
+}
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads, 2)
+    query_gradient_kernel(Sizes sizes, const T* qkv, const T* dy, const float2* statistics, T* dqkv) {
+  constexpr Tiling kTiling = kQueryGradient<D>;
+  constexpr int M = kTiling.fragments, kKeys = kTiling.tile, kChunk = kTiling.chunk;
+  constexpr int kOwnBytes = kTiling.own() * Tile<D>::kStride, kTileBytes = kKeys * Tile<D>::kStride;
+  const std::uint32_t queries_at = shared_address(), stages_at = queries_at + 2 * kOwnBytes;
+
+  const int tiles = sizes.tiles(kTiling.own());
+  const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads, kv_head = head / sizes.group();
+  const int first = (tiles - 1 - work.tile) * kTiling.own();
+  const int first_of_warp = first + warp_of_thread() * 16 * M;
+  const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
+  const auto load_stage = [&](int tile) {
+    const std::uint32_t to = stages_at + tile % 2 * 2 * kTileBytes;
+    const int here = not_known(sequence);
+    load_tile<D, kKeys>(to, sizes.keys(qkv, here, kv_head), tile * kKeys, sizes.length);
+    load_tile<D, kKeys>(to + kTileBytes, sizes.values(qkv, here, kv_head), tile * kKeys, sizes.length);
+  };
+  load_tile<D, kTiling.own()>(queries_at, sizes.queries(qkv, sequence, head), first, sizes.length);
+  load_tile<D, kTiling.own()>(queries_at + kOwnBytes, sizes.outputs(dy, sequence, head), first, sizes.length);
+  load_stage(range.begin);
+  copies_wait();
+  __syncthreads();
+
+  const std::uint32_t own_at = queries_at + warp_of_thread() * 16 * M * Tile<D>::kStride;
+  const Own<D, M, kTiling.kept> own(own_at), own_gradients(own_at + kOwnBytes);
+  const OwnQueries<M> seeing(sizes, sequence, first_of_warp);
+  float2 statistic[M][2];
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      statistic[m][half] = statistics_of(statistics, sizes, sequence, head)[seeing.row(m, 2 * half)];
+  const float scale = 1 / sqrtf(D), factor = scale * kLog2E;
+  float gradient[M][D / 8][4];
+  clear(gradient);
+  const auto arrive = [&](int tile) {
+    if (tile > range.begin) {  // this tile has come, and nobody reads the one before any more
+      copies_wait();
+      __syncthreads();
+    }
+    if (tile + 1 < range.end) load_stage(tile + 1);
+  };
+  constexpr int kEach = kKeys / kChunk;
+  walk<kEach>({range.begin * kEach, range.end * kEach}, seeing.seen(kChunk), arrive, [&](int chunk) {
+    const int tile = chunk / kEach;
+    const std::uint32_t keys_at =
+        stages_at + tile % 2 * 2 * kTileBytes + chunk % kEach * kChunk * Tile<D>::kStride;
+    float scores[M][kChunk / 8][4], returned[M][kChunk / 8][4];
+    multiply_rows<T>(scores, own, keys_at);
+    multiply_rows<T>(returned, own_gradients, keys_at + kTileBytes);
+    if (!seeing.see_all(chunk * kChunk, kChunk)) seeing.hide(scores, chunk * kChunk);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n)
+#pragma unroll
+        for (int v = 0; v < 4; ++v)
+          scores[m][n][v] = weight_of(scores[m][n][v], factor, statistic[m][v / 2].x) *
+                            (returned[m][n][v] - statistic[m][v / 2].y);
+    add_weighted<T, D>(gradient, scores, keys_at);
+  });
+  store_rows<T, D>(gradient, Factors<M>(scale).of, own_at, sizes.queries(dqkv, sequence, head), first_of_warp,
+                   sizes.length);
+}
+
+// The first chunk of queries from `begin` on whose query `member` no longer sees the key, or the end of them.
+__device__ inline int end_of_seeing(const Sizes& sizes, int sequence, int begin, int chunk, int member,
+                                    int key) {
+  int end = sizes.tiles(chunk);
+  if (!sizes.positions) return end;
+  while (begin < end) {  // before `begin` they see it, from `end` on they do not
+    const int middle = begin + (end - begin) / 2;
+    if (sizes.start(sequence, middle * chunk + member) <= key)
+      begin = middle + 1;
+    else
+      end = middle;
+  }
+  return end;
+}
+
+// Scores whose rows are keys and whose columns are queries.
+template <int M, int N>
+__device__ void hide_keys(float (&scores)[M][N][4], const Sizes& sizes, int sequence, int first_key,
+                          int first_query) {
+  const int lane = lane_of_thread();
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const int query = first_query + n * 8 + product_column(lane, column);
+      const int start = sizes.start(sequence, query);
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int v = column; v < 4; v += 2) {
+          const int key = first_key + m * 16 + product_row(lane, v);
+          if (key > query || key < start) scores[m][n][v] = -INFINITY;
+        }
+    }
+}
+
+template <int D>
+constexpr int key_gradient_bytes() {
+  return (2 * kKeyGradient<D>.own() + 4 * kKeyGradient<D>.tile) * Tile<D>::kStride +
+         2 * kKeyGradient<D>.tile * static_cast<int>(sizeof(float2));
+}
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads, 2)
+    key_gradient_kernel(Sizes sizes, const T* qkv, const T* dy, const float2* statistics, T* dqkv) {
+  constexpr Tiling kTiling = kKeyGradient<D>;
+  constexpr int M = kTiling.fragments, kQueries = kTiling.tile, kChunk = kTiling.chunk;
+  constexpr int kOwnBytes = kTiling.own() * Tile<D>::kStride, kTileBytes = kQueries * Tile<D>::kStride;
+  constexpr int kStatisticBytes = kQueries * static_cast<int>(sizeof(float2));
+  const std::uint32_t keys_at = shared_address(), stages_at = keys_at + 2 * kOwnBytes;
+  const std::uint32_t statistics_at = stages_at + 4 * kTileBytes;
+
+  const int tiles = sizes.tiles(kTiling.own());
+  const Work work = work_of_block(tiles, sizes.sequences * sizes.kv_heads);
+  const int sequence = work.pair / sizes.kv_heads, kv_head = work.pair % sizes.kv_heads;
+  const int first = work.tile * kTiling.own();
+  const int first_of_warp = first + warp_of_thread() * 16 * M, last_of_warp = first_of_warp + 16 * M - 1;
+  const int begin = first / kQueries;
+  const int last_key = min(first + kTiling.own(), sizes.length) - 1;
+  const int end = end_of_seeing(sizes, sequence, begin, kQueries, 0, last_key);
+  const int first_head = kv_head * sizes.group(), end_of_heads = first_head + sizes.group();
+  const auto load_stage = [&](int stage, int head, int tile) {
+    const std::uint32_t to = stages_at + stage * 2 * kTileBytes;
+    const int here = not_known(sequence);
+    load_tile<D, kQueries>(to, sizes.queries(qkv, here, head), tile * kQueries, sizes.length);
+    load_tile<D, kQueries>(to + kTileBytes, sizes.outputs(dy, here, head), tile * kQueries, sizes.length);
+    const int piece = static_cast<int>(threadIdx.x);
+    if (piece < kStatisticBytes / 16)
+      copy_later(statistics_at + stage * kStatisticBytes + piece * 16,
+                 statistics_of(statistics, sizes, here, head) + tile * kQueries + piece * 2, true);
+  };
+  load_tile<D, kTiling.own()>(keys_at, sizes.keys(qkv, sequence, kv_head), first, sizes.length);
+  load_tile<D, kTiling.own()>(keys_at + kOwnBytes, sizes.values(qkv, sequence, kv_head), first, sizes.length);
+  load_stage(0, first_head, begin);
+  copies_wait();
+  __syncthreads();
+
+  const std::uint32_t own_at = keys_at + warp_of_thread() * 16 * M * Tile<D>::kStride;
+  const Own<D, M, kTiling.kept> own_keys(own_at), own_values(own_at + kOwnBytes);
+  const float scale = 1 / sqrtf(D), factor = scale * kLog2E;
+  float key_gradient[M][D / 8][4], value_gradient[M][D / 8][4];
+  clear(key_gradient);
+  clear(value_gradient);
+  constexpr int kEach = kQueries / kChunk;
+  // Chunks of queries that see one of the warp's keys, and the end of those whose documents hide none.
+  const Range own{first_of_warp / kChunk,
+                  end_of_seeing(sizes, sequence, first_of_warp / kChunk, kChunk, 0, last_of_warp)};
+  const int end_of_all = end_of_seeing(sizes, sequence, own.begin, kChunk, kChunk - 1, first_of_warp);
+  int stage = 1;  // of the tile that the block is at; the first one comes into stage 0
+#pragma unroll 1
+  for (int head = first_head; head < end_of_heads; ++head) {
+    const auto arrive = [&](int tile) {
+      if (head > first_head ||
+          tile > begin) {  // this tile has come, and nobody reads the one before any more
+        copies_wait();
+        __syncthreads();
+      }
+      const bool more = tile + 1 < end;  // of this head
+      const int next_head = more ? head : head + 1;
+      if (next_head < end_of_heads) load_stage(stage, next_head, more ? tile + 1 : begin);
+      stage ^= 1;
+    };
+    walk<kEach>({begin * kEach, end * kEach}, own, arrive, [&](int chunk) {
+      const int in_tile = chunk % kEach * kChunk;
+      const std::uint32_t queries_at = stages_at + stage * 2 * kTileBytes + in_tile * Tile<D>::kStride;
+      const std::uint32_t gradients_at = queries_at + kTileBytes;
+      float weights[M][kChunk / 8][4], returned[M][kChunk / 8][4];
+      multiply_rows<T>(weights, own_keys, queries_at);
+      if (chunk * kChunk < last_of_warp || chunk >= end_of_all)
+        hide_keys(weights, sizes, sequence, first_of_warp, chunk * kChunk);
+      // {sum, delta} of a lane's two columns
+      const std::uint32_t pairs_at =
+          statistics_at + stage * kStatisticBytes +
+          (in_tile + product_column(lane_of_thread(), 0)) * static_cast<int>(sizeof(float2));
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const uint4 pair = load_shared(pairs_at + n * 64);
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+          for (int v = 0; v < 4; ++v)
+            weights[m][n][v] = weight_of(weights[m][n][v], factor, __uint_as_float(v % 2 ? pair.z : pair.x));
+      }
+      add_weighted<T, D>(value_gradient, weights, gradients_at);
+      multiply_rows<T>(returned, own_values, gradients_at);
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const uint4 pair = load_shared(pairs_at + n * 64);  // again, rather than kept in registers
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+          for (int v = 0; v < 4; ++v)
+            weights[m][n][v] *= returned[m][n][v] - __uint_as_float(v % 2 ? pair.w : pair.y);
+      }
+      add_weighted<T, D>(key_gradient, weights, queries_at);
+    });
+  }
+  store_rows<T, D>(key_gradient, Factors<M>(scale).of, own_at, sizes.keys(dqkv, sequence, kv_head),
+                   first_of_warp, sizes.length);
+  store_rows<T, D>(value_gradient, Factors<M>(1).of, own_at, sizes.values(dqkv, sequence, kv_head),
+                   first_of_warp, sizes.length);
+}
+
+template <class T, int D>
+struct TensorAttention {
+  static void forward(const Sizes& sizes, const T* qkv, T* y, float* log_sums, cudaStream_t stream) {
+    launch(forward_kernel<T, D>, blocks(sizes, kForward<D>, sizes.heads), kThreads, forward_bytes<D>(),
+           stream, "attention", sizes, qkv, y, log_sums);
+  }
+  static void backward(const Sizes& sizes, const T* qkv, const T* y, const float* log_sums, const T* dy,
+                       T* dqkv, float2* statistics, cudaStream_t stream) {
+    launch_delta<T, D == 64 ? 8 : 16, true>(sizes, y, dy, log_sums, statistics, stream);
+    launch(key_gradient_kernel<T, D>, blocks(sizes, kKeyGradient<D>, sizes.kv_heads), kThreads,
+           key_gradient_bytes<D>(), stream, "attention: gradients of keys and values", sizes, qkv, dy,
+           statistics, dqkv);
+    launch(query_gradient_kernel<T, D>, blocks(sizes, kQueryGradient<D>, sizes.heads), kThreads,
+           query_gradient_bytes<D>(), stream, "attention: gradients of queries", sizes, qkv, dy, statistics,
+           dqkv);
+  }
+
+ private:
+  static std::int64_t blocks(const Sizes& sizes, const Tiling& tiling, int heads) {
+    return static_cast<std::int64_t>(sizes.tiles(tiling.own())) * sizes.sequences * heads;
+  }
+};
+
+}  // namespace scruple::train::cuda

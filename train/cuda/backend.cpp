@@ -1,0 +1,53 @@
+// A GPU as a backend: planes and activations in its memory, weights read where they lie, gradients handed over as they
+// are computed.
+#include "train/backend.h"
+
+#include <stdexcept>
+
+#include "train/cuda/device.h"
+#include "train/cuda/outbox.h"
+#include "train/cuda/transformer.h"
+
+namespace scruple::train {
+namespace {
+
+class Gpu final : public Backend {
+ public:
+  Gpu() : engine_("cuda"), memory_(stream_), name_(cuda::device_name()) { engine_.set_stream(stream_); }
+  ~Gpu() override { scruple_engine_set_stream(engine_.raw(), nullptr); }  // the engine goes after the stream
+  Engine& engine() override { return engine_; }
+  Memory& memory() override { return memory_; }
+  std::string device() const override { return name_; }
+  double peak_flops() const override { return cuda::peak_flops(name_); }
+  std::int64_t free_bytes() override { return cuda::free_device_bytes(); }
+  std::int64_t released_bytes(const std::vector<Parameter>& parameters) const override {
+    return cuda::Outbox::bytes_of(parameters, Precision::bf16);
+  }
+  std::unique_ptr<Network> network(const Setup& setup, scruple_policy policy, Ledger& ledger) override {
+    return std::make_unique<cuda::Transformer>(setup, policy == SCRUPLE_RELEASED, stream_, memory_, ledger);
+  }
+  std::unique_ptr<Generator> generator(const Description&, Ledger&) override {
+    throw std::runtime_error("texts are sampled on the CPU: open its backend");
+  }
+
+ private:
+  Engine engine_;
+  cuda::Stream stream_;
+  cuda::DeviceMemory memory_;
+  const std::string name_;
+};
+
+}  // namespace
+
+bool has_cuda() {
+  try {
+    const Engine engine("cuda");
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+std::unique_ptr<Backend> cuda_backend(int) { return std::make_unique<Gpu>(); }
+
+}  // namespace scruple::train

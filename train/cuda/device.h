@@ -1,0 +1,49 @@
+// The GPU that a model is trained on: errors, the stream that all work is queued on, and memory that comes and goes with
+// it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "train/ledger.h"
+
+namespace scruple::train::cuda {
+
+// Throws std::runtime_error with CUDA's words; std::bad_alloc where it has no more memory.
+void check(cudaError_t error, const char* doing);
+
+class Stream {
+ public:
+  Stream();
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  operator cudaStream_t() const { return stream_; }
+  void wait() const;
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Device memory, taken and given back in the stream's order: neither waits.
+class DeviceMemory final : public Memory {
+ public:
+  explicit DeviceMemory(const Stream& stream);
+  void* take(std::int64_t bytes) override;
+  void give_back(void* memory) noexcept override;
+  bool is_host() const override { return false; }
+  void read(void* to_host, const void* from, std::int64_t bytes) override;
+  void write(void* to, const void* from_host, std::int64_t bytes) override;
+
+ private:
+  const Stream& stream_;
+};
+
+std::string device_name();
+std::int64_t free_device_bytes();
+// Of 16-bit products with fp32 sums and no sparsity, by the maker's data sheets; 0: not known here.
+double peak_flops(const std::string& name);
+
+}  // namespace scruple::train::cuda

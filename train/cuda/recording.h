@@ -1,0 +1,48 @@
+// The work of a micro-batch as CUDA graphs, recorded once and launched again: the host then queues a few graphs in place
+// of hundreds of kernels. Gradients are handed to the sink between two graphs, since a sink decides on the host.
+#pragma once
+
+#include <vector>
+
+#include "train/backend.h"
+#include "train/cuda/device.h"
+
+namespace scruple::train::cuda {
+
+// How a sink takes pieces: Sink::add, or Sink::measure.
+using Hand = void (Sink::*)(std::span<const scruple_piece>);
+
+class Recording {
+ public:
+  explicit Recording(const Stream& stream) : stream_(stream) {}
+  ~Recording() { clear(); }
+  Recording(const Recording&) = delete;
+  Recording& operator=(const Recording&) = delete;
+
+  // What is queued from begin() to finish() is recorded, and runs as well.
+  void begin();
+  bool is_running() const { return running_; }
+  void hand(Sink& sink, Hand how, std::span<const scruple_piece> pieces);
+  void finish();
+  void cancel() noexcept;  // after an exception: nothing is recorded
+  void clear() noexcept;
+
+  bool is_there() const { return !running_ && !parts_.empty(); }
+  void replay(Sink& sink) const;
+
+ private:
+  // A graph, and what goes to the sink after it; nothing after the last.
+  struct Part {
+    cudaGraphExec_t graph;
+    Hand how;
+    std::vector<scruple_piece> pieces;
+  };
+  void begin_part();
+  void end_part(Hand how, std::span<const scruple_piece> pieces);
+
+  const Stream& stream_;
+  bool running_ = false;
+  std::vector<Part> parts_;
+};
+
+}  // namespace scruple::train::cuda

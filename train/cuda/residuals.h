@@ -1,0 +1,45 @@
+// The residual stream before each layer and after the last: all of it in device memory, or in pinned host memory but for
+// the few that the layer at work and its neighbours need. Copies run beside the layers.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "train/cuda/device.h"
+#include "train/ledger.h"
+
+namespace scruple::train::cuda {
+
+class Residuals {
+ public:
+  // `count` of `bytes` each. Host memory is not the ledger's: that counts what the GPU has.
+  Residuals(std::int64_t count, std::int64_t bytes, bool offloads, const Stream& stream, Memory& memory, Ledger& ledger);
+  ~Residuals();
+  Residuals(const Residuals&) = delete;
+  Residuals& operator=(const Residuals&) = delete;
+
+  // Of layer 0, 1...: the one that a pass is at, the one before, or the one after.
+  void* at(std::int64_t index) const { return buffers_[static_cast<std::size_t>(index) % buffers_.size()].as<void>(); }
+  // Forward: what is queued from here on writes number `index`; all before index - 1 have been read.
+  void write(std::int64_t index);
+  // Backward, from the last to the first: what is queued from here on reads number `index`, and none above it.
+  void read(std::int64_t index);
+
+ private:
+  static constexpr std::int64_t kBuffers = 3;
+  bool offloads() const { return host_ != nullptr; }
+  std::byte* host(std::int64_t index) const { return static_cast<std::byte*>(host_) + index * bytes_; }
+  cudaEvent_t copied(std::int64_t index) const { return copied_[static_cast<std::size_t>(index)]; }
+  void copy(std::int64_t index, bool to_host);
+
+  const std::int64_t count_, bytes_;
+  const Stream& stream_;
+  std::vector<Block> buffers_;
+  // Only where they are offloaded.
+  void* host_ = nullptr;
+  Stream copies_;
+  cudaEvent_t reached_ = nullptr;     // by the passes
+  std::vector<cudaEvent_t> copied_;   // of each, to or from the host
+};
+
+}  // namespace scruple::train::cuda
