@@ -65,20 +65,27 @@ __device__ __forceinline__ Raw<T, N> load(const T* from) {
   return raw;
 }
 
+// By name, because under a condition the compiler takes plain stores of 16 bytes apart. To memory of the device alone.
+__device__ __forceinline__ void store_together(uint4* to, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 template <class T, int N>
 __device__ __forceinline__ void store(T* to, const Raw<T, N>& raw) {
   constexpr int kBytes = Raw<T, N>::kBytes;
+  const unsigned* word = raw.word;
   if constexpr (kBytes % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < kBytes / 16; ++i)
-      reinterpret_cast<uint4*>(to)[i] =
-          make_uint4(raw.word[4 * i], raw.word[4 * i + 1], raw.word[4 * i + 2], raw.word[4 * i + 3]);
+      store_together(reinterpret_cast<uint4*>(to) + i, word[4 * i], word[4 * i + 1], word[4 * i + 2],
+                     word[4 * i + 3]);
   } else if constexpr (kBytes == 8) {
-    *reinterpret_cast<uint2*>(to) = make_uint2(raw.word[0], raw.word[1]);
+    *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
   } else if constexpr (kBytes == 4) {
-    *reinterpret_cast<unsigned*>(to) = raw.word[0];
+    *reinterpret_cast<unsigned*>(to) = word[0];
   } else {
-    *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(raw.word[0]);
+    *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(word[0]);
   }
 }
 
