@@ -150,7 +150,7 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
     for (std::size_t p = 0; p < from->size(); ++p)
       trainer.state().set(static_cast<int>(p), (*from)[p].data());
   const std::int64_t steps = job.schedule.steps;
-  Progress progress(name, steps, tokens_per_step(job), ledger);
+  Progress progress(name, job, trainer, ledger);
   Run result;
   result.name = name;
   result.recipe = choice.recipe;

@@ -71,20 +71,24 @@ train::Figures settings_of(const std::string& data, const std::string& kind, con
            {"seed", std::to_string(job.seed)}}};
 }
 
-train::Figures speed_of(const train::Job& job, const Record& record) {
+train::Figures speed_of(const train::Trainer& trainer, const train::Job& job, const Record& record) {
   const auto taken = static_cast<std::int64_t>(record.steps.size());
   const auto before = static_cast<std::int64_t>(record.resumed);
   const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
                                      [](const Outcome& step) { return step.skipped; });
   train::Figures speed = {
-      "Speed", "Validations are not counted.", {{"of the run", "value"}, {"steps taken", grouped(taken)}}};
+      "Speed",
+      "Validations are not counted.",
+      {{"of the run", "value"}, {"device", trainer.backend().device()}, {"steps taken", grouped(taken)}}};
   if (before > 0) speed.rows.push_back({"of them in earlier sessions", grouped(before)});
   speed.rows.push_back({"skipped, their gradients not finite", grouped(skipped)});
   if (taken > before) {
     const double ms = record.ms_per_step();
     speed.rows.push_back({"ms per step", fixed(ms, 1)});
-    speed.rows.push_back(
-        {"tokens per second", grouped(std::llround(1e3 * static_cast<double>(tokens_per_step(job)) / ms))});
+    const double rate = 1e3 * static_cast<double>(tokens_per_step(job)) / ms;
+    speed.rows.push_back({"tokens per second", grouped(std::llround(rate))});
+    if (const double most = most_tokens(trainer, job); most > 0)
+      speed.rows.push_back({"of the device's peak (MFU)", mfu_words(rate / most)});
     speed.rows.push_back({before > 0 ? "time of the last session's steps" : "time of the steps",
                           duration(record.step_seconds)});
   }
@@ -131,6 +135,15 @@ train::Chart small_chart(const std::string& title, const std::string& y_label, c
   return {title, "", "step", y_label, {curve_of(title, record, value)}, {}, /*small=*/true};
 }
 
+train::Chart speed_chart(const train::Job& job, const Record& record) {
+  train::Curve curve = {"Throughput", {}, {}, false};
+  for (std::size_t i = 0; i < record.seconds.size(); ++i) {
+    curve.x.push_back(static_cast<double>(record.resumed + i + 1));
+    curve.y.push_back(static_cast<double>(tokens_per_step(job)) / record.seconds[i]);
+  }
+  return {"Throughput", "", "step", "tokens per second", {curve}, {}, /*small=*/true};
+}
+
 // The norm where the policy knows it, the loss scale where there is one.
 train::Section steps_of(const train::Job& job, const Record& record) {
   train::Section section = {"Step by step", "", {}, {}, {}};
@@ -149,6 +162,7 @@ train::Section steps_of(const train::Job& job, const Record& record) {
     section.charts.push_back(small_chart("Loss scale", "scale", record, [](const Outcome& step) {
       return static_cast<double>(step.loss_scale);
     }));
+  if (!record.seconds.empty()) section.charts.push_back(speed_chart(job, record));
   return section;
 }
 
@@ -179,15 +193,19 @@ std::string validation_words(const Record& record, const train::Job& job) {
 }
 
 train::Report page_of(const std::string& data, const std::string& kind, const std::string& recipe,
-                      const train::Job& job, const Record& record, const train::Ledger& ledger,
-                      const Memory& plan) {
+                      const train::Job& job, const Record& record, const train::Trainer& trainer,
+                      const train::Ledger& ledger, const Memory& plan) {
   const std::string lead = kind + ", " + shape_words(job.shape) + ", recipe " + recipe + ", " +
                            grouped(static_cast<std::int64_t>(record.steps.size())) + " of " +
                            plural(job.schedule.steps, "step") + "; " + validation_words(record, job) + ".";
   return {"Scruple: " + data,
           lead,
           {loss_of(record, job),
-           {"Settings and speed", "", {settings_of(data, kind, recipe, job), speed_of(job, record)}, {}, {}},
+           {"Settings and speed",
+            "",
+            {settings_of(data, kind, recipe, job), speed_of(trainer, job, record)},
+            {},
+            {}},
            memory_of(ledger, plan, train::parameter_count(job.shape)),
            steps_of(job, record)}};
 }

@@ -15,7 +15,7 @@ std::string validation_words(const train::Record& record, const train::Job& job)
 
 // `data`: what was learned; `kind`: of model.
 train::Report page_of(const std::string& data, const std::string& kind, const std::string& recipe,
-                      const train::Job& job, const train::Record& record, const train::Ledger& ledger,
-                      const Memory& plan);
+                      const train::Job& job, const train::Record& record, const train::Trainer& trainer,
+                      const train::Ledger& ledger, const Memory& plan);
 
 }  // namespace scruple::cli

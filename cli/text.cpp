@@ -175,4 +175,19 @@ std::int64_t parse_count(const std::string& text, const std::string& what) {
   return static_cast<std::int64_t>(whole);
 }
 
+std::int64_t parse_size(const std::string& text, const std::string& what) {
+  double value = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, problem] = std::from_chars(text.data(), end, value);
+  const std::string_view unit(stop, static_cast<std::size_t>(end - stop));
+  const std::size_t power = std::string_view("BKMGT").find(unit.substr(0, 1));
+  const std::string_view rest = unit.substr(std::min<std::size_t>(1, unit.size()));
+  const bool is_unit =
+      !unit.empty() && power < 5 && (power == 0 ? rest.empty() : rest == "B" || rest == "iB");
+  const double bytes = std::round(value * std::pow(rest == "iB" ? 1024 : 1000, power));
+  if (problem != std::errc() || !is_unit || !(bytes >= 1 && bytes <= static_cast<double>(kMaxCount)))
+    throw UsageError(what + " is '" + text + "'; it must be a size such as 46GiB, 48GB or 500MiB");
+  return static_cast<std::int64_t>(bytes);
+}
+
 }  // namespace scruple::cli

@@ -39,6 +39,8 @@ inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 50;  // what one te
 // 8030000000, 8.03e9, 8.03B or 125M (K, M, B or G, T) into a whole number of 1 to 2^50; `what` names it in
 // errors.
 std::int64_t parse_count(const std::string& text, const std::string& what);
+// 48GB, 46GiB or 1.5TiB into bytes, at least 1; `what` names it in errors.
+std::int64_t parse_size(const std::string& text, const std::string& what);
 // A number with nothing after it.
 double parse_number(const std::string& text, const std::string& what);
 

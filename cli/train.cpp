@@ -81,11 +81,12 @@ struct Options {
   ModelOptions model;
   GradientOptions gradients;
   CuttingOptions cutting;
-  std::string data, out, activations, schedule = "cosine";
+  std::string data, out, activations, schedule = "cosine", memory_limit;
   double lr = 0, weight_decay = -1;  // lr 0: by default
   std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
   std::string resume;
   bool force = false;
+  std::int64_t limit = kNoLimit;  // what memory_limit says
 };
 
 void add_options(CLI::App& command, Options& options);
@@ -107,6 +108,7 @@ Options completed(Options options) {
   Choice& choice = options.choice;
   if (choice.recipe.empty()) choice.recipe = "scruple";
   options.model.device = device_for(options.model.device);
+  if (!options.memory_limit.empty()) options.limit = parse_size(options.memory_limit, "--memory-limit");
   for (const std::string& hyper : choice.hypers)
     if (hyper.starts_with("lr="))
       throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
@@ -118,8 +120,8 @@ Options completed(Options options) {
 // ---- Checkpoints ----
 
 // What --resume leaves to the user; everything else is the run's own.
-constexpr const char* kFree[] = {"--data", "--out",   "--device", "--threads", "--save-every",
-                                 "--keep", "--force", "--resume", "--help"};
+constexpr const char* kFree[] = {"--data",       "--out",  "--device", "--threads", "--memory-limit",
+                                 "--save-every", "--keep", "--force",  "--resume",  "--help"};
 
 bool is_free(const std::string& name) {
   return std::find(std::begin(kFree), std::end(kFree), name) != std::end(kFree);
@@ -221,6 +223,7 @@ Options options_of(const io::Metadata& notes, const CLI::App& command, const Opt
   if (command.count("--keep") > 0) options.keep = given.keep;
   if (command.count("--device") > 0) options.model.device = given.model.device;
   options.model.threads = given.model.threads;
+  options.memory_limit = given.memory_limit;
   options.resume = given.resume;
   options.force = given.force;
   return options;
@@ -339,7 +342,7 @@ void print_start(const Session& session, const Data& data, const std::string& de
 Record watch(const CLI::App& command, Session& session, Trainer& trainer, const Data& data, Metrics& metrics,
              Record before) {
   const Options& options = session.options;
-  Progress progress(options.choice.recipe, options.model.steps, tokens_per_step(session.job), session.ledger);
+  Progress progress(options.choice.recipe, session.job, trainer, session.ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
   span.save_last = session.in_place;  // it has a checkpoint, which shall not be older than its weights
@@ -432,7 +435,7 @@ std::string resume_command(const Options& options) {
          (options.data == Data::kStandardInput ? " --data FILE (the same bytes)" : "");
 }
 
-void print_end(const Session& session, const Record& record, const Ending& ending) {
+void print_end(const Session& session, const Record& record, const Ending& ending, double most_tokens) {
   const Options& options = session.options;
   const auto params = static_cast<double>(train::parameter_count(session.job.shape));
   const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
@@ -444,6 +447,11 @@ void print_end(const Session& session, const Record& record, const Ending& endin
               << " skipped: a gradient was not finite.\n";
   std::cout << validation_words(record, session.job) << "; ";
   if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
+  if (record.steps.size() > record.resumed && most_tokens > 0)
+    std::cout << "MFU "
+              << mfu_words(1e3 * static_cast<double>(tokens_per_step(session.job)) / record.ms_per_step() /
+                           most_tokens)
+              << "; ";
   std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(session.plan.total())
             << " bytes per parameter planned, " << each(measured_total(session.ledger)) << " measured\n"
@@ -496,9 +504,9 @@ Ending finish(Session& session, const Record& record, Trainer& trainer, Metrics&
   ending.report = ending.attempt([&] {
     io::write_text(
         options.out + "/report.html",
-        train::to_html(page_of(name_of(options.data),
-                               options.model.is_gpt() ? "GPT" : kind_words(session.model.config),
-                               options.choice.recipe, session.job, record, session.ledger, session.plan)));
+        train::to_html(
+            page_of(name_of(options.data), options.model.is_gpt() ? "GPT" : kind_words(session.model.config),
+                    options.choice.recipe, session.job, record, trainer, session.ledger, session.plan)));
   });
   ending.weights = write_weights_somewhere(session, trainer, ending);
   return ending;
@@ -533,8 +541,9 @@ void train_with(const CLI::App& command, Session session) {
   else if (options.save_every > 0)
     session.notes = notes_of(command, options, session.model, data);
   session.plan = plan_of(options.choice, options.choice.recipe, session.job, options.gradients.policy);
-  const Table memory = checked_memory("the run", session.job, session.plan, ", or a smaller recipe");
-  session.ledger = Ledger(free_memory(session.job));
+  const Table memory =
+      checked_memory("the run", session.job, session.plan, ", or a smaller recipe", options.limit);
+  session.ledger = Ledger(std::min(free_memory(session.job), options.limit));
   Trainer trainer(session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {
@@ -567,7 +576,7 @@ void train_with(const CLI::App& command, Session session) {
   }
   session.folder->begin();
   const Ending ending = finish(session, record, trainer, metrics);
-  print_end(session, record, ending);
+  print_end(session, record, ending, most_tokens(trainer, session.job));
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
   if (record.stopped) throw Stopped{Interrupts::signal()};
   if (!record.validations.empty() && record.validations.front().first == 0 &&
@@ -638,6 +647,10 @@ void add_options(CLI::App& command, Options& options) {
       .add_option("--activations", options.activations,
                   "fp32, bf16 or fp16 (default: as the weights are computed)")
       ->check(one_of(kPrecisions));
+  command
+      .add_option("--memory-limit", options.memory_limit,
+                  "a run that would take more is refused, whatever the device has: 46GiB, 48GB")
+      ->type_name("SIZE");
   command
       .add_option("--validate-every", options.validate_every,
                   "steps between validations (default: a twentieth)")

@@ -115,6 +115,8 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
           "what backward computes again to save activations: none, mlp, or block (all but a layer's input)")
       ->capture_default_str()
       ->check(one_of(train::kRecomputes));
+  command.add_flag("--offload", offload,
+                   "on a GPU: what goes from layer to layer waits in host memory for the backward pass");
   command.add_option("--steps", steps, "optimizer steps")
       ->type_name("N")
       ->capture_default_str()
@@ -317,6 +319,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.initial = model.initial();
   job.batch = options.batch;
   job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
+  job.offloads = options.offload;
   job.seed = options.seed;
   job.threads = options.threads;
   job.optimizer = [choice] { return choice.make_optimizer(); };
@@ -393,7 +396,7 @@ std::int64_t free_memory(const train::Job& job) {
 }
 
 Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
-                     const std::string& more) {
+                     const std::string& more, std::int64_t limit) {
   const train::Ledger needed = train::memory_of(job);
   const Unit unit = unit_for(needed.peak(), 1);
   const auto params = static_cast<double>(train::parameter_count(job.shape));
@@ -410,12 +413,13 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
   add("workspace", needed.peak("workspace"));
   add("total", std::exchange(sum, 0));
   const std::int64_t free = free_memory(job);
-  if (needed.peak() <= free) return table;
+  if (needed.peak() <= std::min(free, limit)) return table;
   std::ostringstream text;
   table.print(text);
-  throw std::runtime_error(what + " needs " + size_words(needed.peak()) + ", and " + size_words(free) +
-                           " are free; choose a smaller model, batch or context" + more + "\n\n" +
-                           text.str());
+  throw std::runtime_error(
+      what + " needs " + size_words(needed.peak()) + ", and " +
+      (free < limit ? size_words(free) + " are free" : "--memory-limit is " + size_words(limit)) +
+      "; choose a smaller model, batch or context" + more + "\n\n" + text.str());
 }
 
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
@@ -440,11 +444,19 @@ train::Span span_of(std::int64_t steps, std::int64_t validate_every) {
   return span;
 }
 
-Progress::Progress(std::string label, std::int64_t steps, std::int64_t tokens_per_step,
+double most_tokens(const train::Trainer& trainer, const train::Job& job) {
+  if (job.activations == train::Precision::fp32) return 0;
+  return trainer.backend().peak_flops() / train::flops_per_token(job.shape);
+}
+
+std::string mfu_words(double share) { return fixed(100 * share, 1) + " %"; }
+
+Progress::Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
                    const train::Ledger& ledger)
     : label_(std::move(label)),
-      steps_(steps),
-      tokens_(tokens_per_step),
+      steps_(job.schedule.steps),
+      tokens_(tokens_per_step(job)),
+      most_tokens_(most_tokens(trainer, job)),
       ledger_(ledger),
       terminal_(isatty(STDERR_FILENO) != 0),
       last_(Clock::now()) {}
@@ -464,11 +476,12 @@ void Progress::warn(const std::string& message) {
 
 std::string Progress::line(const train::Record& record, double seconds_left) const {
   const auto done = static_cast<std::int64_t>(record.steps.size());
-  const double each = 1e-3 * record.ms_per_step();
+  const double rate = static_cast<double>(tokens_) / (1e-3 * record.ms_per_step());
   const train::Outcome& last = record.steps.back();
   std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  loss " +
-                     fixed(last.loss, 4) + "  " + grouped(std::llround(static_cast<double>(tokens_) / each)) +
-                     " tokens/s  " + duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
+                     fixed(last.loss, 4) + "  " + grouped(std::llround(rate)) + " tokens/s  ";
+  if (most_tokens_ > 0) text += "MFU " + mfu_words(rate / most_tokens_) + "  ";
+  text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
   if (last.skipped) text += "  skipped";
   return text;

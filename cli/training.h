@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +20,8 @@
 #include "train/trainer.h"
 
 namespace scruple::cli {
+
+inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 
 // CLI11's own ranges let NaN through, and print 309 digits.
 CLI::Validator above_zero();
@@ -50,6 +53,7 @@ struct ModelOptions {
   std::uint64_t seed = 1;
   int threads = 0;
   std::string device = kDevices[0];
+  bool offload = false;
 
   void add_options(CLI::App& command, std::int64_t fewest_steps = 1);
   bool is_gpt() const { return model == kGpt; }
@@ -129,10 +133,10 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job
                const std::string& policy);
 // What the job's device can still give.
 std::int64_t free_memory(const train::Job& job);
-// Where every byte of a run will go, counted before any is taken. Where it is more than is free, throws: "WHAT needs
-// 1.1 TiB, and 20.1 GiB are free; choose a smaller model, batch or contextMORE".
+// Where every byte of a run will go, counted before any is taken. Where it is more than is free, or than `limit`, throws:
+// "WHAT needs 1.1 TiB, and 20.1 GiB are free; choose a smaller model, batch or contextMORE".
 Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
-                     const std::string& more = "");
+                     const std::string& more = "", std::int64_t limit = kNoLimit);
 // What the ledger saw of weights, moments and gradients at their peaks, in the plan's order.
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
                                                                  const Memory& plan);
@@ -141,10 +145,16 @@ std::int64_t measured_total(const train::Ledger& ledger);
 // A run that validates every so many steps (0: twenty times) and ends early where Interrupts says so.
 train::Span span_of(std::int64_t steps, std::int64_t validate_every = 0);
 
+// The tokens per second at which all of the device's peak would go into the model's products (an MFU of 1: Chowdhery et
+// al., 2204.02311, section 4.1); 0: not known, as for fp32.
+double most_tokens(const train::Trainer& trainer, const train::Job& job);
+std::string mfu_words(double share);  // 41.2 %
+
 // A line on stderr that rewrites itself on a terminal, cut to its width, and comes every few seconds elsewhere.
 class Progress {
  public:
-  Progress(std::string label, std::int64_t steps, std::int64_t tokens_per_step, const train::Ledger& ledger);
+  Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
+           const train::Ledger& ledger);
   ~Progress();
   void show(const train::Record& record, double seconds_left);
   void validating(std::int64_t done, std::int64_t all);  // batches
@@ -159,6 +169,7 @@ class Progress {
 
   std::string label_;
   std::int64_t steps_, tokens_;
+  double most_tokens_;
   const train::Ledger& ledger_;
   bool terminal_;
   std::size_t width_ = 0;

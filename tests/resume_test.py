@@ -299,7 +299,8 @@ class Train(Case):
             report = json.loads(re.search(r'<script[^>]* id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
             curves = {curve["name"]: curve for section in report["sections"] for chart in section["charts"]
                       for curve in chart["curves"]}
-            self.assertEqual(set(curves), {"training", "validation", "Gradient norm", "Learning rate", "Loss scale"})
+            self.assertEqual(set(curves), {"training", "validation", "Gradient norm", "Learning rate", "Loss scale",
+                                           "Throughput"})
             del curves["validation"]
             for name, curve in curves.items():
                 self.assertEqual(curve["x"], [5, 6], name)

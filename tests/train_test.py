@@ -122,6 +122,21 @@ class Train(Case):
                       env={**os.environ, "SCRUPLE_DEVICE": "tpu"})
         self.assertIn("none of auto, cuda, cpu", by_name.stderr)
 
+    def test_a_limit_of_memory(self):
+        """Less than the table's total is refused with the table, as much is not."""
+        said = self.trained("--layers", "2")
+        total = float(re.search(r"^total +([\d.]+) ", said, re.M)[1])
+        unit = re.search(r"^memory +(\w+) ", said, re.M)[1]
+        self.trained("--layers", "2", "--memory-limit", f"{total + 0.01}{unit}", out="fits")
+        for limit in (f"{total - 0.01}{unit}", "1000B", "1KiB"):
+            done = self.train("--layers", "2", "--memory-limit", limit, out="no")
+            self.assertEqual(done.returncode, 1)
+            self.assertRegex(done.stderr, r"^scruple: the run needs .* and --memory-limit is \S+ \w+; choose a smaller model")
+            self.assertRegex(done.stderr, r"\ntotal ")
+            self.assertFalse(os.path.exists(self.path("no")))
+        for wrong in ("46", "GiB", "46Gi", "46gib", "-1GiB", "0GiB", "1e9TiB", "nanGB", "1BB", "1iB", ""):
+            self.assertIn("46GiB, 48GB or 500MiB" if wrong else "", self.train("--memory-limit", wrong, out="no").stderr, wrong)
+
     def test_numbers_are_grouped(self):
         """Wherever people read them, and in no path."""
         small = ("--width", "4", "--heads", "1", "--context", "2", "--batch", "1")

@@ -453,6 +453,15 @@ TEST(State, NormsAndBiasesDoNotDecay) {
   EXPECT_LT(after, 0.8 * before);  // halved, and moved by 0.001 each
 }
 
+// By hand, for GPT-2 124M: 12 layers of 12 x 768 x 768 and the head; positions and rows of the token table are only read.
+TEST(Rates, OperationsOfAToken) {
+  const double weights = 12.0 * 12 * 768 * 768 + 50257.0 * 768, attention = 12.0 * 768 * 1024;
+  Description model = gpt2({12, 768, 12, 1024, 50257});
+  EXPECT_EQ(flops_per_token(model), 6 * (weights + attention));
+  model.tied = false;
+  EXPECT_EQ(flops_per_token(model), 6 * (weights + attention));
+}
+
 TEST(Rates, WarmUpThenDown) {
   const Schedule cosine = {Annealing::cosine, 2.0, 10, 109};
   EXPECT_DOUBLE_EQ(cosine.at(1), 0.2);

@@ -116,6 +116,18 @@ std::int64_t parameter_count(const Description& model) {
   return count;
 }
 
+double flops_per_token(const Description& model) {
+  const Inventory all(model);
+  Index weights = 0;
+  for (const Parameter& parameter : all.list)
+    if (parameter.shape.size() == 2) weights += parameter.size();
+  // Tables of which rows are only read.
+  if (all.places.head != all.places.tokens) weights -= model.vocabulary * model.width;
+  weights -= model.positions * model.width;
+  return 6 * (static_cast<double>(weights) +
+              static_cast<double>(model.layers * model.query_width()) * static_cast<double>(model.context));
+}
+
 std::string problem_with(const Description& model) {
   if (model.names == nullptr)
     return "a model whose tensors have no names was asked for; gpt2() or describe() makes one that has";

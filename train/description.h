@@ -76,6 +76,11 @@ struct Parameter {
 std::vector<Parameter> parameters_of(const Description& model);
 std::int64_t parameter_count(const Description& model);
 
+// Of a training step, per token, without what is computed again: 6 for each weight of a matrix product (the forward pass,
+// and two products of the backward pass), and 6 x layers x queries' width x context for attention, half of what Chowdhery
+// et al. count (2204.02311, appendix B) because it is causal.
+double flops_per_token(const Description& model);
+
 // Where in that order the parts of a model stand; -1: it has no such part.
 struct NormPlace {
   int weight = -1, bias = -1;

@@ -71,9 +71,11 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
   validate_if_due(step);  // which an earlier session may not have finished
   while (step < span.steps && span.go_on()) {
     {
-      const Timer timer(record.step_seconds);
+      record.seconds.push_back(0);
+      const Timer timer(record.seconds.back());
       record.steps.push_back(trainer.step(data));
     }
+    record.step_seconds += record.seconds.back();
     ++step;
     watch(record);
     validate_if_due(step);

@@ -30,6 +30,7 @@ struct Record {
   std::vector<Outcome> steps;
   std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
   double step_seconds = 0;                                   // without the validations
+  std::vector<double> seconds;                               // of each step of this session
   Timed validating, saving;                                  // of this session
   std::size_t resumed = 0;                                   // steps of earlier sessions among `steps`
   bool stopped = false;                                      // before its last step, or its last validation
