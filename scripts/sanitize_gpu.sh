@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs the GPU tests, in their quick form, under compute-sanitizer: memory, uninitialised reads, races.
-# usage: sanitize_gpu.sh FOLDER   (with cuda_test and sink_test: make test-gpu builds them)
+# usage: sanitize_gpu.sh FOLDER   (with cuda_test, sink_test and, where it is built, cuda_trainer_test: make test-gpu builds them)
 set -u
 folder=${1:?usage: sanitize_gpu.sh FOLDER}
 log=$(mktemp)
@@ -20,4 +20,10 @@ for tool in memcheck initcheck; do
   check $tool sink_test '*'
 done
 check racecheck cuda_test "$sharing"
+# The trainer on a tiny model of each family, with graphs and copies beside the layers; its kernels share memory, too.
+if [ -x "$folder/cuda_trainer_test" ]; then
+  check memcheck cuda_trainer_test '*InEveryFamily:*OddSizes:*Graphs*:*Offloading*'
+  check initcheck cuda_trainer_test '*InEveryFamily'
+  check racecheck cuda_trainer_test '*InEveryFamily:*OddSizes'
+fi
 exit $status

@@ -133,6 +133,18 @@ struct Documents {
   std::vector<std::int32_t> tokens, targets, starts;
 };
 
+// Values that are quick to draw, spread as first weights are.
+Fill spread_values(const std::vector<Parameter>& parameters) {
+  return [&parameters](int which, std::int64_t first, std::int64_t count, float* values) {
+    const Parameter& parameter = parameters[static_cast<std::size_t>(which)];
+    for (std::int64_t i = 0; i < count; ++i) {
+      const auto mixed = static_cast<std::uint64_t>(first + i + which * 7919) * 0x9e3779b97f4a7c15u;
+      const double uniform = static_cast<double>(mixed >> 40) / (1 << 24) - 0.5;
+      values[i] = static_cast<float>(parameter.mean + parameter.deviation * 3.46 * uniform);
+    }
+  };
+}
+
 // The gradients of one batch: what SGD's momentum is after its first step.
 struct Gradients {
   double loss = 0, loss_again = 0;
@@ -145,7 +157,7 @@ Gradients gradients_of(const Description& shape, OpenBackend open, Precision act
   const Optimizer sgd("sgd", {{"momentum", 0.5}, {"lr", 0.0}});
   Ledger ledger;
   State state(*backend, parameters_of(shape), sgd, sgd, describe_by(recipe), ledger);
-  state.start(random_values(state.parameters(), 7), ledger);
+  state.start(spread_values(state.parameters()), ledger);
   scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
   options.policy = policy;
   Sink sink(backend->engine(), state.table(), options);
