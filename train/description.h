@@ -25,6 +25,7 @@ enum class NormKind { layer, rms };
 
 // The tanh form of GELU (Hendrycks & Gimpel, 1606.08415); SwiGLU (Shazeer, 2002.05202)
 enum class Mlp { gelu, gated_silu };
+inline constexpr float kGeluSlope = 0.79788456f, kGeluCubic = 0.044715f;  // sqrt(2 / pi), and of x^3
 
 // Rotary positions (Su et al., 2104.09864), and how Llama 3 stretches them beyond the context that it was
 // first trained with: slow rotations are slowed by `factor`, fast ones stay, those between are mixed.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "formats/codec.h"
+#include "train/description.h"
 
 namespace scruple::train {
 
@@ -28,8 +29,6 @@ SCRUPLE_HD float exp_of(float x) {
 
 // The tanh form of GELU (Hendrycks & Gimpel, 1606.08415, section 2), as GPT-2 has it:
 // x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is x / (1 + e^(-2u)).
-inline constexpr float kGeluSlope = 0.79788456f, kGeluCubic = 0.044715f;
-
 SCRUPLE_HD float gelu_gate(float x) {
   const float u = kGeluSlope * x * (1.0f + kGeluCubic * x * x);
   return 1.0f / (1.0f + exp_of(-2.0f * u));

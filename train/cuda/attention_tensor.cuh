@@ -350,7 +350,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
-  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads, kv_head = head / sizes.group();
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads,
+            kv_head = head / sizes.group();
   const int first = (tiles - 1 - work.tile) * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M;
   const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
@@ -423,7 +424,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
-  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads, kv_head = head / sizes.group();
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads,
+            kv_head = head / sizes.group();
   const int first = (tiles - 1 - work.tile) * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M;
   const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "train/cpu/math.h"
+#include "train/description.h"
 
 namespace scruple::train::cuda {
 

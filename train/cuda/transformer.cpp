@@ -235,7 +235,8 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
   if (const char* const problem = cuda::problem_with(attention()); problem != nullptr)
     throw std::invalid_argument(problem);
   if (model.tied || part_rows < rows) table_gradient = floats("gradients", logit_stride(model) * model.width);
-  if (logit_stride(model) > model.vocabulary) padded_table = values("workspace", logit_stride(model) * model.width);
+  if (logit_stride(model) > model.vocabulary)
+    padded_table = values("workspace", logit_stride(model) * model.width);
   if (model.head_norms) {
     turned = values("activations", rows * model.qkv_width());
     head_norm_sums = floats("workspace", turn_parts(turning({})) * 2 * model.head_width);
