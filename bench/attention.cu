@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <vector>
@@ -85,7 +86,13 @@ void measure(const cuda::Attention& shape) {
 
 }  // namespace
 
-int main() try {
+// usage: attention_bench [SEQUENCES LENGTH HEADS KV_HEADS HEAD_WIDTH]
+int main(int argc, char** argv) try {
+  if (argc == 6) {
+    measure({Precision::bf16, std::atoll(argv[1]), std::atoll(argv[2]), std::atoi(argv[3]),
+             std::atoi(argv[4]), std::atoi(argv[5]), nullptr});
+    return 0;
+  }
   measure({Precision::bf16, 64, 1024, 12, 12, 64, nullptr});
   measure({Precision::bf16, 16, 1024, 20, 20, 64, nullptr});
   measure({Precision::bf16, 4, 1024, 32, 8, 128, nullptr});

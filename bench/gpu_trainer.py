@@ -100,6 +100,7 @@ class Case:
     recompute: str = "none"
     accumulate: int = 1
     clip: float = 0
+    offload: bool = False
     limit: str = ""  # --memory-limit
     beside: str = ""  # the case whose time per token it is measured by
     torch: tuple = ("autocast", "bf16", "scruple")
@@ -126,7 +127,8 @@ class Case:
         }
         if self.limit:
             chosen["--memory-limit"] = self.limit
-        return [str(word) for pair in chosen.items() for word in pair]
+        words = [str(word) for pair in chosen.items() for word in pair]
+        return words + (["--offload"] if self.offload else [])
 
 
 LLAMA_8B = llama(32, 4096, 32, 8, 14336, 128256, theta=500000.0, context=8192)
@@ -156,6 +158,7 @@ CASES = {
         recompute="block",
         accumulate=4,
         clip=1,
+        offload=True,  # 46.1 GiB without
         limit="46GiB",
         beside="llama-8b",
         torch=("scruple",),

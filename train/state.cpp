@@ -1,7 +1,10 @@
 #include "train/state.h"
 
 #include <algorithm>
+#include <memory>
+#include <thread>
 
+#include "engine/threads.h"
 #include "train/random.h"
 
 namespace scruple::train {
@@ -49,15 +52,20 @@ State::State(Backend& backend, const std::vector<Parameter>& parameters, const O
   }
 }
 
-Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed) {
-  return [&parameters, seed](int which, std::int64_t first, std::int64_t count, float* values) {
+Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed, int threads) {
+  constexpr std::int64_t kPiece = 1 << 14;
+  const int cores = static_cast<int>(std::max(std::thread::hardware_concurrency(), 1u));
+  const auto workers = std::make_shared<Threads>(threads > 0 ? threads : cores);
+  return [&parameters, seed, workers](int which, std::int64_t first, std::int64_t count, float* values) {
     const Parameter& parameter = parameters[static_cast<std::size_t>(which)];
     const auto stream = kInitialStream + static_cast<std::uint32_t>(which);
-    for (std::int64_t i = 0; i < count; ++i) {
-      const double normal =
-          parameter.deviation > 0 ? random_normal(seed, stream, static_cast<std::uint64_t>(first + i)) : 0;
-      values[i] = static_cast<float>(parameter.mean + parameter.deviation * normal);
-    }
+    workers->run((count + kPiece - 1) / kPiece, [&](std::int64_t piece) {
+      for (std::int64_t i = piece * kPiece; i < std::min(count, (piece + 1) * kPiece); ++i) {
+        const double normal =
+            parameter.deviation > 0 ? random_normal(seed, stream, static_cast<std::uint64_t>(first + i)) : 0;
+        values[i] = static_cast<float>(parameter.mean + parameter.deviation * normal);
+      }
+    });
   };
 }
 

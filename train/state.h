@@ -18,8 +18,9 @@ using Describe = std::function<scruple_tensor(const Optimizer& optimizer, std::i
 
 // Writes `count` values of a parameter, from `first` on.
 using Fill = std::function<void(int parameter, std::int64_t first, std::int64_t count, float* values)>;
-// What Parameter says of initial values, drawn from the seed. `parameters` must outlive it.
-Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed);
+// What Parameter says of initial values, drawn from the seed by `threads` threads (0: one for each core), the same
+// whatever their number. `parameters` must outlive it.
+Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed, int threads);
 
 // The format that a model computes with: bf16 where a weight is kept as bf16+8, otherwise the weight's own.
 std::string visible_format(const scruple_array& weight);

@@ -86,7 +86,8 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   if (from != nullptr)
     position = take_up(*from);
   else
-    state_->start(job.initial ? job.initial : random_values(state_->parameters(), job.seed), ledger);
+    state_->start(job.initial ? job.initial : random_values(state_->parameters(), job.seed, job.threads),
+                  ledger);
   if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler, loss_scale_ = job_.scaler.scale;
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();

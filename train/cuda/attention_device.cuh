@@ -67,11 +67,6 @@ __device__ inline void copies_wait() { asm volatile("cp.async.wait_all;" ::: "me
 __device__ inline void store_shared(std::uint32_t to, std::uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
-__device__ inline void store_shared(std::uint32_t to, uint4 value) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w)
-               : "memory");
-}
 __device__ inline uint4 load_shared(std::uint32_t from) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -79,11 +74,6 @@ __device__ inline uint4 load_shared(std::uint32_t from) {
                : "r"(from)
                : "memory");
   return value;
-}
-
-// Waits until so many threads, whole warps, have come to a barrier; 0 is that of __syncthreads().
-__device__ inline void meet(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // 2^x within 2 ulp, 0 of -infinity.

@@ -17,17 +17,15 @@ inline constexpr int kWarps = 4, kThreads = 32 * kWarps;
 // stays below 99 KB.
 struct Tiling {
   int fragments, tile, chunk;
-  bool kept;      // the own rows stay in registers
-  int share = 1;  // warps that own the same rows
-  __host__ __device__ constexpr int own() const { return 16 * fragments * kWarps / share; }
+  bool kept;  // the own rows stay in registers
+  __host__ __device__ constexpr int own() const { return 16 * fragments * kWarps; }
 };
 template <int D>
 inline constexpr Tiling kForward = {2, 64, 64, D == 64};
 template <int D>
 inline constexpr Tiling kQueryGradient = {2, D > 80 ? 32 : 64, 32, D == 64};
-template <int D>  // a pair of warps owns these rows, see key_gradient_kernel()
-inline constexpr Tiling kKeyGradient = {D == 64 ? 4 : 2, D > 96 ? 32 : 64, D == 80 || D == 96 ? 64 : 32,
-                                        false, 2};
+template <int D>
+inline constexpr Tiling kKeyGradient = {D == 64 ? 2 : 1, 64, D == 64 ? 32 : 64, false};
 
 // Rows of D 16-bit values in shared memory, in pieces of 16 bytes. Eight rows of one column of pieces lie in
 // different banks: the piece is exchanged within its row where a row has 8 or 16 pieces, else rows are an odd
@@ -70,14 +68,6 @@ __device__ std::uint32_t pack(float low, float high) {
     const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
     return *reinterpret_cast<const std::uint32_t*>(&both);
   }
-}
-
-template <class T>
-__device__ float2 unpack(std::uint32_t both) {
-  if constexpr (std::is_same_v<T, __half>)
-    return __half22float2(*reinterpret_cast<const __half2*>(&both));
-  else
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&both));
 }
 
 // The sum or maximum over the four lanes that hold one row of a product.
@@ -177,17 +167,6 @@ __device__ void multiply_rows(float (&c)[M][N][4], const Own<D, M, kKept>& own, 
   }
 }
 
-// The left side of a product whose steps are the columns of these 16 x 8 products: step k's fragments.
-template <class T, int M, int N>
-__device__ void pack_step(std::uint32_t (&to)[M][4], const float (&weights)[M][N][4], int k) {
-#pragma unroll
-  for (int m = 0; m < M; ++m)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float(&w)[4] = weights[m][2 * k + i / 2];
-      to[m][i] = pack<T>(w[i % 2 * 2], w[i % 2 * 2 + 1]);
-    }
-}
 // c += weights times the rows at `other`: one weight for each of these rows.
 template <class T, int D, int M, int N>
 __device__ void add_weighted(float (&c)[M][D / 8][4], const float (&weights)[M][N][4], std::uint32_t other) {
@@ -196,7 +175,13 @@ __device__ void add_weighted(float (&c)[M][D / 8][4], const float (&weights)[M][
 #pragma unroll
   for (int k = 0; k < N / 2; ++k) {
     std::uint32_t left[M][4];
-    pack_step<T>(left, weights, k);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&w)[4] = weights[m][2 * k + i / 2];
+        left[m][i] = pack<T>(w[i % 2 * 2], w[i % 2 * 2 + 1]);
+      }
 #pragma unroll
     for (int n = 0; n < D / 8; n += 2) {
       std::uint32_t right[4];
@@ -365,8 +350,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
-  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads,
-            kv_head = head / sizes.group();
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads, kv_head = head / sizes.group();
   const int first = (tiles - 1 - work.tile) * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M;
   const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
@@ -439,8 +423,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
-  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads,
-            kv_head = head / sizes.group();
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads, kv_head = head / sizes.group();
   const int first = (tiles - 1 - work.tile) * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M;
   const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
@@ -534,80 +517,57 @@ __device__ void hide_keys(float (&scores)[M][N][4], const Sizes& sizes, int sequ
     }
 }
 
-// Weights of a chunk, that one warp of a pair hands to the other: to the same lane, in the same order.
-template <int M, int N>
-struct Handed {
-  static constexpr int kBytes = M * N / 2 * 32 * 16;
-  static __device__ std::uint32_t place(int m, int k) {
-    return static_cast<std::uint32_t>(((m * N / 2 + k) * 32 + lane_of_thread()) * 16);
-  }
-};
-
 template <int D>
-struct KeyGradientShared {
-  static constexpr Tiling kTiling = kKeyGradient<D>;
-  static constexpr int kOwnBytes = kTiling.own() * Tile<D>::kStride,
-                       kTileBytes = kTiling.tile * Tile<D>::kStride;
-  static constexpr int kStatisticBytes = kTiling.tile * static_cast<int>(sizeof(float2));
-  static constexpr int kEach = kTiling.tile / kTiling.chunk;  // chunks of a tile
-  static constexpr int kHandedBytes = Handed<kTiling.fragments, kTiling.chunk / 8>::kBytes;
-  // Keys and values; two stages of queries and gradients; two of statistics; for each pair what is handed over.
-  static constexpr int kStages = 2 * kOwnBytes, kStatistics = kStages + 4 * kTileBytes;
-  static constexpr int kHanded = kStatistics + 2 * kStatisticBytes;
-  static constexpr int kBytes = kHanded + kWarps / 2 * kEach * kHandedBytes;
-};
-
-// The gradients of keys and values fill more registers than a thread has. So two warps share their rows: one
-// computes weights and the values' gradient, the other one what comes back to the weights, takes the weights from
-// the first, and computes the keys' gradient. Each does two of the four products; rows of products are keys,
-// columns are queries.
+constexpr int key_gradient_bytes() {
+  return (2 * kKeyGradient<D>.own() + 4 * kKeyGradient<D>.tile) * Tile<D>::kStride +
+         2 * kKeyGradient<D>.tile * static_cast<int>(sizeof(float2));
+}
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads, 2)
     key_gradient_kernel(Sizes sizes, const T* qkv, const T* dy, const float2* statistics, T* dqkv) {
-  using Shared = KeyGradientShared<D>;
   constexpr Tiling kTiling = kKeyGradient<D>;
-  constexpr int M = kTiling.fragments, kQueries = kTiling.tile, kChunk = kTiling.chunk, N = kChunk / 8;
-  constexpr int kEach = Shared::kEach;
-  const std::uint32_t shared = shared_address();
-  const int pair = warp_of_thread() / 2;
-  const bool of_keys = warp_of_thread() % 2 != 0;  // whose gradient this warp computes; else of values
+  constexpr int M = kTiling.fragments, kQueries = kTiling.tile, kChunk = kTiling.chunk;
+  constexpr int kOwnBytes = kTiling.own() * Tile<D>::kStride, kTileBytes = kQueries * Tile<D>::kStride;
+  constexpr int kStatisticBytes = kQueries * static_cast<int>(sizeof(float2));
+  const std::uint32_t keys_at = shared_address(), stages_at = keys_at + 2 * kOwnBytes;
+  const std::uint32_t statistics_at = stages_at + 4 * kTileBytes;
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.kv_heads);
   const int sequence = work.pair / sizes.kv_heads, kv_head = work.pair % sizes.kv_heads;
   const int first = work.tile * kTiling.own();
-  const int first_of_pair = first + pair * 16 * M, last_of_pair = first_of_pair + 16 * M - 1;
+  const int first_of_warp = first + warp_of_thread() * 16 * M, last_of_warp = first_of_warp + 16 * M - 1;
   const int begin = first / kQueries;
   const int last_key = min(first + kTiling.own(), sizes.length) - 1;
   const int end = end_of_seeing(sizes, sequence, begin, kQueries, 0, last_key);
   const int first_head = kv_head * sizes.group(), end_of_heads = first_head + sizes.group();
   const auto load_stage = [&](int stage, int head, int tile) {
-    const std::uint32_t to = shared + Shared::kStages + stage * 2 * Shared::kTileBytes;
+    const std::uint32_t to = stages_at + stage * 2 * kTileBytes;
     const int here = not_known(sequence);
     load_tile<D, kQueries>(to, sizes.queries(qkv, here, head), tile * kQueries, sizes.length);
-    load_tile<D, kQueries>(to + Shared::kTileBytes, sizes.outputs(dy, here, head), tile * kQueries,
-                           sizes.length);
+    load_tile<D, kQueries>(to + kTileBytes, sizes.outputs(dy, here, head), tile * kQueries, sizes.length);
     const int piece = static_cast<int>(threadIdx.x);
-    if (piece < Shared::kStatisticBytes / 16)
-      copy_later(shared + Shared::kStatistics + stage * Shared::kStatisticBytes + piece * 16,
+    if (piece < kStatisticBytes / 16)
+      copy_later(statistics_at + stage * kStatisticBytes + piece * 16,
                  statistics_of(statistics, sizes, here, head) + tile * kQueries + piece * 2, true);
   };
-  load_tile<D, kTiling.own()>(shared, sizes.keys(qkv, sequence, kv_head), first, sizes.length);
-  load_tile<D, kTiling.own()>(shared + Shared::kOwnBytes, sizes.values(qkv, sequence, kv_head), first,
-                              sizes.length);
+  load_tile<D, kTiling.own()>(keys_at, sizes.keys(qkv, sequence, kv_head), first, sizes.length);
+  load_tile<D, kTiling.own()>(keys_at + kOwnBytes, sizes.values(qkv, sequence, kv_head), first, sizes.length);
   load_stage(0, first_head, begin);
   copies_wait();
   __syncthreads();
 
-  const std::uint32_t own_at = shared + (of_keys ? Shared::kOwnBytes : 0) + pair * 16 * M * Tile<D>::kStride;
-  const Own<D, M, kTiling.kept> own(own_at);  // values, for the gradient of keys
+  const std::uint32_t own_at = keys_at + warp_of_thread() * 16 * M * Tile<D>::kStride;
+  const Own<D, M, kTiling.kept> own_keys(own_at), own_values(own_at + kOwnBytes);
   const float scale = 1 / sqrtf(D), factor = scale * kLog2E;
-  float gradient[M][D / 8][4];
-  clear(gradient);
-  // Chunks of queries that see one of the pair's keys, and the end of those whose documents hide none.
-  const Range seeing{first_of_pair / kChunk,
-                     end_of_seeing(sizes, sequence, first_of_pair / kChunk, kChunk, 0, last_of_pair)};
-  const int end_of_all = end_of_seeing(sizes, sequence, seeing.begin, kChunk, kChunk - 1, first_of_pair);
+  float key_gradient[M][D / 8][4], value_gradient[M][D / 8][4];
+  clear(key_gradient);
+  clear(value_gradient);
+  constexpr int kEach = kQueries / kChunk;
+  // Chunks of queries that see one of the warp's keys, and the end of those whose documents hide none.
+  const Range own{first_of_warp / kChunk,
+                  end_of_seeing(sizes, sequence, first_of_warp / kChunk, kChunk, 0, last_of_warp)};
+  const int end_of_all = end_of_seeing(sizes, sequence, own.begin, kChunk, kChunk - 1, first_of_warp);
   int stage = 1;  // of the tile that the block is at; the first one comes into stage 0
 #pragma unroll 1
   for (int head = first_head; head < end_of_heads; ++head) {
@@ -622,64 +582,45 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (next_head < end_of_heads) load_stage(stage, next_head, more ? tile + 1 : begin);
       stage ^= 1;
     };
-    walk<kEach>({begin * kEach, end * kEach}, seeing, arrive, [&](int chunk) {
+    walk<kEach>({begin * kEach, end * kEach}, own, arrive, [&](int chunk) {
       const int in_tile = chunk % kEach * kChunk;
-      const std::uint32_t queries_at =
-          shared + Shared::kStages + stage * 2 * Shared::kTileBytes + in_tile * Tile<D>::kStride;
-      const std::uint32_t gradients_at = queries_at + Shared::kTileBytes;
+      const std::uint32_t queries_at = stages_at + stage * 2 * kTileBytes + in_tile * Tile<D>::kStride;
+      const std::uint32_t gradients_at = queries_at + kTileBytes;
+      float weights[M][kChunk / 8][4], returned[M][kChunk / 8][4];
+      multiply_rows<T>(weights, own_keys, queries_at);
+      if (chunk * kChunk < last_of_warp || chunk >= end_of_all)
+        hide_keys(weights, sizes, sequence, first_of_warp, chunk * kChunk);
       // {sum, delta} of a lane's two columns
-      const std::uint32_t pairs_at = shared + Shared::kStatistics + stage * Shared::kStatisticBytes +
-                                     (in_tile + product_column(lane_of_thread(), 0)) * 8;
-      const std::uint32_t handed_at =
-          shared + Shared::kHanded + (pair * kEach + chunk % kEach) * Shared::kHandedBytes;
-      float weights[M][N][4];
-      multiply_rows<T>(weights, own, of_keys ? gradients_at : queries_at);
-      if (!of_keys) {
-        if (chunk * kChunk < last_of_pair || chunk >= end_of_all)
-          hide_keys(weights, sizes, sequence, first_of_pair, chunk * kChunk);
+      const std::uint32_t pairs_at =
+          statistics_at + stage * kStatisticBytes +
+          (in_tile + product_column(lane_of_thread(), 0)) * static_cast<int>(sizeof(float2));
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          const uint4 statistic = load_shared(pairs_at + n * 64);
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const uint4 pair = load_shared(pairs_at + n * 64);
 #pragma unroll
-          for (int m = 0; m < M; ++m)
+        for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int v = 0; v < 4; ++v)
-              weights[m][n][v] =
-                  weight_of(weights[m][n][v], factor, __uint_as_float(v % 2 ? statistic.z : statistic.x));
-        }
-#pragma unroll
-        for (int k = 0; k < N / 2; ++k) {
-          std::uint32_t packed[M][4];
-          pack_step<T>(packed, weights, k);
-#pragma unroll
-          for (int m = 0; m < M; ++m)
-            store_shared(handed_at + Handed<M, N>::place(m, k),
-                         {packed[m][0], packed[m][1], packed[m][2], packed[m][3]});
-        }
+          for (int v = 0; v < 4; ++v)
+            weights[m][n][v] = weight_of(weights[m][n][v], factor, __uint_as_float(v % 2 ? pair.z : pair.x));
       }
-      meet(1 + pair, 64);
-      if (of_keys) {
+      add_weighted<T, D>(value_gradient, weights, gradients_at);
+      multiply_rows<T>(returned, own_values, gradients_at);
 #pragma unroll
-        for (int k = 0; k < N / 2; ++k)
+      for (int n = 0; n < kChunk / 8; ++n) {
+        const uint4 pair = load_shared(pairs_at + n * 64);  // again, rather than kept in registers
 #pragma unroll
-          for (int m = 0; m < M; ++m) {
-            const uint4 packed = load_shared(handed_at + Handed<M, N>::place(m, k));
-            const std::uint32_t fragments[4] = {packed.x, packed.y, packed.z, packed.w};
+        for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {  // as pack_step() has them
-              const float2 weight = unpack<T>(fragments[i]);
-              float(&to)[4] = weights[m][2 * k + i / 2];
-              const uint4 statistic = load_shared(pairs_at + (2 * k + i / 2) * 64);
-              to[i % 2 * 2] = weight.x * (to[i % 2 * 2] - __uint_as_float(statistic.y));
-              to[i % 2 * 2 + 1] = weight.y * (to[i % 2 * 2 + 1] - __uint_as_float(statistic.w));
-            }
-          }
+          for (int v = 0; v < 4; ++v)
+            weights[m][n][v] *= returned[m][n][v] - __uint_as_float(v % 2 ? pair.w : pair.y);
       }
-      add_weighted<T, D>(gradient, weights, of_keys ? queries_at : gradients_at);
+      add_weighted<T, D>(key_gradient, weights, queries_at);
     });
   }
-  const auto to = of_keys ? sizes.keys(dqkv, sequence, kv_head) : sizes.values(dqkv, sequence, kv_head);
-  store_rows<T, D>(gradient, Factors<M>(of_keys ? scale : 1).of, own_at, to, first_of_pair, sizes.length);
+  store_rows<T, D>(key_gradient, Factors<M>(scale).of, own_at, sizes.keys(dqkv, sequence, kv_head),
+                   first_of_warp, sizes.length);
+  store_rows<T, D>(value_gradient, Factors<M>(1).of, own_at, sizes.values(dqkv, sequence, kv_head),
+                   first_of_warp, sizes.length);
 }
 
 template <class T, int D>
@@ -692,7 +633,7 @@ struct TensorAttention {
                        T* dqkv, float2* statistics, cudaStream_t stream) {
     launch_delta<T, D == 64 ? 8 : 16, true>(sizes, y, dy, log_sums, statistics, stream);
     launch(key_gradient_kernel<T, D>, blocks(sizes, kKeyGradient<D>, sizes.kv_heads), kThreads,
-           KeyGradientShared<D>::kBytes, stream, "attention: gradients of keys and values", sizes, qkv, dy,
+           key_gradient_bytes<D>(), stream, "attention: gradients of keys and values", sizes, qkv, dy,
            statistics, dqkv);
     launch(query_gradient_kernel<T, D>, blocks(sizes, kQueryGradient<D>, sizes.heads), kThreads,
            query_gradient_bytes<D>(), stream, "attention: gradients of queries", sizes, qkv, dy, statistics,
