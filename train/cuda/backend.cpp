@@ -2,6 +2,7 @@
 // are computed.
 #include "train/backend.h"
 
+#include <optional>
 #include <stdexcept>
 
 #include "train/cuda/device.h"
@@ -13,12 +14,18 @@ namespace {
 
 class Gpu final : public Backend {
  public:
-  Gpu() : engine_("cuda"), memory_(stream_), name_(cuda::device_name()) { engine_.set_stream(stream_); }
-  ~Gpu() override { scruple_engine_set_stream(engine_.raw(), nullptr); }  // the engine goes after the stream
-  Engine& engine() override { return engine_; }
+  Gpu() : memory_(stream_) {}
+  // Opened when it is first asked for: what only counts needs no GPU.
+  Engine& engine() override {
+    if (!engine_) {
+      engine_.emplace("cuda");
+      engine_->set_stream(stream_);
+    }
+    return *engine_;
+  }
   Memory& memory() override { return memory_; }
-  std::string device() const override { return name_; }
-  double peak_flops() const override { return cuda::peak_flops(name_); }
+  std::string device() const override { return cuda::device_name(); }
+  double peak_flops() const override { return cuda::peak_flops(device()); }
   std::int64_t free_bytes() override { return cuda::free_device_bytes(); }
   std::int64_t released_bytes(const std::vector<Parameter>& parameters) const override {
     return cuda::Outbox::bytes_of(parameters, Precision::bf16);
@@ -31,10 +38,9 @@ class Gpu final : public Backend {
   }
 
  private:
-  Engine engine_;
   cuda::Stream stream_;
   cuda::DeviceMemory memory_;
-  const std::string name_;
+  std::optional<Engine> engine_;
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 namespace scruple::train::cuda {
 
@@ -13,24 +14,34 @@ void check(cudaError_t error, const char* doing) {
                            cudaGetErrorString(error) + "; it may come from work queued earlier on this GPU");
 }
 
-Stream::Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream"); }
 Stream::~Stream() {
+  if (stream_ == nullptr) return;
   cudaStreamSynchronize(stream_);
   cudaStreamDestroy(stream_);
 }
-void Stream::wait() const { check(cudaStreamSynchronize(stream_), "waiting for the GPU"); }
+Stream::operator cudaStream_t() const {
+  if (stream_ == nullptr)
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
+  return stream_;
+}
+void Stream::wait() const { check(cudaStreamSynchronize(*this), "waiting for the GPU"); }
 
-DeviceMemory::DeviceMemory(const Stream& stream) : stream_(stream) {
+namespace {
+
+// What is given back stays with the process: the next step takes it again.
+void keep_pool() {
   int device = 0;
   cudaMemPool_t pool = nullptr;
   check(cudaGetDevice(&device), "reading the current device");
   check(cudaDeviceGetDefaultMemPool(&pool, device), "finding the memory pool");
-  std::uint64_t keep =
-      ~std::uint64_t{0};  // what is given back stays with the process: the next step takes it again
+  std::uint64_t keep = ~std::uint64_t{0};
   check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "setting up the memory pool");
 }
 
+}  // namespace
+
 void* DeviceMemory::take(std::int64_t bytes) {
+  if (!std::exchange(pooled_, true)) keep_pool();
   void* memory = nullptr;
   const auto size = static_cast<std::size_t>(bytes);
   const cudaError_t error = cudaMallocAsync(&memory, size, stream_);

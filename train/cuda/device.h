@@ -14,23 +14,24 @@ namespace scruple::train::cuda {
 // Throws std::runtime_error with CUDA's words; std::bad_alloc where it has no more memory.
 void check(cudaError_t error, const char* doing);
 
+// Made when it is first used: what only counts needs no GPU.
 class Stream {
  public:
-  Stream();
+  Stream() = default;
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
-  operator cudaStream_t() const { return stream_; }
+  operator cudaStream_t() const;
   void wait() const;
 
  private:
-  cudaStream_t stream_ = nullptr;
+  mutable cudaStream_t stream_ = nullptr;
 };
 
 // Device memory, taken and given back in the stream's order: neither waits.
 class DeviceMemory final : public Memory {
  public:
-  explicit DeviceMemory(const Stream& stream);
+  explicit DeviceMemory(const Stream& stream) : stream_(stream) {}
   void* take(std::int64_t bytes) override;
   void give_back(void* memory) noexcept override;
   bool is_host() const override { return false; }
@@ -39,6 +40,7 @@ class DeviceMemory final : public Memory {
 
  private:
   const Stream& stream_;
+  bool pooled_ = false;
 };
 
 std::string device_name();

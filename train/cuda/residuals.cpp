@@ -25,7 +25,7 @@ Residuals::Residuals(std::int64_t count, std::int64_t bytes, bool offloads, cons
 }
 
 Residuals::~Residuals() {
-  cudaStreamSynchronize(copies_);
+  if (offloads()) cudaStreamSynchronize(copies_);
   for (const cudaEvent_t event : copied_) cudaEventDestroy(event);
   if (reached_ != nullptr) cudaEventDestroy(reached_);
   if (host_ != nullptr) cudaFreeHost(host_);
