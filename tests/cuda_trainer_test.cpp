@@ -178,23 +178,33 @@ Gradients gradients_of(const Description& shape, OpenBackend open, Precision act
   return result;
 }
 
+double norm_of(const std::vector<float>& values) {
+  double squares = 0;
+  for (const float value : values) squares += static_cast<double>(value) * static_cast<double>(value);
+  return std::sqrt(squares);
+}
+
 double distance(const std::vector<float>& a, const std::vector<float>& b) {
-  double squares = 0, apart = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    const double x = static_cast<double>(a[i]), y = static_cast<double>(b[i]);
-    squares += y * y, apart += (x - y) * (x - y);
-  }
-  return std::sqrt(apart) / (std::sqrt(squares) + 1e-12);
+  std::vector<float> apart(a);
+  for (std::size_t i = 0; i < a.size(); ++i) apart[i] -= b[i];
+  return norm_of(apart);
 }
 
 void expect_alike(const Gradients& got, const Gradients& want, const Description& shape, double loss,
-                  double gradient) {
+                  double gradient, double small = 0) {
   EXPECT_NEAR(got.loss, want.loss, loss * want.loss);
   EXPECT_NEAR(got.loss, got.loss_again, 1e-12) << "validation and training compute the same loss";
   const std::vector<Parameter> parameters = parameters_of(shape);
+  double largest = 0;
+  for (const std::vector<float>& values : want.all) largest = std::max(largest, norm_of(values));
   for (std::size_t p = 0; p < parameters.size(); ++p)
-    EXPECT_LT(distance(got.all[p], want.all[p]), gradient) << parameters[p].name;
+    EXPECT_LT(distance(got.all[p], want.all[p]), gradient * (norm_of(want.all[p]) + small * largest) + 1e-12)
+        << parameters[p].name;
 }
+
+// In 16 bits a gradient is also allowed a part of the largest: what a bias of keys gets nearly cancels, and what is left
+// is rounding.
+constexpr double kSmall = 0.05;
 
 TEST_F(CudaTrainer, GradientsAreTheCpusInEveryFamily) {
   for (const Family& family : families()) {
@@ -204,11 +214,10 @@ TEST_F(CudaTrainer, GradientsAreTheCpusInEveryFamily) {
       expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp32, "fp32", policy), want,
                    family.shape, 1e-6, 1e-4);
       expect_alike(gradients_of(family.shape, cuda_backend, Precision::bf16, "fp32", policy), want,
-                   family.shape, 3e-3, 3e-2);
+                   family.shape, 3e-3, 3e-2, kSmall);
     }
-    // Without a loss scale some of what a bias of keys gets is below fp16's smallest.
     expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp16, "fp32", SCRUPLE_STORED), want,
-                 family.shape, 1e-3, 2e-2);
+                 family.shape, 1e-3, 2e-2, kSmall);
   }
 }
 
