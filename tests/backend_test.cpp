@@ -98,7 +98,7 @@ class Stranger final : public Backend {
   Engine& engine() override { return engine_; }
   Memory& memory() override { return arena; }
   std::int64_t released_bytes(const std::vector<Parameter>&) const override { return 0; }
-  std::unique_ptr<Network> network(const Setup&, scruple_policy, Ledger& ledger) override {
+  std::unique_ptr<Network> network(const Setup&, Visible, scruple_policy, Ledger& ledger) override {
     return std::make_unique<Squares>(ledger);
   }
   std::unique_ptr<Generator> generator(const Description&, Ledger&) override { return nullptr; }

@@ -118,15 +118,16 @@ Taken take(const Job& job, int steps) {
 
 // A batch of documents that begin anywhere, with targets that do not count.
 struct Documents {
-  explicit Documents(const Description& model, std::int64_t batch) {
+  explicit Documents(const Description& model, std::int64_t batch, int which = 0) {
     const std::int64_t rows = batch * model.context;
     std::int32_t start = 0;
     for (std::int64_t i = 0; i < rows; ++i) {
       const auto here = static_cast<std::int32_t>(i % model.context);
-      if (here == 0 || i % 11 == 7 || i % 17 == 3) start = here;
+      if (here == 0 || (i + which) % 11 == 7 || i % 17 == 3) start = here;
       starts.push_back(start);
-      tokens.push_back(static_cast<std::int32_t>(i * i * 31 % 97 * 7919 % model.vocabulary));
-      targets.push_back(i % 5 == 0 ? -1 : static_cast<std::int32_t>((i * 53 + 11) % model.vocabulary));
+      tokens.push_back(static_cast<std::int32_t>((i * i + which) * 31 % 97 * 7919 % model.vocabulary));
+      targets.push_back((i + which) % 5 == 0 ? -1
+                                             : static_cast<std::int32_t>((i * 53 + 11) % model.vocabulary));
     }
   }
   Batch batch() const { return {tokens.data(), targets.data(), starts.data()}; }
@@ -162,7 +163,7 @@ Gradients gradients_of(const Description& shape, OpenBackend open, Precision act
   options.policy = policy;
   Sink sink(backend->engine(), state.table(), options);
   job.batch = batch;
-  const std::unique_ptr<Network> network = backend->network(job, policy, ledger);
+  const std::unique_ptr<Network> network = backend->network(job, state.visible(), policy, ledger);
   const Documents documents(shape, batch);
   Gradients result;
   result.loss_again = network->loss(state.visible(), documents.batch());
@@ -306,9 +307,106 @@ TEST_F(CudaTrainer, GraphsGiveTheSameBits) {
     }
 }
 
+// Every batch is another one, with validations between them, whole gradients and such that come in pieces, clipped one by
+// one: what is replayed computes what is not.
+TEST_F(CudaTrainer, ReplayedPassesAreThoseOfTheirBatch) {
+  Description large = llama(1);
+  large.vocabulary = 1 << 20, large.width = 40, large.head_width = 10;
+  for (const Description& shape : {llama(), large})
+    for (const double tensor_norm : {0.0, 1e-3}) {
+      const auto run = [&](bool graphs) {
+        Job job = job_of(shape, cuda_backend, "fp32", Precision::fp32);
+        job.graphs = graphs;
+        job.batch = 5;
+        const std::unique_ptr<Backend> backend = cuda_backend(0);
+        const Optimizer sgd("sgd", {{"momentum", 0.5}, {"lr", 0.5}});
+        Ledger ledger;
+        State state(*backend, parameters_of(shape), sgd, sgd, describe_by("fp32"), ledger);
+        state.start(spread_values(state.parameters()), ledger);
+        scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
+        options.policy = SCRUPLE_RELEASED;
+        options.tensor_norm = tensor_norm;
+        Sink sink(backend->engine(), state.table(), options);
+        const std::unique_ptr<Network> network =
+            backend->network(job, state.visible(), SCRUPLE_RELEASED, ledger);
+        std::vector<double> losses;
+        for (int i = 0; i < 5; ++i) {
+          const Documents documents(shape, job.batch, i);
+          Batch batch = documents.batch();
+          if (i == 3) batch.starts = nullptr;
+          network->train(state.visible(), batch, sink, 1);
+          sink.end();
+          if (i == 2)
+            losses.push_back(network->loss(state.visible(), Documents(shape, job.batch, 9).batch()));
+        }
+        for (const double loss : network->losses()) losses.push_back(loss);
+        losses.push_back(network->loss(state.visible(), Documents(shape, job.batch, 10).batch()));
+        return losses;
+      };
+      const std::vector<double> with = run(true), without = run(false);
+      EXPECT_EQ(with.size(), 7u);
+      EXPECT_EQ(with, without) << shape.vocabulary << ", " << tensor_norm;
+      EXPECT_NE(with[1], with[2]) << "batches that are alike show nothing";
+    }
+}
+
+// Clipping tensor by tensor, which measures a gradient before it is stepped.
+TEST_F(CudaTrainer, ClippedTensorsAreTheCpus) {
+  const auto losses = [](OpenBackend backend) {
+    Job job = job_of(llama(), backend);
+    job.gradients.policy = SCRUPLE_RELEASED;
+    job.gradients.tensor_norm = 0.02;
+    return take(job, 10).losses;
+  };
+  const std::vector<double> cpu = losses(cpu_backend), gpu = losses(cuda_backend);
+  for (std::size_t i = 0; i < cpu.size(); ++i) EXPECT_NEAR(gpu[i], cpu[i], 1e-4 * cpu[i]);
+}
+
+// fp16 that overflows: the step is skipped and the scale goes down, until it does not.
+TEST_F(CudaTrainer, AScaleThatIsTooLargeGoesDown) {
+  Job job = job_of(llama(), cuda_backend, "fp32", Precision::fp16);
+  job.scaler = scruple_scaler_dynamic();
+  job.scaler.scale = 0x1p30f;
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  const Outcome first = trainer.step(text());
+  EXPECT_TRUE(first.skipped);
+  EXPECT_EQ(first.loss_scale, 0x1p30f);
+  Outcome last = first;
+  for (int i = 0; i < 30; ++i) last = trainer.step(text());
+  EXPECT_FALSE(last.skipped);
+  EXPECT_LT(last.loss_scale, 0x1p24f);
+  EXPECT_GT(last.loss_scale, 1.0f);
+}
+
+// More micro-batches than losses that wait on the GPU.
+TEST_F(CudaTrainer, EveryLossOfManyMicroBatches) {
+  const Description shape = llama(1);
+  Job job = job_of(shape, cuda_backend);
+  job.batch = 1;
+  const std::unique_ptr<Backend> backend = cuda_backend(0);
+  const Optimizer sgd("sgd");
+  Ledger ledger;
+  State state(*backend, parameters_of(shape), sgd, sgd, describe_by("fp32"), ledger);
+  state.start(spread_values(state.parameters()), ledger);
+  scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
+  options.micro_batches = 1500;
+  Sink sink(backend->engine(), state.table(), options);
+  const std::unique_ptr<Network> network = backend->network(job, state.visible(), SCRUPLE_STORED, ledger);
+  const double one = network->loss(state.visible(), Documents(shape, 1, 0).batch());
+  const double other = network->loss(state.visible(), Documents(shape, 1, 1).batch());
+  for (int i = 0; i < options.micro_batches; ++i) {
+    network->train(state.visible(), Documents(shape, 1, i % 2).batch(), sink, 1);
+    sink.end();
+  }
+  const std::vector<double> losses = network->losses();
+  ASSERT_EQ(losses.size(), 1500u);
+  for (std::size_t i = 0; i < losses.size(); ++i) EXPECT_EQ(losses[i], i % 2 == 0 ? one : other) << i;
+}
+
 TEST_F(CudaTrainer, OffloadingGivesTheSameBits) {
   for (const std::int64_t layers : {1, 3, 6})
-    for (const Recompute recompute : {Recompute::none, Recompute::block}) {
+    for (const Recompute recompute : {Recompute::none, Recompute::mlp, Recompute::block}) {
       Job job = job_of(llama(layers), cuda_backend, "scruple", Precision::bf16);
       job.recompute = recompute;
       const Taken here = take(job, 4);
@@ -363,13 +461,18 @@ TEST_F(CudaTrainer, TooMuchMemoryIsRefused) {
   EXPECT_GT(needed, std::int64_t{160} << 30);
   Ledger unlimited;
   EXPECT_THROW(Trainer(large, unlimited), std::bad_alloc);
-  const Job job = job_of(llama(), cuda_backend, "scruple", Precision::bf16);
-  const std::int64_t enough = memory_of(job).peak();
-  Ledger tight(enough - 1), fits(enough);
-  EXPECT_THROW(Trainer(job, tight), std::runtime_error);
-  Trainer trainer(job, fits);
-  trainer.step(text());
-  EXPECT_EQ(fits.peak(), enough) << "what was planned is what was taken";
+  // Weights of the activations' type, and weights that are converted.
+  for (const char* recipe : {"scruple", "fp32"})
+    for (const Description& shape : {llama(), gpt2({2, 64, 4, kContext, 257})}) {
+      const Job job = job_of(shape, cuda_backend, recipe, Precision::bf16);
+      const std::int64_t enough = memory_of(job).peak();
+      Ledger tight(enough - 1), fits(enough);
+      EXPECT_THROW(Trainer(job, tight), std::runtime_error);
+      Trainer trainer(job, fits);
+      trainer.step(text());
+      trainer.validate(text(), 4);
+      EXPECT_EQ(fits.peak(), enough) << recipe << ": what was planned is what was taken";
+    }
 }
 
 }  // namespace

@@ -216,7 +216,8 @@ TEST(Validation, IsTheMeanOverTargetsOfIsolatedDocuments) {
   Ledger ledger;
   Trainer trainer(job, ledger);
   const std::unique_ptr<Backend> backend = cpu_backend(1);
-  const std::unique_ptr<Network> network = backend->network(job, SCRUPLE_STORED, ledger);
+  const std::unique_ptr<Network> network =
+      backend->network(job, trainer.state().visible(), SCRUPLE_STORED, ledger);
   const Windows windows = data.validation();
   std::vector<std::int32_t> tokens(kSmall.context), targets(kSmall.context), starts(kSmall.context);
   double sum = 0, together = 0, counted = 0;
@@ -244,7 +245,8 @@ TEST(Validation, TakesNoDocumentTwice) {
   Trainer trainer(job, ledger);
   const std::unique_ptr<Backend> backend = cpu_backend(1);
   job.batch = 3;
-  const std::unique_ptr<Network> network = backend->network(job, SCRUPLE_STORED, ledger);
+  const std::unique_ptr<Network> network =
+      backend->network(job, trainer.state().visible(), SCRUPLE_STORED, ledger);
   const Windows windows = data.validation();
   ASSERT_EQ(windows.count(), 3);
   std::vector<std::int32_t> tokens(3 * kSmall.context), targets(tokens.size());

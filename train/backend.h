@@ -92,7 +92,9 @@ class Backend {
   // Bytes of the largest gradient that exists at once where each is stepped as soon as it is there.
   virtual std::int64_t released_bytes(const std::vector<Parameter>& parameters) const = 0;
   // Throws std::invalid_argument where problem_with() finds one. `policy`: of the sink that takes its gradients.
-  virtual std::unique_ptr<Network> network(const Setup& setup, scruple_policy policy, Ledger& ledger) = 0;
+  // `weights`: those that it will read, in their formats.
+  virtual std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
+                                           Ledger& ledger) = 0;
   virtual std::unique_ptr<Generator> generator(const Description& shape, Ledger& ledger) = 0;
 
   virtual std::string device() const = 0;  // "NVIDIA H200"; "CPU, 2 threads"

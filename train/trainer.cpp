@@ -97,7 +97,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   tokens_ = Block(ledger, "activations", token_bytes(job));
   targets_ = Block(ledger, "activations", token_bytes(job));
   if (job.isolates) starts_ = Block(ledger, "activations", token_bytes(job));
-  network_ = backend_->network(job, job.gradients.policy, ledger);
+  network_ = backend_->network(job, state_->visible(), job.gradients.policy, ledger);
   if (job.gradients.policy == SCRUPLE_COMPRESSED)
     ledger.check_room("gradients", gradient_bytes(state_->table()));
 }
@@ -110,7 +110,8 @@ Ledger memory_of(const Job& job) {
     const std::unique_ptr<Backend> backend = job.backend(job.threads);
     const Optimizer decaying = job.optimizer(), undecayed = without_decay(job.optimizer());
     const State state(*backend, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
-    const std::unique_ptr<Network> network = backend->network(job, job.gradients.policy, ledger);
+    const std::unique_ptr<Network> network =
+        backend->network(job, state.visible(), job.gradients.policy, ledger);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
     const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
     const Block tokens(ledger, "activations", (job.isolates ? 3 : 2) * token_bytes(job));

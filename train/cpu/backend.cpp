@@ -74,7 +74,8 @@ class Cpu final : public Backend {
   std::int64_t released_bytes(const std::vector<Parameter>& parameters) const override {
     return tile_bytes(parameters);
   }
-  std::unique_ptr<Network> network(const Setup& setup, scruple_policy policy, Ledger& ledger) override {
+  std::unique_ptr<Network> network(const Setup& setup, Visible, scruple_policy policy,
+                                   Ledger& ledger) override {
     return std::make_unique<CpuNetwork>(setup, policy == SCRUPLE_RELEASED, engine_, threads_, ledger);
   }
   std::unique_ptr<Generator> generator(const Description& shape, Ledger& ledger) override {

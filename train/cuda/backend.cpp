@@ -15,32 +15,36 @@ namespace {
 class Gpu final : public Backend {
  public:
   Gpu() : memory_(stream_) {}
-  // Opened when it is first asked for: what only counts needs no GPU.
-  Engine& engine() override {
-    if (!engine_) {
-      engine_.emplace("cuda");
-      engine_->set_stream(stream_);
-    }
-    return *engine_;
-  }
+  Engine& engine() override { return open(); }
   Memory& memory() override { return memory_; }
-  std::string device() const override { return cuda::device_name(); }
+  std::string device() const override { return open(), cuda::device_name(); }
   double peak_flops() const override { return cuda::peak_flops(device()); }
-  std::int64_t free_bytes() override { return cuda::free_device_bytes(); }
+  std::int64_t free_bytes() override { return open(), cuda::free_device_bytes(); }
   std::int64_t released_bytes(const std::vector<Parameter>& parameters) const override {
-    return cuda::Outbox::bytes_of(parameters, Precision::bf16);
+    return cuda::Outbox::buffer_bytes(parameters, Precision::bf16);
   }
-  std::unique_ptr<Network> network(const Setup& setup, scruple_policy policy, Ledger& ledger) override {
-    return std::make_unique<cuda::Transformer>(setup, policy == SCRUPLE_RELEASED, stream_, memory_, ledger);
+  std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
+                                   Ledger& ledger) override {
+    return std::make_unique<cuda::Transformer>(setup, weights, policy == SCRUPLE_RELEASED, stream_, memory_,
+                                               ledger);
   }
   std::unique_ptr<Generator> generator(const Description&, Ledger&) override {
     throw std::runtime_error("texts are sampled on the CPU: open its backend");
   }
 
  private:
+  // When it is first asked for: what only counts needs no GPU. The engine says why there is none.
+  Engine& open() const {
+    if (!engine_) {
+      engine_.emplace("cuda");
+      engine_->set_stream(stream_);
+    }
+    return *engine_;
+  }
+
   cuda::Stream stream_;
   cuda::DeviceMemory memory_;
-  std::optional<Engine> engine_;
+  mutable std::optional<Engine> engine_;
 };
 
 }  // namespace

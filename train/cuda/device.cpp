@@ -1,10 +1,28 @@
 #include "train/cuda/device.h"
 
+#include <algorithm>
+#include <cctype>
 #include <new>
 #include <stdexcept>
 #include <utility>
 
 namespace scruple::train::cuda {
+namespace {
+
+// What the ledger does not count: cuBLAS's kernels, graphs, the engine's tables.
+constexpr std::int64_t kUncounted = 256 << 20;
+
+}  // namespace
+
+void* pinned(std::int64_t bytes) {
+  void* memory = nullptr;
+  const cudaError_t error = cudaMallocHost(&memory, static_cast<std::size_t>(bytes));
+  if (error == cudaSuccess) return memory;
+  cudaGetLastError();
+  throw std::runtime_error("the host has no " + std::to_string(bytes >> 20) +
+                           " MiB of memory that the GPU can copy from (" + cudaGetErrorString(error) +
+                           "); choose a smaller --batch or leave --offload out");
+}
 
 void check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return;
@@ -28,14 +46,25 @@ void Stream::wait() const { check(cudaStreamSynchronize(*this), "waiting for the
 
 namespace {
 
+cudaMemPool_t pool() {
+  int device = 0;
+  cudaMemPool_t found = nullptr;
+  check(cudaGetDevice(&device), "reading the current device");
+  check(cudaDeviceGetDefaultMemPool(&found, device), "finding the memory pool");
+  return found;
+}
+
 // What is given back stays with the process: the next step takes it again.
 void keep_pool() {
-  int device = 0;
-  cudaMemPool_t pool = nullptr;
-  check(cudaGetDevice(&device), "reading the current device");
-  check(cudaDeviceGetDefaultMemPool(&pool, device), "finding the memory pool");
   std::uint64_t keep = ~std::uint64_t{0};
-  check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "setting up the memory pool");
+  check(cudaMemPoolSetAttribute(pool(), cudaMemPoolAttrReleaseThreshold, &keep),
+        "setting up the memory pool");
+}
+
+std::int64_t pool_bytes(cudaMemPoolAttr what) {
+  std::uint64_t bytes = 0;
+  check(cudaMemPoolGetAttribute(pool(), what, &bytes), "asking the memory pool");
+  return static_cast<std::int64_t>(bytes);
 }
 
 }  // namespace
@@ -79,7 +108,9 @@ std::string device_name() {
 std::int64_t free_device_bytes() {
   std::size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "asking for free device memory");
-  return static_cast<std::int64_t>(free);
+  const std::int64_t kept =
+      pool_bytes(cudaMemPoolAttrReservedMemCurrent) - pool_bytes(cudaMemPoolAttrUsedMemCurrent);
+  return std::max<std::int64_t>(static_cast<std::int64_t>(free) + kept - kUncounted, 0);
 }
 
 double peak_flops(const std::string& name) {
@@ -87,11 +118,15 @@ double peak_flops(const std::string& name) {
     const char* name;
     double tera;
   };
-  constexpr Peak kPeaks[] = {{"B200", 2250},      {"H200", 989},       {"H100 PCIe", 756}, {"H100 NVL", 835},
-                             {"H100", 989},       {"GH200", 989},      {"A100", 312},      {"L40S", 362},
-                             {"RTX 5090", 209.5}, {"RTX 4090", 165.2}, {"RTX 3090", 71}};
-  for (const Peak& peak : kPeaks)
-    if (name.find(peak.name) != std::string::npos) return peak.tera * 1e12;
+  constexpr Peak kPeaks[] = {{"B200", 2250},    {"H200 NVL", 835},   {"H200", 989},       {"H100 PCIe", 756},
+                             {"H100 NVL", 835}, {"H100", 989},       {"GH200", 989},      {"A100", 312},
+                             {"L40S", 362},     {"RTX 5090", 209.5}, {"RTX 4090", 165.2}, {"RTX 3090", 71}};
+  const auto ends_word = [&](std::size_t at) { return at >= name.size() || std::isalnum(name[at]) == 0; };
+  for (const Peak& peak : kPeaks) {
+    const std::size_t at = name.find(peak.name);
+    if (at == std::string::npos || !ends_word(at + std::string(peak.name).size())) continue;
+    if (at == 0 || ends_word(at - 1)) return peak.tera * 1e12;
+  }
   return 0;
 }
 

@@ -43,8 +43,11 @@ class DeviceMemory final : public Memory {
   bool pooled_ = false;
 };
 
+// Host memory that copies run from and to beside other work; cudaFreeHost gives it back. Throws std::runtime_error.
+void* pinned(std::int64_t bytes);
+
 std::string device_name();
-std::int64_t free_device_bytes();
+std::int64_t free_device_bytes();  // less what runs take uncounted
 // Of 16-bit products with fp32 sums and no sparsity, by the maker's data sheets; 0: not known here.
 double peak_flops(const std::string& name);
 

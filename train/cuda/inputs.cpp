@@ -23,9 +23,7 @@ Inputs::~Inputs() {
 
 std::int64_t Inputs::read(const Batch& batch, float weight) {
   Copy& copy = copies_[static_cast<std::size_t>(turn_)];
-  if (copy.host == nullptr)
-    check(cudaMallocHost(reinterpret_cast<void**>(&copy.host), static_cast<std::size_t>(device_.bytes())),
-          "taking pinned memory");
+  if (copy.host == nullptr) copy.host = static_cast<std::int32_t*>(pinned(device_.bytes()));
   if (copy.done == nullptr)
     check(cudaEventCreateWithFlags(&copy.done, cudaEventDisableTiming), "making an event");
   check(cudaEventSynchronize(copy.done), "waiting for a batch");

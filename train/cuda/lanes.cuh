@@ -220,7 +220,6 @@ inline bool fits(const void* data, Index value_bytes, Index n) {
   const auto bytes = static_cast<std::uintptr_t>(std::min<Index>(16, n * value_bytes));
   return reinterpret_cast<std::uintptr_t>(data) % bytes == 0;
 }
-inline Index bytes_of(Precision type) { return type == Precision::fp32 ? 4 : 2; }
 inline bool fits(const Values& values, Index n) { return fits(values.data, bytes_of(values.type), n); }
 
 // Rows of `width` of these activations, beside those values, go in vectors.

@@ -10,6 +10,11 @@
 
 namespace scruple::train::cuda {
 
+inline std::int64_t bytes_of(Precision type) { return type == Precision::fp32 ? 4 : 2; }
+// Of the library; the formats of weights and gradients that have a type here are these three.
+const scruple_format* format_of(Precision type);
+Precision type_of(const scruple_format* format);  // throws std::runtime_error where it is none of them
+
 // Values that a kernel reads or writes in whatever type they have: weights, biases, gradients of them.
 struct Values {
   void* data = nullptr;  // nullptr: there are none

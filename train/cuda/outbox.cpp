@@ -12,31 +12,24 @@ constexpr std::int64_t kFewBytes = 16 << 20;    // that small ones fill before t
 constexpr std::int64_t kAlignment = 256;
 constexpr std::int64_t kPieceElements = 128;  // pieces begin at multiples: scruple_tensor_view
 
-std::int64_t size_of(Precision type) { return type == Precision::fp32 ? 4 : 2; }
 std::int64_t aligned(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 std::int64_t columns_of(const Parameter& parameter) { return parameter.size() / parameter.shape[0]; }
 
 // Rows that fit into `bytes` and are a whole number of pieces, or all of them.
 std::int64_t rows_within(std::int64_t bytes, const Parameter& parameter, Precision type) {
-  const std::int64_t columns = columns_of(parameter), most = bytes / size_of(type) / columns;
+  const std::int64_t columns = columns_of(parameter), most = bytes / bytes_of(type) / columns;
   const std::int64_t step = kPieceElements / std::gcd(kPieceElements, columns);
   return std::min(parameter.shape[0], std::max(most / step * step, step));
 }
 
-const scruple_format* format_of(Precision type) {
-  static const scruple_format* const formats[] = {format_named("fp32"), format_named("bf16"),
-                                                  format_named("fp16")};
-  return formats[static_cast<int>(type)];
-}
-
 }  // namespace
 
-std::int64_t Outbox::bytes_of(const std::vector<Parameter>& parameters, Precision type) {
+std::int64_t Outbox::buffer_bytes(const std::vector<Parameter>& parameters, Precision type) {
   std::int64_t all = 0, largest = 0;
   for (const Parameter& parameter : parameters) {
-    all += aligned(parameter.size() * size_of(type));
+    all += aligned(parameter.size() * bytes_of(type));
     largest = std::max(
-        largest, aligned(rows_within(kMostBytes, parameter, type) * columns_of(parameter) * size_of(type)));
+        largest, aligned(rows_within(kMostBytes, parameter, type) * columns_of(parameter) * bytes_of(type)));
   }
   return std::max(largest, std::min(all, kFewBytes));
 }
@@ -46,7 +39,13 @@ Outbox::Outbox(const std::vector<Parameter>& parameters, Precision type, bool re
     : parameters_(parameters),
       type_(type),
       recording_(recording),
-      buffer_(ledger, released ? "gradients" : "workspace", bytes_of(parameters, type), memory) {}
+      buffer_(ledger, released ? "gradients" : "workspace", buffer_bytes(parameters, type), memory) {}
+
+void Outbox::open(Sink& sink) {
+  sink_ = &sink;
+  waiting_.clear();  // of a pass that an exception ended
+  used_ = 0;
+}
 
 scruple_piece Outbox::piece_of(int parameter, std::int64_t first, std::int64_t rows, Values gradient) const {
   const std::int64_t columns = columns_of(parameters_[static_cast<std::size_t>(parameter)]);
@@ -58,16 +57,16 @@ scruple_piece Outbox::piece_of(int parameter, std::int64_t first, std::int64_t r
 
 void Outbox::take(int parameter, const FillRows& fill) {
   const Parameter& p = parameters_[static_cast<std::size_t>(parameter)];
-  const std::int64_t bytes = aligned(p.size() * size_of(type_));
-  const std::int64_t rows = rows_within(buffer_.bytes(), p, type_);
+  const std::int64_t bytes = aligned(p.size() * bytes_of(type_));
   if (used_ + bytes > buffer_.bytes()) close();
-  if (rows < p.shape[0]) {
+  if (bytes > buffer_.bytes()) {
+    const std::int64_t rows = rows_within(buffer_.bytes(), p, type_);
     if (sink_->measures()) take_in_pieces(parameter, fill, rows, &Sink::measure);
     take_in_pieces(parameter, fill, rows, &Sink::add);
     return;
   }
   const Values to = {buffer_.as<std::byte>() + used_, type_};
-  fill(0, rows, to);
+  fill(0, p.shape[0], to);
   used_ += bytes;
   take_whole(parameter, to);
 }

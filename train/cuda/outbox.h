@@ -21,9 +21,9 @@ class Outbox {
   Outbox(const std::vector<Parameter>& parameters, Precision type, bool released, Recording& recording,
          Memory& memory, Ledger& ledger);
   // Bytes of the buffer for these parameters.
-  static std::int64_t bytes_of(const std::vector<Parameter>& parameters, Precision type);
+  static std::int64_t buffer_bytes(const std::vector<Parameter>& parameters, Precision type);
 
-  void open(Sink& sink) { sink_ = &sink; }
+  void open(Sink& sink);
   // Where a gradient is taken, nothing may read its weight afterwards: the sink may step it from now on.
   void take(int parameter, const FillRows& fill);
   void take_whole(int parameter, Values gradient);  // which lies elsewhere, and stays until close()

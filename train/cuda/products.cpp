@@ -153,6 +153,9 @@ Products::Plans::Plan::Plan(const Product& p, Precision precision, cublasLtHandl
                "describing a product");
   };
   wish(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
+  // Parts of a sum are added up in fp32, too.
+  wish(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+       std::uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
   wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
   wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
   wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.c == nullptr ? p.d : p.c));

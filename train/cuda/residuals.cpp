@@ -19,7 +19,7 @@ Residuals::Residuals(std::int64_t count, std::int64_t bytes, bool offloads, cons
   for (std::int64_t i = 0; i < (offloads ? std::min(kBuffers, count) : count); ++i)
     buffers_.emplace_back(ledger, "activations", bytes, memory);
   if (!offloads || count <= kBuffers || ledger.only_counts()) return;
-  check(cudaMallocHost(&host_, static_cast<std::size_t>(count * bytes)), "taking pinned memory");
+  host_ = pinned(count * bytes);
   reached_ = new_event();
   for (std::int64_t i = 0; i < count; ++i) copied_.push_back(new_event());
 }

@@ -21,8 +21,6 @@ constexpr Index kLogitBytes = 512 << 20;  // of logits that exist at once
 constexpr Index kRowStep = 128;           // tokens in a part of them
 constexpr Index kLosses = 1024;           // that wait on the GPU
 
-Index size_of(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
-
 // Logits have columns that stay 0, so that products with them have sizes that tensor cores like: of GPT-2's 50,257 words
 // they would run at a sixth of their speed.
 Index logit_stride(const Description& m) { return (m.vocabulary + 63) / 64 * 64; }
@@ -30,20 +28,9 @@ Index logit_stride(const Description& m) { return (m.vocabulary + 63) / 64 * 64;
 // Rows whose logits exist at once. Where all of them take no more than the head's gradient would in fp32, parts would
 // save nothing: they would have to be summed up in such a gradient.
 Index logit_rows(const Description& m, Index rows, Precision precision) {
-  const Index row = logit_stride(m) * size_of(precision);
+  const Index row = logit_stride(m) * bytes_of(precision);
   if (!m.tied && rows * row <= m.vocabulary * m.width * 4) return rows;
   return std::min(rows, std::max(kLogitBytes / row / kRowStep, Index{1}) * kRowStep);
-}
-
-Precision type_of(const scruple_array& weight) {
-  static const scruple_format* const formats[] = {format_named("fp32"), format_named("bf16"),
-                                                  format_named("fp16")};
-  const auto found = std::find(std::begin(formats), std::end(formats), weight.format);
-  if (found == std::end(formats))
-    throw std::runtime_error(
-        std::string("a model on the GPU computes with weights of fp32, bf16 or fp16, and these are ") +
-        info_of(weight.format).name);
-  return static_cast<Precision>(found - std::begin(formats));
 }
 
 }  // namespace
@@ -78,16 +65,16 @@ struct Transformer::State {
     Block normed, expanded, activated;
   };
 
-  State(const Setup& setup, bool released, const Stream& on, Memory& from, Ledger& counts);
+  State(const Setup& setup, Visible visible, bool released, const Stream& on, Memory& from, Ledger& counts);
 
   Block values(const char* kind, Index count) const {
-    return Block(ledger, kind, count * size_of(precision), memory);
+    return Block(ledger, kind, count * bytes_of(precision), memory);
   }
   Block floats(const char* kind, Index count) const {
     return Block(ledger, kind, count * Index{sizeof(float)}, memory);
   }
   void* at(const Block& block, Index element) const {
-    return block.as<std::byte>() + element * size_of(precision);
+    return block.as<std::byte>() + element * bytes_of(precision);
   }
   const Statistics& statistics_of(Index layer) const { return statistics[static_cast<std::size_t>(layer)]; }
   Inside& inside_of(Index layer) { return insides[static_cast<std::size_t>(layer) % insides.size()]; }
@@ -105,12 +92,15 @@ struct Transformer::State {
   Values stored(int parameter) const {
     if (parameter < 0) return {};
     const scruple_array& weight = weights[static_cast<std::size_t>(parameter)].arrays[SCRUPLE_WEIGHT];
-    return {weight.codes, type_of(weight)};
+    return {weight.codes, type_of(weight.format)};
   }
   // In the type of the activations, until the next that is converted.
-  const void* in_type(int parameter, Block& converted);
-  const void* matrix(int parameter) { return in_type(parameter, converted_matrix); }
-  const void* bias(int parameter) { return parameter < 0 ? nullptr : in_type(parameter, converted_bias); }
+  const void* in_type(int parameter, const Block& converted) const;
+  void reserve(Block& converted, int parameter) const;  // for that
+  const void* matrix(int parameter) const { return in_type(parameter, converted_matrix); }
+  const void* bias(int parameter) const {
+    return parameter < 0 ? nullptr : in_type(parameter, converted_bias);
+  }
   Norm norm(const NormPlace& at) const {
     return {model.norm, static_cast<float>(model.epsilon), stored(at.weight), stored(at.bias)};
   }
@@ -147,7 +137,7 @@ struct Transformer::State {
 
   void pass(Sink& sink);
   void pass_recorded(Sink& sink);
-  void run();
+  void run(bool for_backward);
   void normalise_in(const NormPlace& norm_at, const void* x, const Statistics& of_x, const Block& y);
   void attend_in(Index layer);
   void expand_in(Index layer);
@@ -192,7 +182,9 @@ struct Transformer::State {
   // What the last pass and its recording were made with: these pointers are in the kernels' arguments.
   struct Made {
     const scruple_tensor* weights = nullptr;
-    const Sink* sink = nullptr;
+    const void* first_weight = nullptr;
+    const float* loss_scale = nullptr;
+    bool measures = false;
     const std::int32_t* documents = nullptr;
     bool operator==(const Made&) const = default;
   };
@@ -201,7 +193,8 @@ struct Transformer::State {
   std::vector<double> taken;   // losses that no longer wait on the GPU
 };
 
-Transformer::State::State(const Setup& setup, bool released, const Stream& on, Memory& from, Ledger& counts)
+Transformer::State::State(const Setup& setup, Visible visible, bool released, const Stream& on, Memory& from,
+                          Ledger& counts)
     : model(setup.shape),
       precision(setup.activations),
       recompute(setup.recompute),
@@ -218,6 +211,7 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
       inputs(model, rows, stream, memory, ledger),
       recording(stream),
       outbox(parameters, precision, released, recording, memory, ledger),
+      weights(visible),
       hidden(values("activations", rows * model.width)),
       logits(values("activations", part_rows * logit_stride(model))),
       row_losses(floats("activations", rows)),
@@ -230,13 +224,20 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
       norm_sums(floats("workspace", norm_parts(rows) * 2 * model.width)),
       bias_sums(floats("workspace", bias_parts(rows) *
                                         std::max({model.width, model.qkv_width(), model.expanded_width()}))),
-      residuals(model.layers + 1, rows * model.width * size_of(precision), setup.offloads, stream, memory,
+      residuals(model.layers + 1, rows * model.width * bytes_of(precision), setup.offloads, stream, memory,
                 ledger) {
   if (const char* const problem = cuda::problem_with(attention()); problem != nullptr)
     throw std::invalid_argument(problem);
-  if (model.tied || part_rows < rows) table_gradient = floats("gradients", logit_stride(model) * model.width);
+  if (model.tied || part_rows < rows) table_gradient = floats("workspace", logit_stride(model) * model.width);
   if (logit_stride(model) > model.vocabulary)
     padded_table = values("workspace", logit_stride(model) * model.width);
+  else
+    reserve(converted_matrix, places.head);
+  for (const LayerPlaces& layer : places.layers)
+    for (const LinearPlaces* const places_at :
+         {&layer.attention_in, &layer.attention_out, &layer.mlp_in, &layer.mlp_out})
+      for (const LinearPlace& l : *places_at)
+        reserve(converted_matrix, l.weight), reserve(converted_bias, l.bias);
   if (model.head_norms) {
     turned = values("activations", rows * model.qkv_width());
     head_norm_sums = floats("workspace", turn_parts(turning({})) * 2 * model.head_width);
@@ -253,12 +254,19 @@ Transformer::State::State(const Setup& setup, bool released, const Stream& on, M
   }
 }
 
-const void* Transformer::State::in_type(int parameter, Block& converted) {
+void Transformer::State::reserve(Block& converted, int parameter) const {
+  if (parameter < 0 || stored(parameter).type == precision) return;
+  const Index count = parameters[static_cast<std::size_t>(parameter)].size();
+  if (converted.bytes() >= count * bytes_of(precision)) return;
+  converted = Block();
+  converted = values("workspace", count);
+}
+
+const void* Transformer::State::in_type(int parameter, const Block& converted) const {
   const Values found = stored(parameter);
   if (found.type == precision) return found.data;
-  const Index count = weights[static_cast<std::size_t>(parameter)].size;
-  if (converted.bytes() < count * size_of(precision)) converted = values("workspace", count);
-  convert(found, {converted.as<void>(), precision}, count, stream);
+  convert(found, {converted.as<void>(), precision}, weights[static_cast<std::size_t>(parameter)].size,
+          stream);
   return converted.as<void>();
 }
 
@@ -273,7 +281,7 @@ void Transformer::State::linear(const LinearPlaces& places_at, const Block& x, v
                   .depth = l.in,
                   .a = {x.as<void>(), l.in},
                   .b = {matrix(l.weight), model.outputs_first ? l.in : l.out, model.outputs_first},
-                  .d = static_cast<std::byte*>(y) + l.column * size_of(precision),
+                  .d = static_cast<std::byte*>(y) + l.column * bytes_of(precision),
                   .stride = stride,
                   .c = residual,
                   .finish = l.bias < 0 ? Finish::none : Finish::bias,
@@ -294,11 +302,11 @@ void Transformer::State::expand(const LinearPlace& l, const Expansion& mlp) {
                 .kept = mlp.expanded.as<void>()});
 }
 
-void Transformer::State::run() {
+void Transformer::State::run(bool for_backward) {
   embed(precision, inputs.tokens(), inputs.positions(), rows, model.width, stored(places.tokens),
         stored(places.positions), residuals.at(0), stream);
   for (Index i = 0; i < model.layers; ++i) {
-    residuals.write(i + 1);
+    if (for_backward) residuals.write(i + 1);
     attend_in(i);
     expand_in(i);
     linear(place_of(i).mlp_out, expansion_of(i).activated, residuals.at(i + 1), model.width,
@@ -412,7 +420,7 @@ void Transformer::State::linear_backward(const LinearPlaces& places_at, const vo
     products.run({.rows = rows,
                   .columns = l.in,
                   .depth = l.out,
-                  .a = {static_cast<const std::byte*>(dy) + l.column * size_of(precision), stride},
+                  .a = {static_cast<const std::byte*>(dy) + l.column * bytes_of(precision), stride},
                   .b = {matrix(l.weight), model.outputs_first ? l.in : l.out, !model.outputs_first},
                   .d = dx.as<void>(),
                   .stride = l.in,
@@ -423,11 +431,11 @@ void Transformer::State::linear_backward(const LinearPlaces& places_at, const vo
 void Transformer::State::take_linear(const LinearPlaces& places_at, const Block& x, const void* dy,
                                      Index stride) {
   for (const LinearPlace& l : places_at) {
-    const auto* const outputs = static_cast<const std::byte*>(dy) + l.column * size_of(precision);
+    const auto* const outputs = static_cast<const std::byte*>(dy) + l.column * bytes_of(precision);
     const Operand in = {x.as<void>(), l.in}, out = {outputs, stride};
     outbox.take(l.weight, [&](Index first, Index count, Values to) {
       Operand left = model.outputs_first ? out : in;
-      left.data = static_cast<const std::byte*>(left.data) + first * size_of(precision);
+      left.data = static_cast<const std::byte*>(left.data) + first * bytes_of(precision);
       left.transposed = true;
       const Index columns = model.outputs_first ? l.in : l.out;
       products.run({.rows = count,
@@ -496,7 +504,7 @@ void Transformer::State::back_through_mlp(Index layer) {
   const LayerPlaces& places_at = place_of(layer);
   const LinearPlace& out = places_at.mlp_out.front();
   // What the MLP expanded is not needed after its own gradient.
-  const void* const dexpanded = model.mlp == Mlp::gelu ? g_inner.as<void>() : mlp.expanded.as<void>();
+  void* const dexpanded = model.mlp == Mlp::gelu ? g_inner.as<void>() : mlp.expanded.as<void>();
   if (fuses_gelu()) {
     products.run({.rows = rows,
                   .columns = out.in,
@@ -510,7 +518,7 @@ void Transformer::State::back_through_mlp(Index layer) {
   } else {
     linear_backward(places_at.mlp_out, g.as<void>(), model.width, g_inner);
     activate_backward(precision, model.mlp, g_inner.as<void>(), mlp.expanded.as<void>(), rows, model.inner,
-                      const_cast<void*>(dexpanded), stream);
+                      dexpanded, stream);
   }
   take_linear(places_at.mlp_out, mlp.activated, g.as<void>(), model.width);
   linear_backward(places_at.mlp_in, dexpanded, model.expanded_width(), g_outer);
@@ -541,7 +549,7 @@ void Transformer::State::back_through_attention(Index layer) {
 // The gradient of a table that is the output head as well is the sum of both.
 void Transformer::State::take_embeddings() {
   const auto clear = [&](Values to, Index count) {
-    check(cudaMemsetAsync(to.data, 0, static_cast<std::size_t>(count * size_of(to.type)), stream),
+    check(cudaMemsetAsync(to.data, 0, static_cast<std::size_t>(count * bytes_of(to.type)), stream),
           "clearing a gradient");
   };
   const auto add = [&](Readers readers, Index first, Values to) {
@@ -568,7 +576,7 @@ void Transformer::State::take_embeddings() {
 // All but the gradients of the tables.
 void Transformer::State::pass(Sink& sink) {
   multiply(sink.loss_scale(), inputs.share(), factor.as<float>(), stream);
-  run();
+  run(true);
   head(true);
   back_through_head();
   for (Index i = model.layers - 1; i >= 0; --i) {
@@ -582,7 +590,7 @@ void Transformer::State::pass(Sink& sink) {
 
 // The first pass chooses algorithms and takes what memory it lacks, the second is recorded, later ones are that again.
 void Transformer::State::pass_recorded(Sink& sink) {
-  const Made now = {weights.data(), &sink, inputs.documents()};
+  const Made now = {weights.data(), stored(0).data, sink.loss_scale(), sink.measures(), inputs.documents()};
   const bool again = now == made;
   made = now;
   if (again && recording.is_there()) return recording.replay(sink);
@@ -598,10 +606,10 @@ void Transformer::State::pass_recorded(Sink& sink) {
   }
 }
 
-Transformer::Transformer(const Setup& setup, bool released, const Stream& stream, Memory& memory,
-                         Ledger& ledger) {
+Transformer::Transformer(const Setup& setup, Visible weights, bool released, const Stream& stream,
+                         Memory& memory, Ledger& ledger) {
   check_setup(setup);
-  state_ = std::make_unique<State>(setup, released, stream, memory, ledger);
+  state_ = std::make_unique<State>(setup, weights, released, stream, memory, ledger);
 }
 
 Transformer::~Transformer() = default;
@@ -630,7 +638,7 @@ double Transformer::loss(Visible weights, const Batch& batch) {
   State& s = *state_;
   s.weights = weights;
   const Index counted = s.inputs.read(batch, 1);
-  s.run();
+  s.run(false);
   s.head(false);
   s.sum_up();
   double sum = 0;

@@ -13,7 +13,8 @@ namespace scruple::train::cuda {
 class Transformer final : public Network {
  public:
   // Memory is taken here. Throws std::invalid_argument where there is no such model.
-  Transformer(const Setup& setup, bool released, const Stream& stream, Memory& memory, Ledger& ledger);
+  Transformer(const Setup& setup, Visible weights, bool released, const Stream& stream, Memory& memory,
+              Ledger& ledger);
   ~Transformer() override;
 
   void train(Visible weights, const Batch& batch, Sink& sink, float weight) override;
