@@ -9,7 +9,7 @@ SCRUPLE is the path of the command. Every run is a process of its own, and one J
 
 Ours: the model is a Hugging Face folder with random bf16 weights, which this script writes; data are random tokens. With
 --drawn it is a config.json alone, and the trainer draws the weights on the host: 58 ns each on one core of a
-Neoverse-V1, 8 minutes for 8 billion. The time of a step is that between two lines of metrics.jsonl, seen from outside;
+Neoverse-V1. The time of a step is that between two lines of metrics.jsonl, seen from outside;
 tokens_per_s is of the median after the first WARM. Runs whose weights would take long to write are killed after their
 last step.
 
@@ -202,7 +202,7 @@ CASES = {
 TRIES = ("tiny", "tiny-gpt2", "tiny-qwen")  # of the script itself; not part of the table
 
 # sequences, length, heads, kv_heads, head_width
-ATTENTION = ((64, 1024, 12, 12, 64), (4, 4096, 32, 8, 64), (4, 1024, 32, 8, 128), (4, 4096, 32, 8, 128))
+ATTENTION = ((64, 1024, 12, 12, 64), (16, 1024, 20, 20, 64), (4, 1024, 32, 8, 128), (8, 2048, 32, 8, 128))
 TINY_ATTENTION = ((2, 64, 4, 2, 16),)
 ATTENTION_BAR = ("0.6 of torch", "1.0 of torch")
 
