@@ -448,9 +448,7 @@ void print_end(const Session& session, const Record& record, const Ending& endin
   std::cout << validation_words(record, session.job) << "; ";
   if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
   if (record.steps.size() > record.resumed && most_tokens > 0)
-    std::cout << "MFU "
-              << mfu_words(1e3 * static_cast<double>(tokens_per_step(session.job)) / record.ms_per_step() /
-                           most_tokens)
+    std::cout << "MFU " << mfu_words(tokens_per_second(record, tokens_per_step(session.job)), most_tokens)
               << "; ";
   std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(session.plan.total())

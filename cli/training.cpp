@@ -449,7 +449,11 @@ double most_tokens(const train::Trainer& trainer, const train::Job& job) {
   return trainer.backend().peak_flops() / train::flops_per_token(job.shape);
 }
 
-std::string mfu_words(double share) { return fixed(100 * share, 1) + " %"; }
+double tokens_per_second(const train::Record& record, std::int64_t tokens) {
+  return 1e3 * static_cast<double>(tokens) / record.ms_per_step();
+}
+
+std::string mfu_words(double rate, double most) { return most > 0 ? fixed(100 * rate / most, 1) + " %" : ""; }
 
 Progress::Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
                    const train::Ledger& ledger)
@@ -476,11 +480,11 @@ void Progress::warn(const std::string& message) {
 
 std::string Progress::line(const train::Record& record, double seconds_left) const {
   const auto done = static_cast<std::int64_t>(record.steps.size());
-  const double rate = static_cast<double>(tokens_) / (1e-3 * record.ms_per_step());
+  const double rate = tokens_per_second(record, tokens_);
   const train::Outcome& last = record.steps.back();
   std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  loss " +
                      fixed(last.loss, 4) + "  " + grouped(std::llround(rate)) + " tokens/s  ";
-  if (most_tokens_ > 0) text += "MFU " + mfu_words(rate / most_tokens_) + "  ";
+  if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
   if (last.skipped) text += "  skipped";
