@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iostream>
 #include <memory>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -143,7 +144,7 @@ Weights weights_of(Trainer& trainer) {
 
 // One run; fills in everything but the gap. `from`: the weights to start from, and those it ended with.
 Run run_one(const std::string& name, const Choice& choice, const std::string& policy, const train::Job& job,
-            const Text& text, Weights* from) {
+            const Text& text, Weights* from) try {
   Ledger ledger(free_memory(job));
   Trainer trainer(job, ledger);
   if (from != nullptr && !from->empty())
@@ -170,6 +171,8 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   result.measured_each = static_cast<double>(measured_total(ledger)) / params;
   result.peak = ledger.peak();
   return result;
+} catch (const std::bad_alloc&) {
+  rethrow_shortage(job, savings(job, false));
 }
 
 // Everything that compare found out, to print and to draw.
@@ -202,14 +205,16 @@ class Comparer {
   void check_runs() const {
     for (const auto& [recipe, optimizer] : runs()) {
       const train::Job job = job_of(recipe, optimizer);
-      check_room("recipe " + recipe, choice_for(recipe, optimizer), job, options_.gradients.policy);
+      check_room("recipe " + recipe, choice_for(recipe, optimizer), job, options_.gradients.policy,
+                 savings(job, false));
       Ledger ledger(free_memory(job));
       const Trainer trainer(job, ledger);
     }
     if (options_.no_hazards) return;
     const Choice largest = choice_for("fp32", "adamw");  // of the hazards, which store their gradients
     check_room("recipe fp32 with stored gradients, which --no-hazards leaves out,", largest,
-               make_job(largest, "fp32", options_.model, options_.chosen, {}, ""), "stored");
+               make_job(largest, "fp32", options_.model, options_.chosen, {}, ""), "stored",
+               "choose a smaller model, --batch or --context");
   }
 
   Comparison run() {
@@ -231,8 +236,8 @@ class Comparer {
 
  private:
   static void check_room(const std::string& what, const Choice& choice, const train::Job& job,
-                         const std::string& policy) {
-    checked_memory(what, job, plan_of(choice, choice.recipe, job, policy));
+                         const std::string& policy, const std::string& advice) {
+    checked_memory(what, job, plan_of(choice, choice.recipe, job, policy), advice);
   }
 
   // (recipe, optimizer) of every run, each fp32 twin before those that are measured by it.
@@ -735,6 +740,7 @@ void add_compare(CLI::App& program) {
     if (options->chosen.has_weights() && command->count("--lr") == 0) options->lr = kTuningLr;
     if (options->chosen.has_weights() && command->count("--sgd-lr") == 0) options->sgd_lr = kTuningSgdLr;
     options->model.device = device_for(options->model.device);
+    check_device(options->model.device);
     compare(*options);
   });
 }
