@@ -71,7 +71,7 @@ struct Options {
 };
 
 struct Run {
-  std::string name, recipe, optimizer;
+  std::string name, recipe, optimizer, activations;
   std::uint64_t seed = 0;
   std::vector<std::pair<std::string, std::int64_t>> measured;
   double planned_each = 0, measured_each = 0;
@@ -156,6 +156,7 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   result.name = name;
   result.recipe = choice.recipe;
   result.optimizer = choice.optimizer;
+  result.activations = precision_name(job.activations);
   result.seed = job.seed;
   result.steps = steps;
   train::Span span = span_of(steps);
@@ -213,7 +214,7 @@ class Comparer {
     if (options_.no_hazards) return;
     const Choice largest = choice_for("fp32", "adamw");  // of the hazards, which store their gradients
     check_room("recipe fp32 with stored gradients, which --no-hazards leaves out,", largest,
-               make_job(largest, "fp32", options_.model, options_.chosen, {}, ""), "stored",
+               job_for(largest, options_.model, {}), "stored",
                "choose a smaller model, --batch or --context");
   }
 
@@ -272,11 +273,18 @@ class Comparer {
     return choice;
   }
 
+  // With activations in the type that the weights are computed in, on every device: fp32 is the reference.
+  train::Job job_for(const Choice& choice, const ModelOptions& model,
+                     const GradientOptions& gradients) const {
+    return make_job(choice, choice.recipe, model, options_.chosen, gradients,
+                    computed_in(choice, choice.recipe));
+  }
+
   train::Job job_of(const std::string& recipe, const std::string& optimizer) const {
     GradientOptions gradients = options_.gradients;
     ModelOptions model = options_.model;
     if (recipe == "lpmm") split(model, gradients);
-    train::Job job = make_job(choice_for(recipe, optimizer), recipe, model, options_.chosen, gradients, "");
+    train::Job job = job_for(choice_for(recipe, optimizer), model, gradients);
     job.isolates = text_.training.isolates();
     job.schedule = schedule_for(options_, optimizer);
     return job;
@@ -346,8 +354,7 @@ void Comparer::hazards() {
   if (!trained_.empty()) {
     const Text other = text_of(Grammar(kOtherGrammar), options_.chosen.config.shape.context);
     const auto tune = [&](const char* name, const Choice& choice) {
-      train::Job job =
-          make_job(choice, choice.recipe, options_.model, options_.chosen, options_.gradients, "");
+      train::Job job = job_for(choice, options_.model, options_.gradients);
       job.schedule = {train::Annealing::constant, options_.lr / kSmallRateOver, 0, steps};
       run_hazard(found_.small_rate, name, choice, job, other, trained_);
     };
@@ -561,6 +568,7 @@ ordered_json json_of(const Run& run) {
   return {{"recipe", run.recipe},
           {"optimizer", run.optimizer},
           {"seed", run.seed},
+          {"activations", run.activations},
           {"bytes_per_param_planned", run.planned_each},
           {"bytes_per_param_measured", run.measured_each},
           {"peak_bytes", run.peak},

@@ -22,7 +22,7 @@ import zlib
 SCRUPLE = ""
 README = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
 WHOLE = os.environ.get("SCRUPLE_TEST_WHOLE", "0") != "0"
-ROW_KEYS = {"recipe", "optimizer", "seed", "bytes_per_param_planned", "bytes_per_param_measured",
+ROW_KEYS = {"recipe", "optimizer", "seed", "activations", "bytes_per_param_planned", "bytes_per_param_measured",
             "peak_bytes", "ms_per_step", "steps", "val_loss", "gap"}
 TINY = {"--layers": "1", "--width": "32", "--heads": "2", "--context": "16", "--batch": "4"}
 # 10.8 million parameters, and nothing to compute.
@@ -592,6 +592,11 @@ class Compare(Case):
             twin = [r for r in found["rows"] if r["recipe"] == "fp32" and r["optimizer"] == row["optimizer"]
                     and r["seed"] == row["seed"]]
             self.assertEqual(row["gap"], row["val_loss"] - twin[0]["val_loss"])
+
+    def test_the_reference_is_fp32_on_every_device(self):
+        found = self.compare("--recipes", "fp32,scruple,lpmm", "--no-hazards", "--steps", "2", *tiny())
+        self.assertEqual({(row["recipe"], row["activations"]) for row in found["rows"] + found["second_seed"]},
+                         {("fp32", "fp32"), ("scruple", "bf16"), ("lpmm", "fp32")})
 
     def test_the_twin_comes_along(self):
         rows = self.compare("--recipes", "lpmm", "--steps", "2", "--no-hazards", "--micro-batches", "2", *tiny())["rows"]
