@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iostream>
 #include <memory>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <optional>
 
@@ -70,7 +71,7 @@ struct Options {
 };
 
 struct Run {
-  std::string name, recipe, optimizer;
+  std::string name, recipe, optimizer, activations;
   std::uint64_t seed = 0;
   std::vector<std::pair<std::string, std::int64_t>> measured;
   double planned_each = 0, measured_each = 0;
@@ -143,7 +144,7 @@ Weights weights_of(Trainer& trainer) {
 
 // One run; fills in everything but the gap. `from`: the weights to start from, and those it ended with.
 Run run_one(const std::string& name, const Choice& choice, const std::string& policy, const train::Job& job,
-            const Text& text, Weights* from) {
+            const Text& text, Weights* from) try {
   Ledger ledger(free_memory(job));
   Trainer trainer(job, ledger);
   if (from != nullptr && !from->empty())
@@ -155,6 +156,7 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   result.name = name;
   result.recipe = choice.recipe;
   result.optimizer = choice.optimizer;
+  result.activations = precision_name(job.activations);
   result.seed = job.seed;
   result.steps = steps;
   train::Span span = span_of(steps);
@@ -170,6 +172,8 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   result.measured_each = static_cast<double>(measured_total(ledger)) / params;
   result.peak = ledger.peak();
   return result;
+} catch (const std::bad_alloc&) {
+  rethrow_shortage(job, savings(job, false));
 }
 
 // Everything that compare found out, to print and to draw.
@@ -202,14 +206,16 @@ class Comparer {
   void check_runs() const {
     for (const auto& [recipe, optimizer] : runs()) {
       const train::Job job = job_of(recipe, optimizer);
-      check_room("recipe " + recipe, choice_for(recipe, optimizer), job, options_.gradients.policy);
+      check_room("recipe " + recipe, choice_for(recipe, optimizer), job, options_.gradients.policy,
+                 savings(job, false));
       Ledger ledger(free_memory(job));
       const Trainer trainer(job, ledger);
     }
     if (options_.no_hazards) return;
     const Choice largest = choice_for("fp32", "adamw");  // of the hazards, which store their gradients
     check_room("recipe fp32 with stored gradients, which --no-hazards leaves out,", largest,
-               make_job(largest, "fp32", options_.model, options_.chosen, {}, ""), "stored");
+               job_for(largest, options_.model, {}), "stored",
+               "choose a smaller model, --batch or --context");
   }
 
   Comparison run() {
@@ -231,8 +237,8 @@ class Comparer {
 
  private:
   static void check_room(const std::string& what, const Choice& choice, const train::Job& job,
-                         const std::string& policy) {
-    checked_memory(what, job, plan_of(choice, choice.recipe, job, policy));
+                         const std::string& policy, const std::string& advice) {
+    checked_memory(what, job, plan_of(choice, choice.recipe, job, policy), advice);
   }
 
   // (recipe, optimizer) of every run, each fp32 twin before those that are measured by it.
@@ -267,11 +273,18 @@ class Comparer {
     return choice;
   }
 
+  // With activations in the type that the weights are computed in, on every device: fp32 is the reference.
+  train::Job job_for(const Choice& choice, const ModelOptions& model,
+                     const GradientOptions& gradients) const {
+    return make_job(choice, choice.recipe, model, options_.chosen, gradients,
+                    computed_in(choice, choice.recipe));
+  }
+
   train::Job job_of(const std::string& recipe, const std::string& optimizer) const {
     GradientOptions gradients = options_.gradients;
     ModelOptions model = options_.model;
     if (recipe == "lpmm") split(model, gradients);
-    train::Job job = make_job(choice_for(recipe, optimizer), recipe, model, options_.chosen, gradients, "");
+    train::Job job = job_for(choice_for(recipe, optimizer), model, gradients);
     job.isolates = text_.training.isolates();
     job.schedule = schedule_for(options_, optimizer);
     return job;
@@ -341,8 +354,7 @@ void Comparer::hazards() {
   if (!trained_.empty()) {
     const Text other = text_of(Grammar(kOtherGrammar), options_.chosen.config.shape.context);
     const auto tune = [&](const char* name, const Choice& choice) {
-      train::Job job =
-          make_job(choice, choice.recipe, options_.model, options_.chosen, options_.gradients, "");
+      train::Job job = job_for(choice, options_.model, options_.gradients);
       job.schedule = {train::Annealing::constant, options_.lr / kSmallRateOver, 0, steps};
       run_hazard(found_.small_rate, name, choice, job, other, trained_);
     };
@@ -556,6 +568,7 @@ ordered_json json_of(const Run& run) {
   return {{"recipe", run.recipe},
           {"optimizer", run.optimizer},
           {"seed", run.seed},
+          {"activations", run.activations},
           {"bytes_per_param_planned", run.planned_each},
           {"bytes_per_param_measured", run.measured_each},
           {"peak_bytes", run.peak},
@@ -735,6 +748,7 @@ void add_compare(CLI::App& program) {
     if (options->chosen.has_weights() && command->count("--lr") == 0) options->lr = kTuningLr;
     if (options->chosen.has_weights() && command->count("--sgd-lr") == 0) options->sgd_lr = kTuningSgdLr;
     options->model.device = device_for(options->model.device);
+    check_device(options->model.device);
     compare(*options);
   });
 }

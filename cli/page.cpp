@@ -83,12 +83,11 @@ train::Figures speed_of(const train::Trainer& trainer, const train::Job& job, co
   if (before > 0) speed.rows.push_back({"of them in earlier sessions", grouped(before)});
   speed.rows.push_back({"skipped, their gradients not finite", grouped(skipped)});
   if (taken > before) {
-    const double ms = record.ms_per_step();
-    speed.rows.push_back({"ms per step", fixed(ms, 1)});
-    const double rate = 1e3 * static_cast<double>(tokens_per_step(job)) / ms;
+    speed.rows.push_back({"ms per step", fixed(record.ms_per_step(), 1)});
+    const double rate = tokens_per_second(record, tokens_per_step(job));
     speed.rows.push_back({"tokens per second", grouped(std::llround(rate))});
-    if (const double most = most_tokens(trainer, job); most > 0)
-      speed.rows.push_back({"of the device's peak (MFU)", mfu_words(rate / most)});
+    if (const std::string mfu = mfu_words(rate, most_tokens(trainer, job)); !mfu.empty())
+      speed.rows.push_back({"of the device's peak (MFU)", mfu});
     speed.rows.push_back({before > 0 ? "time of the last session's steps" : "time of the steps",
                           duration(record.step_seconds)});
   }

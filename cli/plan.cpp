@@ -1,5 +1,6 @@
 // `scruple plan`: where every byte of a model's training state goes, recipe by recipe.
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <iostream>
@@ -60,8 +61,8 @@ struct Options {
   std::vector<std::string> files;
   std::int64_t batch = 0, context = 0;  // batch 0: the state alone
   int threads = 0;
-  std::string device, recompute;
-  bool as_json = false;
+  std::string device, recompute, activations;
+  bool offload = false, as_json = false;
 };
 
 struct Row {
@@ -104,12 +105,25 @@ void add_run_options(CLI::App& command, Options& options) {
       ->check(CLI::Range(0, 1024));
   options.device = kDevices[0];
   command.add_option("--device", options.device, "cuda, cpu or auto (as train), beside --batch")
+      ->envname(kDeviceVariable)
       ->check(one_of(kDevices));
   options.recompute = train::kRecomputes[0];
   command
       .add_option("--recompute", options.recompute,
                   either({std::begin(train::kRecomputes), std::end(train::kRecomputes)}) + ", beside --batch")
       ->check(one_of(train::kRecomputes));
+  command
+      .add_option(
+          "--activations", options.activations,
+          either({std::begin(kPrecisions), std::end(kPrecisions)}) + " (default: as train), beside --batch")
+      ->check(one_of(kPrecisions));
+  command.add_flag("--offload", options.offload, "as train, beside --batch");
+}
+
+// The environment says where runs are trained, also where none is counted.
+bool names_device(const Options& options) {
+  const char* const set = std::getenv(kDeviceVariable);
+  return options.device != kDevices[0] && (set == nullptr || options.device != set);
 }
 
 // Where a folder's weights do not fit its config.json, or its model is none of the trainer's, the plan says so.
@@ -130,9 +144,11 @@ void note_what_train_refuses(Model& model, const std::vector<std::string>& paths
 // None without --batch.
 AddRun run_of(const Options& options) {
   if (options.batch == 0) {
-    if (options.context > 0 || options.threads > 0 || options.device != kDevices[0] ||
-        options.recompute != train::kRecomputes[0])
-      throw UsageError("--context, --device, --threads and --recompute are of a run: say its --batch too");
+    if (options.context > 0 || options.threads > 0 || names_device(options) ||
+        options.recompute != train::kRecomputes[0] || !options.activations.empty() || options.offload)
+      throw UsageError(
+          "--context, --device, --threads, --recompute, --activations and --offload are of a run: say its "
+          "--batch too");
     return {};
   }
   if (options.files.size() != 1)
@@ -140,14 +156,14 @@ AddRun run_of(const Options& options) {
   ModelOptions run;
   run.model = options.files.front(), run.context = options.context, run.batch = options.batch;
   run.recompute = options.recompute, run.threads = options.threads;
-  run.device = device_for(options.device);
+  run.device = device_for(options.device), run.offload = options.offload;
   std::error_code ignored;
   if (std::filesystem::is_directory(run.model, ignored)) run.model += "/config.json";
   return [&options, run, model = choose_model(run)](Row& row) {
     GradientOptions gradients;
     gradients.policy = row.policy;
     const train::Ledger needed =
-        train::memory_of(make_job(options.choice, row.recipe, run, model, gradients, ""));
+        train::memory_of(make_job(options.choice, row.recipe, run, model, gradients, options.activations));
     row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
     row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
   };

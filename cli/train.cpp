@@ -7,6 +7,7 @@
 #include <functional>
 #include <iostream>
 #include <memory>
+#include <new>
 #include <utility>
 
 #include "commands.h"
@@ -64,6 +65,8 @@ constexpr const char* kFooter =
     "Examples:\n"
     "  scruple train --data book.txt --out run1\n"
     "  scruple train --model ./SmolLM2-135M --data notes.jsonl --out tuned --lr 1e-5\n"
+    "  scruple train --model ./Llama-3.1-8B --data notes.jsonl --out tuned --device cuda "
+    "--gradients released --recompute block --batch 4\n"
     "  scruple train --model config.json --data tokens.bin --out run\n"
     "  scruple train --data book.txt --out run1 --force --layers 6 --width 384 --heads 6 --context 256\n"
     "  cat *.txt | scruple train --data - --out run2\n"
@@ -81,12 +84,12 @@ struct Options {
   ModelOptions model;
   GradientOptions gradients;
   CuttingOptions cutting;
-  std::string data, out, activations, schedule = "cosine", memory_limit;
+  std::string data, out, activations, schedule = "cosine";
   double lr = 0, weight_decay = -1;  // lr 0: by default
   std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
   std::string resume;
   bool force = false;
-  std::int64_t limit = kNoLimit;  // what memory_limit says
+  std::int64_t limit = kNoLimit;  // of memory
 };
 
 void add_options(CLI::App& command, Options& options);
@@ -108,7 +111,6 @@ Options completed(Options options) {
   Choice& choice = options.choice;
   if (choice.recipe.empty()) choice.recipe = "scruple";
   options.model.device = device_for(options.model.device);
-  if (!options.memory_limit.empty()) options.limit = parse_size(options.memory_limit, "--memory-limit");
   for (const std::string& hyper : choice.hypers)
     if (hyper.starts_with("lr="))
       throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
@@ -120,8 +122,9 @@ Options completed(Options options) {
 // ---- Checkpoints ----
 
 // What --resume leaves to the user; everything else is the run's own.
-constexpr const char* kFree[] = {"--data",       "--out",  "--device", "--threads", "--memory-limit",
-                                 "--save-every", "--keep", "--force",  "--resume",  "--help"};
+constexpr const char* kFree[] = {"--data",    "--out",          "--device",     "--offload",
+                                 "--threads", "--memory-limit", "--save-every", "--keep",
+                                 "--force",   "--resume",       "--help"};
 
 bool is_free(const std::string& name) {
   return std::find(std::begin(kFree), std::end(kFree), name) != std::end(kFree);
@@ -133,6 +136,14 @@ std::string long_name(const CLI::Option& option) {
 
 // What a run reads, so that it goes on with the same.
 constexpr const char *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32";
+
+// Where a run is trained, and how; it may move.
+void note_device(io::Metadata& notes, const Options& options) {
+  notes["--device"] = options.model.device;
+  notes["--activations"] = options.activations;
+  notes.erase("--offload");
+  if (options.model.offload) notes["--offload"] = "true";
+}
 
 io::Metadata data_notes(const std::string& path, const Data& data) {
   return {{"--data", path == Data::kStandardInput ? path : std::filesystem::absolute(path).string()},
@@ -147,8 +158,7 @@ io::Metadata notes_of(const CLI::App& command, const Options& options, const Cho
   notes["program"] = train::kProgram;
   if (options.save_every > 0) notes["--save-every"] = std::to_string(options.save_every);
   notes["--keep"] = std::to_string(options.keep);
-  notes["--device"] = options.model.device;
-  notes["--activations"] = options.activations;
+  note_device(notes, options);
   for (const CLI::Option* option : command.get_options()) {
     if (is_free(long_name(*option))) continue;
     std::string values = option->count() == 0 ? option->get_default_str() : "";  // it may change one day
@@ -222,8 +232,12 @@ Options options_of(const io::Metadata& notes, const CLI::App& command, const Opt
   if (command.count("--save-every") > 0) options.save_every = given.save_every;
   if (command.count("--keep") > 0) options.keep = given.keep;
   if (command.count("--device") > 0) options.model.device = given.model.device;
+  if (command.count("--offload") > 0)
+    options.model.offload = given.model.offload;
+  else if (device_for(options.model.device) == "cpu")  // it has moved here
+    options.model.offload = false;
   options.model.threads = given.model.threads;
-  options.memory_limit = given.memory_limit;
+  options.limit = given.limit;
   options.resume = given.resume;
   options.force = given.force;
   return options;
@@ -448,9 +462,7 @@ void print_end(const Session& session, const Record& record, const Ending& endin
   std::cout << validation_words(record, session.job) << "; ";
   if (record.steps.size() > record.resumed) std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
   if (record.steps.size() > record.resumed && most_tokens > 0)
-    std::cout << "MFU "
-              << mfu_words(1e3 * static_cast<double>(tokens_per_step(session.job)) / record.ms_per_step() /
-                           most_tokens)
+    std::cout << "MFU " << mfu_words(tokens_per_second(record, tokens_per_step(session.job)), most_tokens)
               << "; ";
   std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(session.plan.total())
@@ -512,7 +524,7 @@ Ending finish(Session& session, const Record& record, Trainer& trainer, Metrics&
   return ending;
 }
 
-void train_with(const CLI::App& command, Session session) {
+void train_with(const CLI::App& command, Session& session) {
   const Options& options = session.options;
   Record before = session.in_place ? train::read_metrics(options.out, session.from->manifest().step)
                                    : train::unseen(session.from ? session.from->manifest().step : 0);
@@ -524,6 +536,7 @@ void train_with(const CLI::App& command, Session session) {
       return;
     }
   }
+  check_device(options.model.device);
   session.tokenizer = tokenizer_folder(session);
   const Data data = open_data(options.data, options.cutting.cutting(session.model.config.shape.context),
                               session.model, session.tokenizer);
@@ -531,18 +544,17 @@ void train_with(const CLI::App& command, Session session) {
     const io::Metadata now = data_notes(options.data, data);
     check_data(session.notes, now);
     session.notes["--data"] = now.at("--data");
-    session.notes["--device"] = options.model.device;
   }
   session.job = job_of(options, session.model, data);
   // The device decides what is not said, and a run may move to another.
   session.options.activations = precision_name(session.job.activations);
   if (session.from)
-    session.notes["--activations"] = options.activations;
+    note_device(session.notes, options);
   else if (options.save_every > 0)
     session.notes = notes_of(command, options, session.model, data);
   session.plan = plan_of(options.choice, options.choice.recipe, session.job, options.gradients.policy);
   const Table memory =
-      checked_memory("the run", session.job, session.plan, ", or a smaller recipe", options.limit);
+      checked_memory("the run", session.job, session.plan, savings(session.job, true), options.limit);
   session.ledger = Ledger(std::min(free_memory(session.job), options.limit));
   Trainer trainer(session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
@@ -611,7 +623,11 @@ void run(const CLI::App& command, const Options& given) {
       std::filesystem::equivalent(options.out, session.model.folder->folder(), ignored))
     throw UsageError("--out is the folder of --model, which the run would replace; name another folder");
   if (options.lr == 0) session.options.lr = session.model.has_weights() ? kTuningLr : kLr;
-  train_with(command, std::move(session));
+  try {
+    train_with(command, session);
+  } catch (const std::bad_alloc&) {
+    rethrow_shortage(session.job, savings(session.job, true));
+  }
 }
 
 void add_options(CLI::App& command, Options& options) {
@@ -644,12 +660,15 @@ void add_options(CLI::App& command, Options& options) {
       .add_option("--gradient-format", options.choice.gradient, "format of stored or compressed gradients")
       ->type_name("FORMAT");
   command
-      .add_option("--activations", options.activations,
-                  "fp32, bf16 or fp16 (default: as the weights are computed)")
+      .add_option(
+          "--activations", options.activations,
+          "fp32, bf16 or fp16 (default: as the weights are computed; on a GPU bf16 where that is fp32)")
       ->check(one_of(kPrecisions));
   command
-      .add_option("--memory-limit", options.memory_limit,
-                  "a run that would take more is refused, whatever the device has: 46GiB, 48GB")
+      .add_option_function<std::string>(
+          "--memory-limit",
+          [&options](const std::string& text) { options.limit = parse_size(text, "--memory-limit"); },
+          "a run that would take more is refused, whatever the device has: 46GiB, 48GB")
       ->type_name("SIZE");
   command
       .add_option("--validate-every", options.validate_every,

@@ -129,7 +129,7 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
       .add_option("--device", device,
                   "cuda: an NVIDIA GPU; cpu; auto: a GPU where this build and this machine have one")
       ->capture_default_str()
-      ->envname("SCRUPLE_DEVICE")
+      ->envname(kDeviceVariable)
       ->check(one_of(kDevices));
   command
       .add_option("--threads", threads, "of the CPU; 0: one per core; the result is the same for any number")
@@ -140,6 +140,17 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
 
 std::string device_for(const std::string& asked) {
   return asked != kDevices[0] ? asked : train::has_cuda() ? "cuda" : "cpu";
+}
+
+void check_device(const std::string& device) {
+  if (device != "cuda") return;
+  for (int e = 0; e < scruple_engine_count(); ++e) {
+    scruple_engine_info info;
+    check(scruple_engine_at(e, &info));
+    if (info.name == device && info.available == 0)
+      throw std::runtime_error(std::string("there is no GPU that this build can use (") + info.reason +
+                               "); train with --device cpu");
+  }
 }
 
 void GradientOptions::add_options(CLI::App& command) {
@@ -303,6 +314,13 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
   return data;
 }
 
+std::string computed_in(const Choice& choice, const std::string& recipe) {
+  constexpr std::int64_t kLarge = std::int64_t{1} << 20;  // a recipe may leave small tensors in fp32
+  const scruple_tensor tensor = choice.describe(choice.make_optimizer(), recipe, kLarge);
+  const std::string format = train::visible_format(tensor.arrays[SCRUPLE_WEIGHT]);
+  return precision_name(value_named<train::Precision>(kPrecisions, format).value_or(train::Precision::fp32));
+}
+
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
                     const ChosenModel& model, const GradientOptions& gradients,
                     const std::string& activations) {
@@ -312,6 +330,8 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   if (options.batch > kMostTokens / shape.context)
     throw UsageError("--batch is " + std::to_string(options.batch) + " windows of " +
                      std::to_string(shape.context) + " tokens; choose one with at most 2^40 tokens");
+  const bool with_gpu = device_for(options.device) == "cuda";
+  if (options.offload && !with_gpu) throw UsageError("--offload is for a GPU, and this run is on the CPU");
   if (gradients.policy == "released" && !choice.gradient.empty())
     throw UsageError("--gradients released keeps no gradient, so --gradient-format has nothing to format");
   train::Job job;
@@ -326,15 +346,11 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.describe = [choice, recipe, policy = gradients.policy](const Optimizer& optimizer, std::int64_t size) {
     return choice.for_policy(policy, recipe, size).describe(optimizer, recipe, size);
   };
-  const Optimizer probe = choice.make_optimizer();
-  const scruple_tensor large = job.describe(probe, std::int64_t{1} << 20);
-  const std::string computed = train::visible_format(large.arrays[SCRUPLE_WEIGHT]);
-  const bool on_gpu = device_for(options.device) == "cuda";
-  if (on_gpu) job.backend = train::cuda_backend;
-  job.activations = value_named<train::Precision>(kPrecisions, activations.empty() ? computed : activations)
-                        .value_or(train::Precision::fp32);
-  if (on_gpu && activations.empty() && job.activations == train::Precision::fp32)
-    job.activations = train::Precision::bf16;
+  if (with_gpu) job.backend = train::cuda_backend;
+  const std::string computed = computed_in(choice, recipe);
+  const std::string usual = with_gpu && computed == "fp32" ? "bf16" : computed;
+  job.activations =
+      value_named<train::Precision>(kPrecisions, activations.empty() ? usual : activations).value();
   job.scaler = scaler_of(gradients.loss_scale, job.activations);
   job.gradients.policy = value_named<scruple_policy>(kPolicies, gradients.policy).value();
   job.gradients.accumulation =
@@ -395,8 +411,27 @@ std::int64_t free_memory(const train::Job& job) {
   return backend->memory().is_host() ? free_memory() : backend->free_bytes();
 }
 
+bool on_gpu(const train::Job& job) { return job.backend == train::cuda_backend; }
+
+std::string savings(const train::Job& job, bool chooses_recipe) {
+  std::vector<std::string> smaller = {"model"}, names;
+  if (job.batch > 1) smaller.emplace_back("--batch");
+  smaller.emplace_back("--context");
+  if (chooses_recipe) smaller.emplace_back("--recipe");
+  if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
+  if (job.gradients.policy == SCRUPLE_STORED) names.emplace_back("--gradients released or compressed");
+  if (job.gradients.policy == SCRUPLE_COMPRESSED) names.emplace_back("--gradients released");
+  if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
+  return "choose a smaller " + either(smaller) + (names.empty() ? "" : ", or " + joined(names, ", or "));
+}
+
+void rethrow_shortage(const train::Job& job, const std::string& advice) {
+  if (!on_gpu(job)) throw;
+  throw std::runtime_error("out of memory, the GPU's or the host's; " + advice);
+}
+
 Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
-                     const std::string& more, std::int64_t limit) {
+                     const std::string& advice, std::int64_t limit) {
   const train::Ledger needed = train::memory_of(job);
   const Unit unit = unit_for(needed.peak(), 1);
   const auto params = static_cast<double>(train::parameter_count(job.shape));
@@ -418,8 +453,8 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
   table.print(text);
   throw std::runtime_error(
       what + " needs " + size_words(needed.peak()) + ", and " +
-      (free < limit ? size_words(free) + " are free" : "--memory-limit is " + size_words(limit)) +
-      "; choose a smaller model, batch or context" + more + "\n\n" + text.str());
+      (free < limit ? size_words(free) + " are free" : "--memory-limit is " + size_words(limit)) + "; " +
+      advice + "\n\n" + text.str());
 }
 
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
@@ -449,7 +484,11 @@ double most_tokens(const train::Trainer& trainer, const train::Job& job) {
   return trainer.backend().peak_flops() / train::flops_per_token(job.shape);
 }
 
-std::string mfu_words(double share) { return fixed(100 * share, 1) + " %"; }
+double tokens_per_second(const train::Record& record, std::int64_t tokens) {
+  return 1e3 * static_cast<double>(tokens) / record.ms_per_step();
+}
+
+std::string mfu_words(double rate, double most) { return most > 0 ? fixed(100 * rate / most, 1) + " %" : ""; }
 
 Progress::Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
                    const train::Ledger& ledger)
@@ -476,11 +515,11 @@ void Progress::warn(const std::string& message) {
 
 std::string Progress::line(const train::Record& record, double seconds_left) const {
   const auto done = static_cast<std::int64_t>(record.steps.size());
-  const double rate = static_cast<double>(tokens_) / (1e-3 * record.ms_per_step());
+  const double rate = tokens_per_second(record, tokens_);
   const train::Outcome& last = record.steps.back();
   std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  loss " +
                      fixed(last.loss, 4) + "  " + grouped(std::llround(rate)) + " tokens/s  ";
-  if (most_tokens_ > 0) text += "MFU " + mfu_words(rate / most_tokens_) + "  ";
+  if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
   if (last.skipped) text += "  skipped";

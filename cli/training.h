@@ -31,7 +31,10 @@ inline constexpr const char* kGpt = "gpt";
 
 // Where a model is trained. auto: on a GPU where there is one.
 inline constexpr const char* kDevices[] = {"auto", "cuda", "cpu"};
-std::string device_for(const std::string& asked);  // cuda or cpu
+inline constexpr const char* kDeviceVariable = "SCRUPLE_DEVICE";  // of the environment
+std::string device_for(const std::string& asked);                 // cuda or cpu
+// Throws where nothing can be trained on this one, cuda or cpu; what only counts can do without.
+void check_device(const std::string& device);
 
 // The sizes of a gpt that have an option. A folder's model has its own.
 struct SizeOption {
@@ -113,6 +116,8 @@ struct GradientOptions {
 
 inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // of train::Precision
 
+// The type, of kPrecisions, that the weights of a recipe are computed in.
+std::string computed_in(const Choice& choice, const std::string& recipe);
 // A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in; on a GPU
 // bf16 where that has not 16 bits.
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
@@ -133,10 +138,16 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job
                const std::string& policy);
 // What the job's device can still give.
 std::int64_t free_memory(const train::Job& job);
+bool on_gpu(const train::Job& job);
+// What would take less memory, in options that the job does not have: "choose a smaller model, --batch or --context, or
+// --recompute block, or --offload".
+std::string savings(const train::Job& job, bool chooses_recipe);
+// In a handler of std::bad_alloc: on a GPU throws what says more, on the CPU the same again.
+[[noreturn]] void rethrow_shortage(const train::Job& job, const std::string& advice);
 // Where every byte of a run will go, counted before any is taken. Where it is more than is free, or than `limit`, throws:
-// "WHAT needs 1.1 TiB, and 20.1 GiB are free; choose a smaller model, batch or contextMORE".
+// "WHAT needs 1.1 TiB, and 20.1 GiB are free; ADVICE".
 Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
-                     const std::string& more = "", std::int64_t limit = kNoLimit);
+                     const std::string& advice, std::int64_t limit = kNoLimit);
 // What the ledger saw of weights, moments and gradients at their peaks, in the plan's order.
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
                                                                  const Memory& plan);
@@ -148,7 +159,9 @@ train::Span span_of(std::int64_t steps, std::int64_t validate_every = 0);
 // The tokens per second at which all of the device's peak would go into the model's products (an MFU of 1: Chowdhery et
 // al., 2204.02311, section 4.1); 0: not known, as for fp32.
 double most_tokens(const train::Trainer& trainer, const train::Job& job);
-std::string mfu_words(double share);  // 41.2 %
+// Over a session's steps, of so many tokens each.
+double tokens_per_second(const train::Record& record, std::int64_t tokens);
+std::string mfu_words(double rate, double most);  // 41.2 %; "" where the most is not known
 
 // A line on stderr that rewrites itself on a terminal, cut to its width, and comes every few seconds elsewhere.
 class Progress {

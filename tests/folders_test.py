@@ -172,7 +172,18 @@ class Folders(unittest.TestCase):
             self.assertRegex(said, r"'scruple train' would refuse this model: .* has shape \[320, .*, and the config asks for \[99, ")
         (model / "config.json").write_text(config)
         self.refused("needs --data", "compare", "--model", model)
-        self.refused("say its --batch too", "plan", model, "--recompute", "mlp")
+        for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cpu")):
+            self.refused("say its --batch too", "plan", model, *more)
+        self.refused("--offload is for a GPU", "plan", model, "--batch", 3, "--device", "cpu", "--offload")
+        bf16, fp32 = (json.loads(run("plan", model, "--recipe", "scruple", "--batch", 3, "--activations", kind, "--json").stdout)
+                      ["rows"][0]["parts"]["activations"] for kind in ("bf16", "fp32"))
+        self.assertLess(1.5 * bf16, fp32)
+        deep = self.root / "deep.json"
+        deep.write_text(json.dumps({**json.loads(config), "num_hidden_layers": 12, "layer_types": None}))
+        stays, waits = (run("plan", deep, "--recipe", "scruple", "--batch", 3, "--device", "cuda", *more, "--json")
+                        for more in ((), ("--offload",)))
+        if "this build has no trainer for GPUs" not in stays.stderr:  # no GPU is needed to count for one
+            self.assertGreater(*(json.loads(done.stdout)["rows"][0]["total_bytes"] for done in (stays, waits)))
         planned = [json.loads(run("plan", model, "--recipe", "scruple", "--batch", 3, "--threads", count, "--json").stdout)
                    ["rows"][0]["total_bytes"] for count in (1, 4)]
         self.assertLess(*planned)

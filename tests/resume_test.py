@@ -286,6 +286,25 @@ class Train(Case):
             file.truncate(os.path.getsize(self.path("moved")) - 1)
         self.done("train", "--resume", a, "--data", self.path("moved"))
 
+    def test_offloading_is_free(self):
+        """It changes no bit: a run takes it up, or leaves it where there is no GPU to offload from."""
+        self.trained("a", "--save-every", "2", "--device", "cpu")
+        a = self.path("a")
+        os.rename(os.path.join(a, "checkpoints/step-00000006"), self.path("last"))
+        self.fails(2, "--offload is for a GPU", "train", "--resume", a, "--offload")
+        manifest = os.path.join(a, "checkpoints/step-00000004/manifest.json")
+        text = content(manifest).decode()
+        self.assertNotIn("--offload", text)
+        text = text.replace('"--optimizer":', '"--offload":"true","--optimizer":', 1)  # as of a run on a GPU
+        text = text.replace(json.loads(text)["crc32"], "00000000", 1)
+        with open(manifest, "w", encoding="utf-8") as file:
+            file.write(text.replace("00000000", f"{zlib.crc32(text.encode()):08x}", 1))
+        self.assertIn('"--offload":"true"', text)
+        self.done("train", "--resume", a, "--device", "cpu")
+        self.assertNotIn("--offload", json.loads(content(os.path.join(a, "checkpoints/step-00000006/manifest.json")))["trainer"])
+        self.trained("b", "--device", "cpu")
+        self.same_run("a", "b")
+
     def test_the_page_draws_the_steps_that_are_known(self):
         """Steps of another folder, or of metrics that are lost, are no points: they were finite when they were taken."""
         self.trained("a", "--save-every", "2", "--keep", "0", "--loss-scale", "dynamic")

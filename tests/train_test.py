@@ -22,8 +22,8 @@ import zlib
 SCRUPLE = ""
 README = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
 WHOLE = os.environ.get("SCRUPLE_TEST_WHOLE", "0") != "0"
-ROW_KEYS = {"recipe", "optimizer", "seed", "bytes_per_param_planned", "bytes_per_param_measured", "peak_bytes",
-            "ms_per_step", "steps", "val_loss", "gap"}
+ROW_KEYS = {"recipe", "optimizer", "seed", "activations", "bytes_per_param_planned", "bytes_per_param_measured",
+            "peak_bytes", "ms_per_step", "steps", "val_loss", "gap"}
 TINY = {"--layers": "1", "--width": "32", "--heads": "2", "--context": "16", "--batch": "4"}
 # 10.8 million parameters, and nothing to compute.
 LARGE = ("--layers", "6", "--width", "384", "--heads", "6", "--context", "8", "--batch", "1", "--steps", "1")
@@ -116,6 +116,10 @@ class Train(Case):
             self.assertNotIn("to the bit", run("train", "--resume", self.path("run"), "--steps", "6").stdout)
         else:
             self.assertRegex(moved.stderr, "^scruple: .* cpu")
+            engines = {one["name"]: one for one in json.loads(run("list", "--json").stdout)["engines"]}
+            words = f"scruple: there is no GPU that this build can use ({engines['cuda']['reason']}); train with --device cpu\n"
+            for arguments in (("train", "--data", self.path("missing"), "--out", self.path("no")), ("compare",)):
+                self.fails(1, words, *arguments, "--device", "cuda", *tiny())
             self.assertEqual(len([row for row in self.metrics() if "loss" in row]), 4)
         self.fails(2, "none of auto, cuda, cpu", "train", "--data", self.data, "--out", self.path("no"), "--device", "tpu")
         by_name = run("train", "--data", self.data, "--out", self.path("no"), "--steps", "1", *tiny(),
@@ -131,11 +135,34 @@ class Train(Case):
         for limit in (f"{total - 0.01}{unit}", "1000B", "1KiB"):
             done = self.train("--layers", "2", "--memory-limit", limit, out="no")
             self.assertEqual(done.returncode, 1)
-            self.assertRegex(done.stderr, r"^scruple: the run needs .* and --memory-limit is \S+ \w+; choose a smaller model")
+            self.assertRegex(done.stderr, r"^scruple: the run needs .* and --memory-limit is \S+ \w+; choose a smaller model, "
+                             "--batch, --context or --recipe, or --recompute block, or --gradients released or compressed\\b")
             self.assertRegex(done.stderr, r"\ntotal ")
             self.assertFalse(os.path.exists(self.path("no")))
         for wrong in ("46", "GiB", "46Gi", "46gib", "-1GiB", "0GiB", "1e9TiB", "nanGB", "1BB", "1iB", ""):
-            self.assertIn("46GiB, 48GB or 500MiB" if wrong else "", self.train("--memory-limit", wrong, out="no").stderr, wrong)
+            done = self.train("--memory-limit", wrong, out="no")
+            self.assertEqual(done.returncode, 2, wrong)
+            self.assertIn(f"--memory-limit is '{wrong}'; it must be a size such as 46GiB, 48GB or 500MiB", done.stderr)
+
+    def test_what_would_take_less_is_named(self):
+        """As far as the run does not have it."""
+        def advice(*arguments):
+            done = self.train("--memory-limit", "1KiB", "--device", "cpu", *arguments, out="no")
+            return re.search("; (choose .*)", done.stderr)[1]
+        smaller, gradients = "choose a smaller model, --batch, --context or --recipe", ", or --gradients released or compressed"
+        self.assertEqual(advice(), f"{smaller}, or --recompute block{gradients}")
+        self.assertEqual(advice("--recompute", "mlp"), f"{smaller}, or --recompute block{gradients}")
+        self.assertEqual(advice("--recompute", "block"), f"{smaller}{gradients}")
+        self.assertEqual(advice("--gradients", "compressed"), f"{smaller}, or --recompute block, or --gradients released")
+        self.assertEqual(advice("--gradients", "released", "--recompute", "block", "--batch", "1"),
+                         "choose a smaller model, --context or --recipe")
+
+    def test_offloading_is_for_a_gpu(self):
+        words = "--offload is for a GPU, and this run is on the CPU"
+        cpu = ("--device", "cpu", "--offload", *tiny())
+        self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), *cpu)
+        self.fails(2, words, "compare", *cpu)
+        self.assertFalse(os.path.exists(self.path("no")))
 
     def test_numbers_are_grouped(self):
         """Wherever people read them, and in no path."""
@@ -484,6 +511,13 @@ class Train(Case):
         self.assertEqual(before, self.weights())
 
 
+class Help(Case):
+    def test_a_gpu(self):
+        said = " ".join(run("train", "--help").stdout.split())
+        self.assertRegex(said, r"Examples: .* scruple train --model \S+ --data \S+ --out \S+ --device cuda ")
+        self.assertIn("as the weights are computed; on a GPU bf16 where that is fp32", said)
+
+
 class Slips(Case):
     def test_words_that_belong_elsewhere(self):
         for word, meant in (("inspect", "checkpoint inspect"), ("export", "checkpoint export"),
@@ -558,6 +592,11 @@ class Compare(Case):
             twin = [r for r in found["rows"] if r["recipe"] == "fp32" and r["optimizer"] == row["optimizer"]
                     and r["seed"] == row["seed"]]
             self.assertEqual(row["gap"], row["val_loss"] - twin[0]["val_loss"])
+
+    def test_the_reference_is_fp32_on_every_device(self):
+        found = self.compare("--recipes", "fp32,scruple,lpmm", "--no-hazards", "--steps", "2", *tiny())
+        self.assertEqual({(row["recipe"], row["activations"]) for row in found["rows"] + found["second_seed"]},
+                         {("fp32", "fp32"), ("scruple", "bf16"), ("lpmm", "fp32")})
 
     def test_the_twin_comes_along(self):
         rows = self.compare("--recipes", "lpmm", "--steps", "2", "--no-hazards", "--micro-batches", "2", *tiny())["rows"]

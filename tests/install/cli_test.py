@@ -144,6 +144,16 @@ class Plan(Case):
         self.assertIn("momentum_buffer", self.rows_of(*sgd)[0]["parts"])
         self.assertNotIn("momentum_buffer", self.rows_of(*sgd, "--set", "momentum=0")[0]["parts"])
 
+    def test_a_device_of_the_environment_asks_for_no_batch(self):
+        plan = ["plan", "--params", "64M", "--recipe", "scruple"]
+        if "--batch" not in run("plan", "--help").stdout.split("Examples")[0].split("Columns")[0]:
+            self.skipTest("this build leaves the trainer out")
+        by_name = subprocess.run([SCRUPLE, *plan], capture_output=True, text=True, timeout=300,
+                                 env={**os.environ, "SCRUPLE_DEVICE": "cpu"})
+        self.assertEqual(by_name.stdout, run(*plan).stdout, by_name.stderr)
+        self.assertIn("SCRUPLE_DEVICE", run("plan", "--help").stdout)
+        self.fails(2, "say its --batch too", *plan, "--device", "cpu")
+
     def test_explicit_formats(self):
         (row,) = self.rows_of("plan", "--params", "1024", "--weights", "bf16+4", "--moments", "nf4",
                               "--second-moments", "log4")
