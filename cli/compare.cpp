@@ -245,7 +245,9 @@ class Comparer {
   std::vector<std::pair<std::string, std::string>> runs() const {
     std::vector<std::string> names;
     if (options_.recipes.empty()) {
-      for (const scruple_recipe_info& info : all_recipes()) names.emplace_back(info.name);
+      const bool on_gpu = options_.model.device == "cuda";
+      for (const scruple_recipe_info& info : all_recipes())
+        if (!on_gpu || serves_gpu(info.name)) names.emplace_back(info.name);
     } else {
       std::stringstream list(options_.recipes);
       for (std::string name; std::getline(list, name, ',');) {
@@ -697,7 +699,9 @@ void add_compare(CLI::App& program) {
   const auto options = std::make_shared<Options>();
   options->model.shape.layers = 2, options->model.shape.width = 64;
   options->model.steps = 400;
-  command->add_option("--recipes", options->recipes, "names with commas between them (default: all)")
+  command
+      ->add_option("--recipes", options->recipes,
+                   "names with commas between them (default: all that the device serves)")
       ->type_name("LIST");
   command->add_option("--data", options->data, "what to learn instead of the grammar's text, as in train")
       ->type_name("PATH");

@@ -314,11 +314,31 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
   return data;
 }
 
-std::string computed_in(const Choice& choice, const std::string& recipe) {
-  constexpr std::int64_t kLarge = std::int64_t{1} << 20;  // a recipe may leave small tensors in fp32
+namespace {
+
+constexpr std::int64_t kLarge = std::int64_t{1} << 20;  // a recipe may leave small tensors in fp32
+
+// The format that a model computes with; none of kPrecisions: it is decoded, which the CPU alone does.
+std::string visible_weights(const Choice& choice, const std::string& recipe) {
   const scruple_tensor tensor = choice.describe(choice.make_optimizer(), recipe, kLarge);
-  const std::string format = train::visible_format(tensor.arrays[SCRUPLE_WEIGHT]);
+  return train::visible_format(tensor.arrays[SCRUPLE_WEIGHT]);
+}
+
+}  // namespace
+
+std::string computed_in(const Choice& choice, const std::string& recipe) {
+  const std::string format = visible_weights(choice, recipe);
   return precision_name(value_named<train::Precision>(kPrecisions, format).value_or(train::Precision::fp32));
+}
+
+bool serves_gpu(const std::string& recipe) {
+  const Optimizer sgd("sgd");  // which every recipe serves
+  scruple_tensor tensor = {};
+  tensor.optimizer = sgd.raw();
+  tensor.size = kLarge;
+  check(scruple_tensor_use(&tensor, recipe.c_str()));
+  return value_named<train::Precision>(kPrecisions, train::visible_format(tensor.arrays[SCRUPLE_WEIGHT]))
+      .has_value();
 }
 
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
@@ -332,6 +352,12 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
                      std::to_string(shape.context) + " tokens; choose one with at most 2^40 tokens");
   const bool with_gpu = device_for(options.device) == "cuda";
   if (options.offload && !with_gpu) throw UsageError("--offload is for a GPU, and this run is on the CPU");
+  if (const std::string format = visible_weights(choice, recipe);
+      with_gpu && !value_named<train::Precision>(kPrecisions, format))
+    throw Error(SCRUPLE_UNSUPPORTED,
+                "weights of " + format +
+                    " are computed with on the CPU alone; choose --device cpu, or a --recipe or --weights of "
+                    "fp32, bf16 or fp16");
   if (gradients.policy == "released" && !choice.gradient.empty())
     throw UsageError("--gradients released keeps no gradient, so --gradient-format has nothing to format");
   train::Job job;

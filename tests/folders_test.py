@@ -172,7 +172,7 @@ class Folders(unittest.TestCase):
             self.assertRegex(said, r"'scruple train' would refuse this model: .* has shape \[320, .*, and the config asks for \[99, ")
         (model / "config.json").write_text(config)
         self.refused("needs --data", "compare", "--model", model)
-        for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cpu")):
+        for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cuda")):
             self.refused("say its --batch too", "plan", model, *more)
         self.refused("--offload is for a GPU", "plan", model, "--batch", 3, "--device", "cpu", "--offload")
         bf16, fp32 = (json.loads(run("plan", model, "--recipe", "scruple", "--batch", 3, "--activations", kind, "--json").stdout)
