@@ -7,9 +7,8 @@ namespace scruple::train {
 
 std::unique_ptr<Backend> cuda_backend(int) {
   throw std::runtime_error(
-      "this build has no trainer for GPUs; build it where a CUDA toolkit and a GPU are (make build), or "
-      "train "
-      "with --device cpu");
+      "this build has no trainer for GPUs; build it where a GPU and a CUDA toolkit with cuBLAS are (make "
+      "build), or train with --device cpu");
 }
 
 bool has_cuda() { return false; }
