@@ -57,57 +57,29 @@ void run(Index tokens, Index width, Index inner, Index vocabulary) {
   };
   const auto linear = [&](const std::string& name, Index in, Index out) {
     for (const bool first : {false, true}) {
+      const std::string lies = name + (first ? ", [out, in]" : ", [in, out]");
       const cuda::Operand weight = {b.as<void>(), first ? in : out, first};
-      const std::string lies = first ? ", [out, in]" : ", [in, out]";
-      time(name + lies, {tokens, out, in, {a.as<void>(), in}, weight, d.as<void>(), out});
-      time(name + lies + ", bias", {.rows = tokens,
-                                    .columns = out,
-                                    .depth = in,
-                                    .a = {a.as<void>(), in},
-                                    .b = weight,
-                                    .d = d.as<void>(),
-                                    .stride = out,
-                                    .finish = cuda::Finish::bias,
-                                    .bias = bias.as<void>()});
-      time(name + lies + ", bias, residual", {.rows = tokens,
-                                              .columns = out,
-                                              .depth = in,
-                                              .a = {a.as<void>(), in},
-                                              .b = weight,
-                                              .d = d.as<void>(),
-                                              .stride = out,
-                                              .c = kept.as<void>(),
-                                              .finish = cuda::Finish::bias,
-                                              .bias = bias.as<void>()});
-      time(name + lies + ", gelu", {.rows = tokens,
-                                    .columns = out,
-                                    .depth = in,
-                                    .a = {a.as<void>(), in},
-                                    .b = weight,
-                                    .d = d.as<void>(),
-                                    .stride = out,
-                                    .finish = cuda::Finish::gelu,
-                                    .bias = bias.as<void>(),
-                                    .kept = kept.as<void>()});
       const cuda::Operand back = {b.as<void>(), first ? in : out, !first};
-      time(name + lies + ", backward", {tokens, in, out, {a.as<void>(), out}, back, d.as<void>(), in});
-      time(name + lies + ", backward, gelu", {.rows = tokens,
-                                              .columns = in,
-                                              .depth = out,
-                                              .a = {a.as<void>(), out},
-                                              .b = back,
-                                              .d = d.as<void>(),
-                                              .stride = in,
-                                              .finish = cuda::Finish::gelu_backward,
-                                              .kept = kept.as<void>()});
+      cuda::Product forward = {tokens, out, in, {a.as<void>(), in}, weight, d.as<void>(), out};
+      cuda::Product backward = {tokens, in, out, {a.as<void>(), out}, back, d.as<void>(), in};
+      time(lies, forward);
+      forward.finish = cuda::Finish::bias, forward.bias = bias.as<void>();
+      time(lies + ", bias", forward);
+      forward.c = kept.as<void>();
+      time(lies + ", bias, residual", forward);
+      forward.c = nullptr, forward.finish = cuda::Finish::gelu, forward.kept = kept.as<void>();
+      time(lies + ", gelu", forward);
+      time(lies + ", backward", backward);
+      backward.finish = cuda::Finish::gelu_backward, backward.kept = kept.as<void>();
+      time(lies + ", backward, gelu", backward);
       const Index rows = first ? out : in, columns = first ? in : out;
-      time(name + lies + ", gradient", {rows,
-                                        columns,
-                                        tokens,
-                                        {a.as<void>(), rows, true},
-                                        {b.as<void>(), columns},
-                                        d.as<void>(),
-                                        columns});
+      time(lies + ", gradient", {rows,
+                                 columns,
+                                 tokens,
+                                 {a.as<void>(), rows, true},
+                                 {b.as<void>(), columns},
+                                 d.as<void>(),
+                                 columns});
     }
   };
   linear("attention in", width, 3 * width);

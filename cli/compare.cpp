@@ -247,7 +247,8 @@ class Comparer {
     if (options_.recipes.empty()) {
       const bool on_gpu = options_.model.device == "cuda";
       for (const scruple_recipe_info& info : all_recipes())
-        if (!on_gpu || serves_gpu(info.name)) names.emplace_back(info.name);
+        if (!on_gpu || serves_gpu(choice_for(info.name, optimizer_for(info.name)), info.name))
+          names.emplace_back(info.name);
     } else {
       std::stringstream list(options_.recipes);
       for (std::string name; std::getline(list, name, ',');) {
@@ -258,12 +259,15 @@ class Comparer {
     std::vector<std::pair<std::string, std::string>> adaptive = {{"fp32", "adamw"}},
                                                      momentum = {{"fp32", "sgd"}};
     for (const std::string& name : names)
-      if (name != "fp32")
-        (is_adaptive(name) ? adaptive : momentum).emplace_back(name, is_adaptive(name) ? "adamw" : "sgd");
+      if (name != "fp32") (is_adaptive(name) ? adaptive : momentum).emplace_back(name, optimizer_for(name));
     const bool asked = std::find(names.begin(), names.end(), "fp32") != names.end();
     if (adaptive.size() == 1 && !asked) adaptive.clear();
     if (momentum.size() > 1) adaptive.insert(adaptive.end(), momentum.begin(), momentum.end());
     return adaptive;
+  }
+
+  static const char* optimizer_for(const std::string& recipe) {
+    return is_adaptive(recipe) ? "adamw" : "sgd";
   }
 
   Choice choice_for(const std::string& recipe, const std::string& optimizer) const {

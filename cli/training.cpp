@@ -331,14 +331,8 @@ std::string computed_in(const Choice& choice, const std::string& recipe) {
   return precision_name(value_named<train::Precision>(kPrecisions, format).value_or(train::Precision::fp32));
 }
 
-bool serves_gpu(const std::string& recipe) {
-  const Optimizer sgd("sgd");  // which every recipe serves
-  scruple_tensor tensor = {};
-  tensor.optimizer = sgd.raw();
-  tensor.size = kLarge;
-  check(scruple_tensor_use(&tensor, recipe.c_str()));
-  return value_named<train::Precision>(kPrecisions, train::visible_format(tensor.arrays[SCRUPLE_WEIGHT]))
-      .has_value();
+bool serves_gpu(const Choice& choice, const std::string& recipe) {
+  return value_named<train::Precision>(kPrecisions, visible_weights(choice, recipe)).has_value();
 }
 
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
@@ -352,10 +346,9 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
                      std::to_string(shape.context) + " tokens; choose one with at most 2^40 tokens");
   const bool with_gpu = device_for(options.device) == "cuda";
   if (options.offload && !with_gpu) throw UsageError("--offload is for a GPU, and this run is on the CPU");
-  if (const std::string format = visible_weights(choice, recipe);
-      with_gpu && !value_named<train::Precision>(kPrecisions, format))
+  if (with_gpu && !serves_gpu(choice, recipe))
     throw Error(SCRUPLE_UNSUPPORTED,
-                "weights of " + format +
+                "weights of " + visible_weights(choice, recipe) +
                     " are computed with on the CPU alone; choose --device cpu, or a --recipe or --weights of "
                     "fp32, bf16 or fp16");
   if (gradients.policy == "released" && !choice.gradient.empty())

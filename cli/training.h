@@ -118,7 +118,7 @@ inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // of tr
 
 // The type, of kPrecisions, that the weights of a recipe are computed in.
 std::string computed_in(const Choice& choice, const std::string& recipe);
-bool serves_gpu(const std::string& recipe);  // its weights need no decoding
+bool serves_gpu(const Choice& choice, const std::string& recipe);  // such weights need no decoding
 // A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in; on a GPU
 // bf16 where that has not 16 bits.
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
