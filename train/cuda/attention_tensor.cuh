@@ -303,6 +303,7 @@ struct Softmax {
   // `factor`: scores times it are exponents of 2.
   template <int N, int W>
   __device__ void add(float (&scores)[M][N][4], float (&output)[M][W][4], float factor) {
+    float scales[M][2];
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -323,16 +324,55 @@ struct Softmax {
             total += scores[m][n][v];
           }
         sum[m][half] = total;
-#pragma unroll
-        for (int n = 0; n < W; ++n) output[m][n][2 * half] *= scale, output[m][n][2 * half + 1] *= scale;
+        scales[m][half] = scale;
       }
+    // Wide rows are scaled only where a maximum of the warp has risen: in later tiles that is rare.
+    bool rises = W <= 8;
+#pragma unroll
+    for (int m = 0; m < M; ++m) rises = rises || scales[m][0] != 1 || scales[m][1] != 1;
+    if (W > 8 && !__any_sync(~0u, rises)) return;
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < W; ++n)
+#pragma unroll
+        for (int v = 0; v < 4; ++v) output[m][n][v] *= scales[m][v / 2];
   }
 };
 
-// The tiles of keys that a block's queries see.
-__device__ inline Range seen_tiles(const Sizes& sizes, int sequence, int first, int rows, int tile) {
-  return {sizes.start(sequence, first) / tile, (min(first + rows, sizes.length) + tile - 1) / tile};
-}
+// What a block's queries see passes by: tiles of keys and their values, two in shared memory at a time.
+template <class T, int D, int kKeys>
+struct PassingKeys {
+  static constexpr int kTileBytes = kKeys * Tile<D>::kStride;
+  const Sizes& sizes;
+  const T* qkv;
+  int sequence, kv_head;
+  std::uint32_t stages_at;
+  Range tiles;
+
+  __device__ PassingKeys(const Sizes& all, const T* packed, int of_sequence, int head, int first, int rows,
+                         std::uint32_t at)
+      : sizes(all),
+        qkv(packed),
+        sequence(of_sequence),
+        kv_head(head / all.group()),
+        stages_at(at),
+        tiles{all.start(of_sequence, first) / kKeys, (min(first + rows, all.length) + kKeys - 1) / kKeys} {}
+  // Where a tile's keys lie; its values follow.
+  __device__ std::uint32_t at(int tile) const { return stages_at + tile % 2 * 2 * kTileBytes; }
+  __device__ void load(int tile) const {
+    const int here = not_known(sequence);
+    load_tile<D, kKeys>(at(tile), sizes.keys(qkv, here, kv_head), tile * kKeys, sizes.length);
+    load_tile<D, kKeys>(at(tile) + kTileBytes, sizes.values(qkv, here, kv_head), tile * kKeys, sizes.length);
+  }
+  __device__ void arrive(int tile) const {
+    if (tile > tiles.begin) {  // this tile has come, and nobody reads the one before any more
+      copies_wait();
+      __syncthreads();
+    }
+    if (tile + 1 < tiles.end) load(tile + 1);
+  }
+};
 
 template <int D>
 constexpr int forward_bytes() {
@@ -344,25 +384,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr Tiling kTiling = kForward<D>;
   constexpr int M = kTiling.fragments, kKeys = kTiling.tile;
   static_assert(kTiling.chunk == kKeys);
-  constexpr int kTileBytes = kKeys * Tile<D>::kStride;
   const std::uint32_t queries_at = shared_address();
-  const std::uint32_t stages_at = queries_at + kTiling.own() * Tile<D>::kStride;
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
-  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads,
-            kv_head = head / sizes.group();
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads;
   const int first = (tiles - 1 - work.tile) * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M;
-  const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
-  const auto load_stage = [&](int tile) {
-    const std::uint32_t to = stages_at + tile % 2 * 2 * kTileBytes;
-    const int here = not_known(sequence);
-    load_tile<D, kKeys>(to, sizes.keys(qkv, here, kv_head), tile * kKeys, sizes.length);
-    load_tile<D, kKeys>(to + kTileBytes, sizes.values(qkv, here, kv_head), tile * kKeys, sizes.length);
-  };
+  const PassingKeys<T, D, kKeys> passing(sizes, qkv, sequence, head, first, kTiling.own(),
+                                         queries_at + kTiling.own() * Tile<D>::kStride);
   load_tile<D, kTiling.own()>(queries_at, sizes.queries(qkv, sequence, head), first, sizes.length);
-  load_stage(range.begin);
+  passing.load(passing.tiles.begin);
   copies_wait();
   __syncthreads();
 
@@ -373,20 +405,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   float output[M][D / 8][4];
   clear(output);
   Softmax<M> softmax;
-  const auto arrive = [&](int tile) {
-    if (tile > range.begin) {  // this tile has come, and nobody reads the one before any more
-      copies_wait();
-      __syncthreads();
-    }
-    if (tile + 1 < range.end) load_stage(tile + 1);
-  };
-  walk<1>(range, seeing.seen(kKeys), arrive, [&](int tile) {
-    const std::uint32_t stage = stages_at + tile % 2 * 2 * kTileBytes;
+  const auto arrive = [&](int tile) { passing.arrive(tile); };
+  walk<1>(passing.tiles, seeing.seen(kKeys), arrive, [&](int tile) {
     float scores[M][kKeys / 8][4];
-    multiply_rows<T>(scores, own, stage);
+    multiply_rows<T>(scores, own, passing.at(tile));
     if (!seeing.see_all(tile * kKeys, kKeys)) seeing.hide(scores, tile * kKeys);
     softmax.add(scores, output, factor);
-    add_weighted<T, D>(output, scores, stage + kTileBytes);
+    add_weighted<T, D>(output, scores, passing.at(tile) + passing.kTileBytes);
   });
 
   float inverse[M][2];
@@ -419,25 +444,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     query_gradient_kernel(Sizes sizes, const T* qkv, const T* dy, const float2* statistics, T* dqkv) {
   constexpr Tiling kTiling = kQueryGradient<D>;
   constexpr int M = kTiling.fragments, kKeys = kTiling.tile, kChunk = kTiling.chunk;
-  constexpr int kOwnBytes = kTiling.own() * Tile<D>::kStride, kTileBytes = kKeys * Tile<D>::kStride;
-  const std::uint32_t queries_at = shared_address(), stages_at = queries_at + 2 * kOwnBytes;
+  constexpr int kOwnBytes = kTiling.own() * Tile<D>::kStride;
+  const std::uint32_t queries_at = shared_address();
 
   const int tiles = sizes.tiles(kTiling.own());
   const Work work = work_of_block(tiles, sizes.sequences * sizes.heads);
-  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads,
-            kv_head = head / sizes.group();
+  const int sequence = work.pair / sizes.heads, head = work.pair % sizes.heads;
   const int first = (tiles - 1 - work.tile) * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M;
-  const Range range = seen_tiles(sizes, sequence, first, kTiling.own(), kKeys);
-  const auto load_stage = [&](int tile) {
-    const std::uint32_t to = stages_at + tile % 2 * 2 * kTileBytes;
-    const int here = not_known(sequence);
-    load_tile<D, kKeys>(to, sizes.keys(qkv, here, kv_head), tile * kKeys, sizes.length);
-    load_tile<D, kKeys>(to + kTileBytes, sizes.values(qkv, here, kv_head), tile * kKeys, sizes.length);
-  };
+  const PassingKeys<T, D, kKeys> passing(sizes, qkv, sequence, head, first, kTiling.own(),
+                                         queries_at + 2 * kOwnBytes);
   load_tile<D, kTiling.own()>(queries_at, sizes.queries(qkv, sequence, head), first, sizes.length);
   load_tile<D, kTiling.own()>(queries_at + kOwnBytes, sizes.outputs(dy, sequence, head), first, sizes.length);
-  load_stage(range.begin);
+  passing.load(passing.tiles.begin);
   copies_wait();
   __syncthreads();
 
@@ -453,21 +472,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   const float scale = 1 / sqrtf(D), factor = scale * kLog2E;
   float gradient[M][D / 8][4];
   clear(gradient);
-  const auto arrive = [&](int tile) {
-    if (tile > range.begin) {  // this tile has come, and nobody reads the one before any more
-      copies_wait();
-      __syncthreads();
-    }
-    if (tile + 1 < range.end) load_stage(tile + 1);
-  };
+  const auto arrive = [&](int tile) { passing.arrive(tile); };
   constexpr int kEach = kKeys / kChunk;
-  walk<kEach>({range.begin * kEach, range.end * kEach}, seeing.seen(kChunk), arrive, [&](int chunk) {
-    const int tile = chunk / kEach;
-    const std::uint32_t keys_at =
-        stages_at + tile % 2 * 2 * kTileBytes + chunk % kEach * kChunk * Tile<D>::kStride;
+  const Range chunks{passing.tiles.begin * kEach, passing.tiles.end * kEach};
+  walk<kEach>(chunks, seeing.seen(kChunk), arrive, [&](int chunk) {
+    const std::uint32_t keys_at = passing.at(chunk / kEach) + chunk % kEach * kChunk * Tile<D>::kStride;
     float scores[M][kChunk / 8][4], returned[M][kChunk / 8][4];
     multiply_rows<T>(scores, own, keys_at);
-    multiply_rows<T>(returned, own_gradients, keys_at + kTileBytes);
     if (!seeing.see_all(chunk * kChunk, kChunk)) seeing.hide(scores, chunk * kChunk);
 #pragma unroll
     for (int m = 0; m < M; ++m)
@@ -475,8 +486,14 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int n = 0; n < kChunk / 8; ++n)
 #pragma unroll
         for (int v = 0; v < 4; ++v)
-          scores[m][n][v] = weight_of(scores[m][n][v], factor, statistic[m][v / 2].x) *
-                            (returned[m][n][v] - statistic[m][v / 2].y);
+          scores[m][n][v] = weight_of(scores[m][n][v], factor, statistic[m][v / 2].x);
+    multiply_rows<T>(returned, own_gradients, keys_at + passing.kTileBytes);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < kChunk / 8; ++n)
+#pragma unroll
+        for (int v = 0; v < 4; ++v) scores[m][n][v] *= returned[m][n][v] - statistic[m][v / 2].y;
     add_weighted<T, D>(gradient, scores, keys_at);
   });
   store_rows<T, D>(gradient, Factors<M>(scale).of, own_at, sizes.queries(dqkv, sequence, head), first_of_warp,
@@ -590,6 +607,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const std::uint32_t gradients_at = queries_at + kTileBytes;
       float weights[M][kChunk / 8][4], returned[M][kChunk / 8][4];
       multiply_rows<T>(weights, own_keys, queries_at);
+      multiply_rows<T>(returned, own_values, gradients_at);  // before what waits for the first product
       if (chunk * kChunk < last_of_warp || chunk >= end_of_all)
         hide_keys(weights, sizes, sequence, first_of_warp, chunk * kChunk);
       // {sum, delta} of a lane's two columns
@@ -606,7 +624,6 @@ __global__ void __launch_bounds__(kThreads, 2)
             weights[m][n][v] = weight_of(weights[m][n][v], factor, __uint_as_float(v % 2 ? pair.z : pair.x));
       }
       add_weighted<T, D>(value_gradient, weights, gradients_at);
-      multiply_rows<T>(returned, own_values, gradients_at);
 #pragma unroll
       for (int n = 0; n < kChunk / 8; ++n) {
         const uint4 pair = load_shared(pairs_at + n * 64);  // again, rather than kept in registers
