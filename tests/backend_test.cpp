@@ -97,7 +97,7 @@ class Stranger final : public Backend {
  public:
   Engine& engine() override { return engine_; }
   Memory& memory() override { return arena; }
-  std::int64_t released_bytes(const std::vector<Parameter>&) const override { return 0; }
+  std::int64_t released_bytes(const std::vector<Parameter>&, Precision) const override { return 0; }
   std::unique_ptr<Network> network(const Setup&, Visible, scruple_policy, Ledger& ledger) override {
     return std::make_unique<Squares>(ledger);
   }

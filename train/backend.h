@@ -89,8 +89,9 @@ class Backend {
   virtual ~Backend() = default;
   virtual Engine& engine() = 0;
   virtual Memory& memory() = 0;  // where its planes and accumulators lie
-  // Bytes of the largest gradient that exists at once where each is stepped as soon as it is there.
-  virtual std::int64_t released_bytes(const std::vector<Parameter>& parameters) const = 0;
+  // Bytes of gradients that exist at once where each is stepped as soon as it is there.
+  virtual std::int64_t released_bytes(const std::vector<Parameter>& parameters,
+                                      Precision activations) const = 0;
   // Throws std::invalid_argument where problem_with() finds one. `policy`: of the sink that takes its gradients.
   // `weights`: those that it will read, in their formats.
   virtual std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,

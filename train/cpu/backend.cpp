@@ -71,7 +71,7 @@ class Cpu final : public Backend {
   explicit Cpu(int threads) : engine_("cpu", threads), threads_(engine_.threads()) {}
   Engine& engine() override { return engine_; }
   Memory& memory() override { return host_memory(); }
-  std::int64_t released_bytes(const std::vector<Parameter>& parameters) const override {
+  std::int64_t released_bytes(const std::vector<Parameter>& parameters, Precision) const override {
     return tile_bytes(parameters);
   }
   std::unique_ptr<Network> network(const Setup& setup, Visible, scruple_policy policy,

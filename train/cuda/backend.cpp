@@ -20,8 +20,9 @@ class Gpu final : public Backend {
   std::string device() const override { return open(), cuda::device_name(); }
   double peak_flops() const override { return cuda::peak_flops(device()); }
   std::int64_t free_bytes() override { return open(), cuda::free_device_bytes(); }
-  std::int64_t released_bytes(const std::vector<Parameter>& parameters) const override {
-    return cuda::Outbox::buffer_bytes(parameters, Precision::bf16);
+  std::int64_t released_bytes(const std::vector<Parameter>& parameters,
+                              Precision activations) const override {
+    return cuda::Outbox::buffer_bytes(parameters, activations);
   }
   std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
                                    Ledger& ledger) override {
