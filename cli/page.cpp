@@ -94,7 +94,39 @@ train::Figures speed_of(const train::Trainer& trainer, const train::Job& job, co
   return speed;
 }
 
-train::Section memory_of(const train::Ledger& ledger, const Memory& plan, std::int64_t count) {
+// Points where an amount changes, and at both ends: one for each step would be a long line of equal numbers.
+train::Chart memory_chart(const train::Ledger& ledger, const Record& record) {
+  const Unit unit = unit_for(ledger.peak(), 1);
+  train::Chart chart = {
+      "Kinds on top of each other, step by step",
+      "The most that each held during a step. The limit is --memory-limit, or what was free "
+      "at the start.",
+      "step",
+      unit.name,
+      {},
+      {}};
+  chart.stacked = true;
+  for (std::size_t k = 0; k < ledger.entries().size(); ++k) {
+    train::Curve curve = {ledger.entries()[k].kind, {}, {}, false};
+    const auto add = [&](std::int64_t step, const train::Held& held) {
+      if (!curve.x.empty() && curve.x.back() == static_cast<double>(step)) return;
+      curve.x.push_back(static_cast<double>(step));
+      curve.y.push_back(k < held.bytes.size() ? static_cast<double>(held.bytes[k]) / unit.bytes : 0);
+    };
+    for (std::size_t i = 0; i < record.memory.size(); ++i) {
+      if (i > 0) add(record.memory[i].step - 1, record.memory[i - 1]);
+      add(record.memory[i].step, record.memory[i]);
+    }
+    add(static_cast<std::int64_t>(record.steps.size()), record.memory.back());
+    chart.curves.push_back(curve);
+  }
+  if (ledger.limit() != kNoLimit)
+    chart.levels.emplace_back("limit", static_cast<double>(ledger.limit()) / unit.bytes);
+  return chart;
+}
+
+train::Section memory_of(const train::Ledger& ledger, const Memory& plan, std::int64_t count,
+                         const Record& record) {
   const auto params = static_cast<double>(count);
   train::Bars::Row planned = {"planned", {}}, measured = {"measured", {}};
   for (const auto& [kind, bytes] : plan.parts())
@@ -110,11 +142,13 @@ train::Section memory_of(const train::Ledger& ledger, const Memory& plan, std::i
   };
   for (const train::Ledger::Entry& entry : ledger.entries()) add(entry.kind, entry.peak);
   add("total", ledger.peak());
-  return {"Memory",
-          "",
-          {kinds},
-          {{"Weights, moments, gradients", "", "bytes per parameter", {planned, measured}}},
-          {}};
+  train::Section section = {"Memory",
+                            "",
+                            {kinds},
+                            {{"Weights, moments, gradients", "", "bytes per parameter", {planned, measured}}},
+                            {}};
+  if (!record.memory.empty()) section.charts.push_back(memory_chart(ledger, record));
+  return section;
 }
 
 // Steps of which nothing is known but that they were taken (train::unseen) are left out.
@@ -205,7 +239,7 @@ train::Report page_of(const std::string& data, const std::string& kind, const st
             {settings_of(data, kind, recipe, job), speed_of(trainer, job, record)},
             {},
             {}},
-           memory_of(ledger, plan, train::parameter_count(job.shape)),
+           memory_of(ledger, plan, train::parameter_count(job.shape), record),
            steps_of(job, record)}};
 }
 

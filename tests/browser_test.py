@@ -11,6 +11,7 @@ the files made run, and a declaration of the style sheet that the browser does n
 import base64
 import fcntl
 import html.parser
+import itertools
 import json
 import os
 import pathlib
@@ -212,13 +213,14 @@ COLLECT = r"""
           width: part.getBoundingClientRect().width / part.parentElement.getBoundingClientRect().width}))}))),
       charts: all(".chart", section).map((chart) => ({
         panels: all(".panels > svg", chart).map((svg) => ({
-          role: svg.getAttribute("role"), label: svg.getAttribute("aria-label"),
+          lo: Number(svg.dataset.lo), role: svg.getAttribute("role"), label: svg.getAttribute("aria-label"),
           width: svg.getBoundingClientRect().width, height: svg.getBoundingClientRect().height,
           ticks: all("text:not([class])", svg).length + all("text[class='']", svg).length,
           curves: all("path.curve", svg).map((path) => ({name: path.dataset.name,
               points: numbers(path.getAttribute("d")).length / 2, leaves: leaves(path),
               extent: extent(path),
               stroke: getComputedStyle(path).stroke, dash: getComputedStyle(path).strokeDasharray})),
+          bands: all("path.band", svg).map((path) => path.dataset.name),
           levels: all("line.level", svg).map((line) => line.dataset.level),
           gaps: all(".gap", svg).map((mark) => mark.dataset.gap),
           beyond: all(".beyond", svg).map((mark) => mark.dataset.beyond)})),
@@ -294,6 +296,14 @@ def finite(curve):
     return [(x, y) for x, y in zip(curve["x"], curve["y"]) if y is not None]
 
 
+def on_top(chart):
+    """The curves as they are drawn: those of a stack stand on those before them."""
+    if not chart["stacked"]:
+        return chart["curves"]
+    tops = itertools.accumulate((curve["y"] for curve in chart["curves"]), lambda under, own: [a + b for a, b in zip(under, own)])
+    return [{**curve, "y": top} for curve, top in zip(chart["curves"], tops)]
+
+
 def check_panel(checks, chart, panel, first, last, whole, notes):
     name = chart["title"]
     least = panel["width"] / 4 if whole else 18  # the close view draws two dozen means
@@ -304,7 +314,9 @@ def check_panel(checks, chart, panel, first, last, whole, notes):
     looks = {(c["stroke"], c["dash"]) for c in panel["curves"]}
     if len(chart["curves"]) <= 12:
         checks.same(len(looks), len(chart["curves"]), f"curves of '{name}' that look different")
-    for curve in chart["curves"]:
+    bands = [c["name"] for c in chart["curves"] if c["x"]] if chart["stacked"] else []
+    checks.same(panel["bands"], bands, f"bands of '{name}'")
+    for curve in on_top(chart):
         drawn = next(c for c in panel["curves"] if c["name"] == curve["name"])
         inside = [p for p in finite(curve) if first <= p[0] <= last]
         checks.that(drawn["points"] >= min(len(inside), least),
@@ -330,11 +342,16 @@ def check_chart(checks, chart, found):
     xs = [x for curve in chart["curves"] for x in curve["x"]] or [0, 1]
     first, last = min(xs), max(xs)
     third = last - (last - first) / 3
-    closely = not chart["small"] and first < last and any(sum(x >= third for x in c["x"]) >= 3 for c in chart["curves"])
+    closely = not chart["small"] and not chart["stacked"] and first < last and any(sum(x >= third for x in c["x"]) >= 3 for c in chart["curves"])
     checks.same(len(found["panels"]), 2 if closely else 1, f"panels of '{chart['title']}'")
     for panel, start in zip(found["panels"], (first, third)):
         check_panel(checks, chart, panel, start, last, panel is found["panels"][0], found["notes"])
         checks.that(panel["ticks"] >= 4, f"'{chart['title']}' has {panel['ticks']} ticks")
+    if chart["stacked"]:
+        most = max((y for curve in on_top(chart) for y in curve["y"]), default=0)
+        near = [level["name"] for level in chart["levels"] if level["value"] < 1.6 * most]
+        checks.same(found["panels"][0]["levels"], near, f"levels of '{chart['title']}'")
+        checks.that(found["panels"][0]["lo"] <= 0, f"the stack '{chart['title']}' does not stand on 0")
     for level in chart["levels"]:
         drawn = any(level["name"] in panel["levels"] for panel in found["panels"])
         if level["value"] is None:

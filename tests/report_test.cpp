@@ -66,6 +66,19 @@ Bars memory() {
   return bars;
 }
 
+// Of kinds that the bars have, one that they have not, and one that is not there all the time.
+Chart held() {
+  const std::vector<double> steps = {1, 250, 251, 400, 401, 500};
+  Chart chart{"By kind", "", "step", "GiB", {}, {{"limit", 46}, {"out of sight", 140}}};
+  chart.curves = {{"weights", steps, {2, 2, 2, 2, 2, 2}},
+                  {"exp_avg", steps, {1, 1, 1, 1, 1, 1}},
+                  {"gradients", steps, {1, 1, 0, 0, 1, 1}},
+                  {"scales", steps, {0.0625, 0.0625, 0.0625, 0.0625, 0.0625, 0.0625}},
+                  {"activations", steps, {36, 36, 30, 30, 36, 36}}};
+  chart.stacked = true;
+  return chart;
+}
+
 Figures results() {
   Figures table{"Results", "Loss on bytes that no run has seen; mean of the last evaluations.", {}};
   table.rows.push_back({"recipe", "weight", "exp_avg", "exp_avg_sq", "gradient", "bytes/param", "final loss",
@@ -83,7 +96,7 @@ Report normal() {
   return {"Eight recipes, one model",
           "A byte-level GPT with 0.8 million parameters, trained for 500 steps in each recipe.",
           {{"Loss", "The reference keeps everything in fp32.", {results()}, {}, {losses(500)}},
-           {"Memory", "", {}, {memory()}, {}}}};
+           {"Memory", "", {}, {memory()}, {held()}}}};
 }
 
 const char* const kHostile[] = {"</script><script>alert(1)</script>",
@@ -153,7 +166,17 @@ Report sparse() {
       {"constant", "", "step", "loss", {{"flat", {0, 1, 2, 3, 4, 5, 6}, {2, 2, 2, 2, 2, 2, 2}}}, {}},
       {"zero", "", "step", "loss", {{"zero", {0, 1, 2, 3}, {0, 0, 0, 0}}}, {}},
       {"extremes", "", "step", "loss", {{"wide", {0, 1, 2}, {-1.7e308, 0, 1.7e308}}}, {}},
-      {"tiny", "", "step", "rate", {{"small", {0, 1, 2}, {1e-12, 2e-12, 5e-324}}}, {}}};
+      {"tiny", "", "step", "rate", {{"small", {0, 1, 2}, {1e-12, 2e-12, 5e-324}}}, {}},
+      {"nothing in a stack", "", "step", "MiB", {{"none", {}, {}}}, {}, false, true},
+      {"a stack of zeros",
+       "",
+       "step",
+       "MiB",
+       {{"no", {1, 2}, {0, 0}}, {"none", {1, 2}, {0, 0}}},
+       {},
+       false,
+       true},
+      {"a stack of one step", "", "step", "MiB", {{"one", {1}, {2}}, {"more", {1}, {3}}}, {}, false, true}};
   report.sections.push_back(section);
   return report;
 }
@@ -239,6 +262,9 @@ TEST(Report, EveryNumberComesBack) {
   expect_same(report.sections[0].charts[0], data["sections"][0]["charts"][0]);
   EXPECT_EQ(data["sections"][0]["charts"][0]["levels"][0]["value"], 0.95);
   EXPECT_EQ(data["sections"][0]["tables"][0]["rows"], Json(report.sections[0].tables[0].rows));
+  EXPECT_EQ(data["sections"][0]["charts"][0]["stacked"], false);
+  expect_same(report.sections[1].charts[0], data["sections"][1]["charts"][0]);
+  EXPECT_EQ(data["sections"][1]["charts"][0]["stacked"], true);
   const Bars bars = memory();
   for (size_t r = 0; r < bars.rows.size(); ++r) {
     for (size_t p = 0; p < bars.rows[r].parts.size(); ++p) {
@@ -316,6 +342,13 @@ TEST(Report, ListsThatDoNotFitAreRefused) {
             "report: curve 'a' has step nan at index 1; steps must be finite and may not fall");
   section.charts = {{"", "", "", "", {{"a", {2, 1}, {1, 1}}}, {}}};
   EXPECT_NE(refusal(section).find("may not fall"), std::string::npos);
+  section.charts = {{"s", "", "", "", {{"a", {1, 2}, {1, 1}}, {"b", {1, 3}, {1, 1}}}, {}, false, true}};
+  EXPECT_EQ(refusal(section),
+            "report: curve 'b' of the stack 's' has other steps than the first; give all the same");
+  for (const double amount : {-1.0, kNan, kInf}) {
+    section.charts = {{"s", "", "", "", {{"a", {1}, {amount}}}, {}, false, true}};
+    EXPECT_NE(refusal(section).find("must be finite and not negative"), std::string::npos) << amount;
+  }
   section.charts.clear();
   for (const double amount : {-1.0, kNan, kInf}) {
     section.bars = {{"b", "", "", {{"row", {{"weights", amount}}}}}};

@@ -318,8 +318,9 @@ class Train(Case):
             report = json.loads(re.search(r'<script[^>]* id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
             curves = {curve["name"]: curve for section in report["sections"] for chart in section["charts"]
                       for curve in chart["curves"]}
+            kinds = {"weights", "extra", "exp_avg", "exp_avg_sq", "scales", "gradients", "activations", "workspace"}
             self.assertEqual(set(curves), {"training", "validation", "Gradient norm", "Learning rate", "Loss scale",
-                                           "Throughput"})
+                                           "Throughput"} | kinds)
             del curves["validation"]
             for name, curve in curves.items():
                 self.assertEqual(curve["x"], [5, 6], name)

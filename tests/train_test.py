@@ -96,6 +96,25 @@ class Train(Case):
         self.assertAlmostEqual(rows.pop("total"), sum(rows.values()), delta=0.01)
         self.assertAlmostEqual(rows["weights"], 2, delta=0.001)
 
+    def test_the_page_has_memory_by_kind_of_every_step(self):
+        """What the table says before the start, in lines; accumulators are there within a step alone."""
+        said = self.trained("--gradients", "compressed", "--memory-limit", "30MiB", steps=20)
+        unit = re.search(r"^memory +(\w+) ", said, re.M)[1]
+        rows = dict(re.findall(r"^([a-z_]+) +([\d.]+) +[\d.]+$", said, re.M))
+        with open(self.path("run/report.html"), encoding="utf-8") as report:
+            report = json.loads(re.search(r'id="data">(.*?)</script>', report.read(), re.DOTALL)[1])
+        memory = next(section for section in report["sections"] if section["title"] == "Memory")
+        chart, = memory["charts"]
+        self.assertEqual((chart["y_label"], chart["stacked"]), (unit, True))
+        self.assertEqual({curve["name"] for curve in chart["curves"]}, set(rows) - {"total"})
+        for curve in chart["curves"]:
+            self.assertEqual(curve["x"], [1, 20], curve["name"])  # it stays the same, and is told once
+            for amount in curve["y"]:
+                self.assertEqual(f"{amount:.2f}", rows[curve["name"]], curve["name"])
+        self.assertGreater(float(rows["gradients"]), 0)
+        limit, = chart["levels"]
+        self.assertEqual(limit["value"], 30 * 2 ** {"MiB": 0, "KiB": 10}[unit])
+
     def test_the_same_bits_for_any_number_of_threads(self):
         for threads in (1, 2, 3):
             self.trained("--threads", str(threads), "--gradients", "compressed", out=f"run{threads}")

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <fstream>
 #include <limits>
+#include <map>
+#include <memory>
 #include <set>
 
 #include "formats/codec.h"
@@ -567,6 +569,54 @@ TEST(Memory, WhatIsCountedForOtherPartsIsWhatIsTaken) {
   EXPECT_EQ(counted.peak(), ledger.peak());
   for (const Ledger::Entry& entry : ledger.entries())
     EXPECT_EQ(counted.peak(entry.kind), entry.peak) << entry.kind;
+}
+
+TEST(Memory, AHighIsThePeakSinceTheMark) {
+  Ledger ledger;
+  const Block stays(ledger, "weights", 10);
+  { const Block before(ledger, "weights", 1000), gone(ledger, "workspace", 100); }
+  ledger.mark();
+  { const Block within(ledger, "gradients", 50); }
+  { const Block less(ledger, "gradients", 20); }
+  const Block more(ledger, "weights", 5);
+  std::map<std::string, std::int64_t> highs, peaks;
+  for (const Ledger::Entry& entry : ledger.entries())
+    highs[entry.kind] = entry.high, peaks[entry.kind] = entry.peak;
+  EXPECT_EQ(highs,
+            (std::map<std::string, std::int64_t>{{"weights", 15}, {"workspace", 0}, {"gradients", 50}}));
+  EXPECT_EQ(peaks,
+            (std::map<std::string, std::int64_t>{{"weights", 1010}, {"workspace", 100}, {"gradients", 50}}));
+}
+
+// Accumulators are there within a step alone, and what a validation or a start takes is not a step's.
+TEST(Memory, ARunKnowsWhatEachStepHeld) {
+  const Job job = job_of("scruple", SCRUPLE_COMPRESSED, "int8");
+  Ledger ledger;
+  Trainer trainer(job, ledger);
+  { const Block before(ledger, "workspace", 64 << 20); }
+  Span span;
+  span.steps = 6;
+  std::int64_t taken = 0;
+  std::unique_ptr<Block> grows;
+  const Record record = run(trainer, text(), text(), span, [&](const Record&) {
+    if (++taken == 2) grows = std::make_unique<Block>(ledger, "later", 7);
+    if (taken == 4) grows.reset();
+  });
+  std::vector<std::int64_t> steps;
+  for (const Held& held : record.memory) steps.push_back(held.step);
+  ASSERT_EQ(steps, (std::vector<std::int64_t>{1, 3, 5})) << "where they change";
+  for (const Held& held : record.memory)
+    for (std::size_t k = 0; k < held.bytes.size(); ++k) {
+      const Ledger::Entry& entry = ledger.entries()[k];
+      if (entry.kind == "later")
+        EXPECT_EQ(held.bytes[k], held.step == 3 ? 7 : 0);
+      else if (entry.kind == "workspace")
+        EXPECT_LT(held.bytes[k], 64 << 20);
+      else
+        EXPECT_EQ(held.bytes[k], entry.peak) << entry.kind;
+    }
+  EXPECT_EQ(record.memory[0].bytes.size() + 1, record.memory[1].bytes.size());
+  EXPECT_GT(ledger.peak("gradients"), trainer.state().size());
 }
 
 TEST(Memory, TheLedgerIsEmptyAfterwards) {

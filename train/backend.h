@@ -67,7 +67,8 @@ class Network {
   // count. Each parameter's goes to the sink once, as soon as it can be computed: whole or in pieces, in any format, in
   // the backend's memory. Its weight may be stepped inside the call.
   virtual void train(Visible weights, const Batch& batch, Sink& sink, float weight) = 0;
-  // The mean loss of each train() since this was last asked, 0 where no target counted; waits for the device.
+  // The mean loss of each train() since this was last asked, 0 where no target counted. It needs the work that these have
+  // queued to be done, and waits for it; after Sink::read(), which waits too, there is nothing left to wait for.
   virtual std::vector<double> losses() = 0;
   // The mean loss, for validation.
   virtual double loss(Visible weights, const Batch& batch) = 0;

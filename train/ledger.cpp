@@ -28,11 +28,16 @@ void Ledger::check_room(const std::string& kind, std::int64_t bytes) const {
 void Ledger::add(const std::string& kind, std::int64_t bytes) {
   check_room(kind, bytes);
   auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.kind == kind; });
-  if (entry == entries_.end()) entry = entries_.insert(entry, {kind, 0, 0});
+  if (entry == entries_.end()) entry = entries_.insert(entry, {kind, 0, 0, 0});
   entry->now += bytes;
   entry->peak = std::max(entry->peak, entry->now);
+  entry->high = std::max(entry->high, entry->now);
   now_ += bytes;
   peak_ = std::max(peak_, now_);
+}
+
+void Ledger::mark() {
+  for (Entry& entry : entries_) entry.high = entry.now;
 }
 
 void Ledger::give_back(const std::string& kind, std::int64_t bytes) noexcept {

@@ -14,6 +14,7 @@ class Ledger {
   struct Entry {
     std::string kind;  // "weights", "exp_avg", "gradients", "activations", "workspace"...
     std::int64_t now = 0, peak = 0;
+    std::int64_t high = 0;  // the peak since mark()
   };
   // More than `limit` bytes at once are refused, before any is touched.
   explicit Ledger(std::int64_t limit = std::numeric_limits<std::int64_t>::max()) : limit_(limit) {}
@@ -26,6 +27,8 @@ class Ledger {
   const std::vector<Entry>& entries() const { return entries_; }  // in the order of their first allocation
   std::int64_t peak(const std::string& kind) const;
   std::int64_t peak() const { return peak_; }  // of the sum
+  void mark();                                 // highs begin anew, with what there is now
+  std::int64_t limit() const { return limit_; }
 
  private:
   std::vector<Entry> entries_;

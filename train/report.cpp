@@ -69,12 +69,25 @@ Json level_data(const std::pair<std::string, double>& level) {
   return {{"name", level.first}, {"value", level.second}};
 }
 
+void check_stack(const Chart& chart) {
+  for (const Curve& curve : chart.curves) {
+    const std::string name = "curve '" + curve.name + "' of the stack '" + chart.title + "' has ";
+    if (curve.x != chart.curves[0].x) refuse(name + "other steps than the first; give all the same");
+    for (const double y : curve.y) {
+      if (!std::isfinite(y) || y < 0)
+        refuse(name + std::to_string(y) + "; an amount must be finite and not negative");
+    }
+  }
+}
+
 Json chart_data(const Chart& chart) {
+  if (chart.stacked) check_stack(chart);
   return {{"title", chart.title},
           {"note", chart.note},
           {"x_label", chart.x_label},
           {"y_label", chart.y_label},
           {"small", chart.small},
+          {"stacked", chart.stacked},
           {"curves", array(chart.curves, curve_data)},
           {"levels", array(chart.levels, level_data)}};
 }

@@ -19,6 +19,8 @@ struct Chart {
   std::vector<Curve> curves;
   std::vector<std::pair<std::string, double>> levels;  // horizontal lines, such as the best possible loss
   bool small = false;                                  // half as wide, and without the close view
+  // Amounts, each on top of those before it: the curves have the same x, and their y are finite and never negative.
+  bool stacked = false;
 };
 
 // One horizontal bar per row, split by kind.

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <utility>
 
 namespace scruple::train {
 namespace {
@@ -24,6 +25,13 @@ class Timer {
 std::int64_t due_from(std::int64_t step, std::int64_t last, std::int64_t every) {
   if (every <= 0) return 1;
   return last / every - (step - 1) / every + (last % every == 0 ? 0 : 1);
+}
+
+// Amounts rarely change: a long run keeps few of them.
+void note_memory(std::int64_t step, const Ledger& ledger, std::vector<Held>& memory) {
+  Held held = {step, {}};
+  for (const Ledger::Entry& entry : ledger.entries()) held.bytes.push_back(entry.high);
+  if (memory.empty() || memory.back().bytes != held.bytes) memory.push_back(std::move(held));
 }
 
 }  // namespace
@@ -70,6 +78,7 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
   auto step = static_cast<std::int64_t>(record.resumed);
   validate_if_due(step);  // which an earlier session may not have finished
   while (step < span.steps && span.go_on()) {
+    trainer.ledger().mark();
     {
       record.seconds.push_back(0);
       const Timer timer(record.seconds.back());
@@ -77,6 +86,7 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
     }
     record.step_seconds += record.seconds.back();
     ++step;
+    note_memory(step, trainer.ledger(), record.memory);
     watch(record);
     validate_if_due(step);
     if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);

@@ -26,11 +26,18 @@ struct Timed {
   double mean() const { return times == 0 ? 0 : seconds / static_cast<double>(times); }
 };
 
+// What each kind of memory held at most during a step, in the order of the ledger's entries.
+struct Held {
+  std::int64_t step;
+  std::vector<std::int64_t> bytes;
+};
+
 struct Record {
   std::vector<Outcome> steps;
   std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
   double step_seconds = 0;                                   // without the validations
   std::vector<double> seconds;                               // of each step of this session
+  std::vector<Held> memory;                                  // of each that held other amounts than the last
   Timed validating, saving;                                  // of this session
   std::size_t resumed = 0;                                   // steps of earlier sessions among `steps`
   bool stopped = false;                                      // before its last step, or its last validation

@@ -197,10 +197,10 @@ Outcome Trainer::step(const Windows& data) {
     network_->train(state_->visible(), batch(), *sink_, static_cast<float>(weights.back()));
     sink_->end();
   }
+  const scruple_sink_report report = sink_->read();  // the step's only wait: the losses have come by then
   const std::vector<double> losses = network_->losses();
   for (std::size_t part = 0; part < weights.size(); ++part)
     outcome.loss += losses[part] * weights[part] / static_cast<double>(parts);
-  const scruple_sink_report report = sink_->read();
   if (job_.scaler.scale > 0) loss_scale_ = report.scaler.scale;
   outcome.norm = report.norm;
   outcome.skipped = report.found_inf != 0;

@@ -82,6 +82,7 @@ class Trainer {
   Engine& engine() { return backend_->engine(); }
   Memory& memory() { return backend_->memory(); }  // where the state's planes are
   const Backend& backend() const { return *backend_; }
+  Ledger& ledger() { return accumulators_.ledger; }
   // The optimizers of what decays and of what does not.
   const Optimizer& decaying() const { return decaying_; }
   const Optimizer& undecayed() const { return undecayed_; }

@@ -24,12 +24,33 @@ void* pinned(std::int64_t bytes) {
                            "); choose a smaller --batch or leave --offload out");
 }
 
+namespace {
+
+// Not of any work: this machine has no GPU that this build could use, or its driver is not the right one.
+bool is_of_machine(cudaError_t error) {
+  switch (error) {
+    case cudaErrorNoDevice:
+    case cudaErrorInvalidDevice:
+    case cudaErrorDevicesUnavailable:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInitializationError:
+    case cudaErrorInsufficientDriver:
+    case cudaErrorSystemDriverMismatch:
+    case cudaErrorSystemNotReady: return true;
+    default: return false;
+  }
+}
+
+}  // namespace
+
 void check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // so that the next call does not report it again
   if (error == cudaErrorMemoryAllocation) throw std::bad_alloc();
   throw std::runtime_error(std::string(doing) + ": CUDA says " + cudaGetErrorName(error) + ", " +
-                           cudaGetErrorString(error) + "; it may come from work queued earlier on this GPU");
+                           cudaGetErrorString(error) +
+                           (is_of_machine(error) ? "; look at the driver and the GPU, or use --device cpu"
+                                                 : "; it may come from work queued earlier on this GPU"));
 }
 
 Stream::~Stream() {

@@ -83,6 +83,32 @@ struct Layout {
   cublasLtMatrixLayout_t made = nullptr;
 };
 
+struct Operation {
+  Operation() {
+    check_blas(library().MatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a product");
+  }
+  ~Operation() { library().MatmulDescDestroy(made); }
+  Operation(const Operation&) = delete;
+  template <class T>
+  void set(cublasLtMatmulDescAttributes_t what, T value) {
+    check_blas(library().MatmulDescSetAttribute(made, what, &value, sizeof value), "describing a product");
+  }
+  cublasLtMatmulDesc_t made = nullptr;
+};
+
+// What an algorithm should be like.
+struct Wishes {
+  Wishes() { check_blas(library().MatmulPreferenceCreate(&made), "describing a product"); }
+  ~Wishes() { library().MatmulPreferenceDestroy(made); }
+  Wishes(const Wishes&) = delete;
+  template <class T>
+  void set(cublasLtMatmulPreferenceAttributes_t what, T value) {
+    check_blas(library().MatmulPreferenceSetAttribute(made, what, &value, sizeof value),
+               "describing a product");
+  }
+  cublasLtMatmulPreference_t made = nullptr;
+};
+
 // Of an operand of `rows` x `columns` as cuBLAS sees it, which thinks in columns: what lies in rows is transposed to it.
 Layout layout_of(const Operand& operand, cudaDataType_t type, std::int64_t rows, std::int64_t columns) {
   return operand.transposed ? Layout(type, rows, columns, operand.stride)
@@ -95,13 +121,7 @@ Layout layout_of(const Operand& operand, cudaDataType_t type, std::int64_t rows,
 struct Products::Plans {
   struct Plan {
     Plan(const Product& p, Precision precision, cublasLtHandle_t handle);
-    ~Plan() { library().MatmulDescDestroy(operation); }
-    template <class T>
-    void set(cublasLtMatmulDescAttributes_t what, T value) {
-      check_blas(library().MatmulDescSetAttribute(operation, what, &value, sizeof value),
-                 "describing a product");
-    }
-    cublasLtMatmulDesc_t operation = nullptr;
+    Operation operation;
     Layout a, b, d;
     cublasLtMatmulAlgo_t algorithm;
   };
@@ -129,42 +149,36 @@ Products::Plans::Plan::Plan(const Product& p, Precision precision, cublasLtHandl
     : a(layout_of(p.b, type_of(precision), p.depth, p.columns)),
       b(layout_of(p.a, type_of(precision), p.rows, p.depth)),
       d(p.wide ? CUDA_R_32F : type_of(precision), p.columns, p.rows, p.stride) {
-  check_blas(library().MatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a product");
-  set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
-  set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  operation.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  operation.set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   const bool bias = p.bias != nullptr;
   switch (p.finish) {
     case Finish::none: break;
-    case Finish::bias: set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS); break;
+    case Finish::bias: operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS); break;
     case Finish::gelu:
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE, bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX);
+      operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE,
+                    bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX);
       break;
-    case Finish::gelu_backward: set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DGELU); break;
+    case Finish::gelu_backward: operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DGELU); break;
   }
-  if (bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  if (bias) operation.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
   if (p.kept != nullptr) {
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.stride);
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
+    operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.stride);
+    operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
   }
-  cublasLtMatmulPreference_t wishes = nullptr;
-  check_blas(library().MatmulPreferenceCreate(&wishes), "describing a product");
-  const auto wish = [&](cublasLtMatmulPreferenceAttributes_t what, auto value) {
-    check_blas(library().MatmulPreferenceSetAttribute(wishes, what, &value, sizeof value),
-               "describing a product");
-  };
-  wish(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
+  Wishes wishes;
+  wishes.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
   // Parts of a sum are added up in fp32, too.
-  wish(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-       std::uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
-  wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
-  wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
-  wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.c == nullptr ? p.d : p.c));
-  wish(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
+  wishes.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+             std::uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+  wishes.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
+  wishes.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
+  wishes.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.c == nullptr ? p.d : p.c));
+  wishes.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
   cublasLtMatmulHeuristicResult_t found = {};
   int count = 0;
-  const cublasStatus_t status = library().MatmulAlgoGetHeuristic(handle, operation, a.made, b.made, d.made,
-                                                                 d.made, wishes, 1, &found, &count);
-  library().MatmulPreferenceDestroy(wishes);
+  const cublasStatus_t status = library().MatmulAlgoGetHeuristic(
+      handle, operation.made, a.made, b.made, d.made, d.made, wishes.made, 1, &found, &count);
   if (status != CUBLAS_STATUS_SUCCESS || count == 0)
     throw std::runtime_error("cuBLASLt has no product of [" + std::to_string(p.rows) + ", " +
                              std::to_string(p.depth) + "] and [" + std::to_string(p.depth) + ", " +
@@ -201,14 +215,14 @@ Products::~Products() = default;
 
 void Products::run(const Product& p) {
   Plans::Plan& plan = plans_->find(p);
-  if (p.bias != nullptr) plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-  if (p.kept != nullptr) plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
+  if (p.bias != nullptr) plan.operation.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  if (p.kept != nullptr) plan.operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
   const float one = 1, add = p.c == nullptr ? 0.0f : 1.0f;
-  check_blas(
-      library().Matmul(plans_->handle, plan.operation, &one, p.b.data, plan.a.made, p.a.data, plan.b.made,
-                       &add, p.c == nullptr ? p.d : p.c, plan.d.made, p.d, plan.d.made, &plan.algorithm,
-                       plans_->workspace.as<void>(), static_cast<std::size_t>(kWorkspace), plans_->stream),
-      "a matrix product");
+  check_blas(library().Matmul(plans_->handle, plan.operation.made, &one, p.b.data, plan.a.made, p.a.data,
+                              plan.b.made, &add, p.c == nullptr ? p.d : p.c, plan.d.made, p.d, plan.d.made,
+                              &plan.algorithm, plans_->workspace.as<void>(),
+                              static_cast<std::size_t>(kWorkspace), plans_->stream),
+             "a matrix product");
 }
 
 }  // namespace scruple::train::cuda

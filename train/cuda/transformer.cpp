@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <stdexcept>
+#include <utility>
 
 #include "train/cuda/attention.h"
 #include "train/cuda/inputs.h"
@@ -19,7 +20,7 @@ using Index = std::int64_t;
 
 constexpr Index kLogitBytes = 512 << 20;  // of logits that exist at once
 constexpr Index kRowStep = 128;           // tokens in a part of them
-constexpr Index kLosses = 1024;           // that wait on the GPU
+constexpr Index kLosses = 1024;           // that the host may not have taken yet
 
 // Logits have columns that stay 0, so that products with them have sizes that tensor cores like: of GPT-2's 50,257 words
 // they would run at a sixth of their speed.
@@ -66,6 +67,7 @@ struct Transformer::State {
   };
 
   State(const Setup& setup, Visible visible, bool released, const Stream& on, Memory& from, Ledger& counts);
+  ~State();
 
   Block values(const char* kind, Index count) const {
     return Block(ledger, kind, count * bytes_of(precision), memory);
@@ -149,7 +151,7 @@ struct Transformer::State {
   void back_through_mlp(Index layer);
   void back_through_attention(Index layer);
   void take_embeddings();
-  std::vector<double> take_losses();
+  void take_losses();
 
   const Description model;
   const Precision precision;
@@ -168,10 +170,10 @@ struct Transformer::State {
   Visible weights;  // of the pass that runs
 
   Block hidden;  // the last layer's output, normalised
-  Block logits, row_losses, loss_sums, factor;
+  Block logits, row_losses, loss_sum, factor;
   Block table_gradient;  // of the head, in fp32, where it is a sum; else none
-  Block g, g_inner,
-      g_outer;   // gradients: of the residual stream; of what is inside a layer; of what goes in or out of it
+  // Gradients: of the residual stream, of what is inside a layer, of what goes in or out of it.
+  Block g, g_inner, g_outer;
   Block turned;  // queries and keys, where they are not turned in place
   Block rotation, norm_sums, bias_sums, head_norm_sums, attention_work;
   Block converted_matrix, converted_bias, padded_table;
@@ -189,8 +191,9 @@ struct Transformer::State {
     bool operator==(const Made&) const = default;
   };
   Made made;
-  std::vector<Index> counted;  // targets, of the losses that wait
-  std::vector<double> taken;   // losses that no longer wait on the GPU
+  std::vector<Index> counted;   // targets, of the losses that the host has not taken yet
+  double* host_sums = nullptr;  // of these, pinned: each is copied there as soon as it is computed
+  std::vector<double> taken;
 };
 
 Transformer::State::State(const Setup& setup, Visible visible, bool released, const Stream& on, Memory& from,
@@ -215,7 +218,7 @@ Transformer::State::State(const Setup& setup, Visible visible, bool released, co
       hidden(values("activations", rows * model.width)),
       logits(values("activations", part_rows * logit_stride(model))),
       row_losses(floats("activations", rows)),
-      loss_sums(ledger, "activations", kLosses * Index{sizeof(double)}, memory),
+      loss_sum(ledger, "activations", Index{sizeof(double)}, memory),
       factor(floats("workspace", 1)),
       g(values("activations", rows * model.width)),
       g_inner(values("activations", rows * std::max(model.inner, model.qkv_width()))),
@@ -252,6 +255,13 @@ Transformer::State::State(const Setup& setup, Visible visible, bool released, co
     rotation_of(model, table.data());
     memory.write(rotation.as<void>(), table.data(), rotation.bytes());
   }
+  if (!ledger.only_counts()) host_sums = static_cast<double*>(pinned(kLosses * Index{sizeof(double)}));
+}
+
+Transformer::State::~State() {
+  if (host_sums == nullptr) return;
+  cudaStreamSynchronize(stream);
+  cudaFreeHost(host_sums);
 }
 
 void Transformer::State::reserve(Block& converted, int parameter) const {
@@ -395,20 +405,20 @@ void Transformer::State::head(bool for_backward) {
   }
 }
 
-// Into the place after the losses that wait.
+// Behind the losses that were not taken yet, which are taken where there is no more room. take_losses() waits.
 void Transformer::State::sum_up() {
-  if (counted.size() == kLosses)
-    for (const double loss : take_losses()) taken.push_back(loss);
-  sum_losses(row_losses.as<float>(), rows, loss_sums.as<double>() + counted.size(), stream);
+  if (counted.size() == kLosses) take_losses();
+  sum_losses(row_losses.as<float>(), rows, loss_sum.as<double>(), stream);
+  check(cudaMemcpyAsync(host_sums + counted.size(), loss_sum.as<double>(), sizeof(double),
+                        cudaMemcpyDeviceToHost, stream),
+        "copying a loss from the GPU");
 }
 
-std::vector<double> Transformer::State::take_losses() {
-  std::vector<double> sums(counted.size());
-  memory.read(sums.data(), loss_sums.as<void>(), static_cast<Index>(sums.size() * sizeof(double)));
-  for (std::size_t i = 0; i < sums.size(); ++i)
-    sums[i] /= static_cast<double>(std::max<Index>(counted[i], 1));
+void Transformer::State::take_losses() {
+  stream.wait();
+  for (std::size_t i = 0; i < counted.size(); ++i)
+    taken.push_back(host_sums[i] / static_cast<double>(std::max<Index>(counted[i], 1)));
   counted.clear();
-  return sums;
 }
 
 // ---- Backward ----
@@ -627,11 +637,8 @@ void Transformer::train(Visible weights, const Batch& batch, Sink& sink, float w
 }
 
 std::vector<double> Transformer::losses() {
-  State& s = *state_;
-  std::vector<double> all = std::move(s.taken);
-  s.taken.clear();
-  for (const double loss : s.take_losses()) all.push_back(loss);
-  return all;
+  state_->take_losses();
+  return std::exchange(state_->taken, {});
 }
 
 double Transformer::loss(Visible weights, const Batch& batch) {
@@ -641,9 +648,8 @@ double Transformer::loss(Visible weights, const Batch& batch) {
   s.run(false);
   s.head(false);
   s.sum_up();
-  double sum = 0;
-  s.memory.read(&sum, s.loss_sums.as<double>() + s.counted.size(), sizeof sum);
-  return sum / static_cast<double>(std::max<Index>(counted, 1));
+  s.stream.wait();
+  return s.host_sums[s.counted.size()] / static_cast<double>(std::max<Index>(counted, 1));
 }
 
 }  // namespace scruple::train::cuda

@@ -118,11 +118,12 @@ function fit_bars(shrunk) {
 
 const names = [];  // one colour for a curve's name all over the report, while there are enough
 for (const section of report.sections) for (const chart of section.charts) for (const curve of chart.curves)
-  if (!curve.reference && !names.includes(curve.name)) names.push(curve.name);
+  if (!chart.stacked && !curve.reference && !names.includes(curve.name)) names.push(curve.name);
 
-function dress(curves) {
+function dress({curves, stacked}) {
   let own = 0;
   for (const curve of curves) {
+    if (stacked) { curve.look = "c" + hue_of(curve.name).replace("hatched", "d1").slice(1); continue; }
     if (curve.reference) { curve.look = "ink"; continue; }
     const i = names.length <= 16 ? names.indexOf(curve.name) : own++;
     const dash = Math.floor(i / 4) % 4;
@@ -145,7 +146,7 @@ function nearest(x, value) {
 // What a panel shows of y: all curves but those that ran away, which would press the others into a line. They
 // leave the frame, and the panel says so. The whole run's frame reaches twice a typical curve's height or
 // three times its size beyond it; the close view's, three times the height or the distance between curves,
-// and nowhere further than the whole run's.
+// and nowhere further than the whole run's. A stack stands on 0, whole.
 function frame(chart, x0, x1, whole) {
   const all = [];
   for (const curve of chart.curves) {
@@ -155,6 +156,10 @@ function frame(chart, x0, x1, whole) {
     if (lo <= hi) all.push({curve, lo, hi});
   }
   const levels = chart.levels.filter((level) => level.value !== null).map((level) => level.value);
+  if (chart.stacked) {
+    const most = Math.max(0, ...all.map((s) => s.hi)), near = levels.filter((v) => v < 1.6 * most);
+    return {...padded(0, Math.max(most, ...near), []), lowest: 0};
+  }
   if (!all.length) return padded(Math.min(...levels), Math.max(...levels), []);
   const sorted = (list) => list.sort((a, b) => a - b);
   const middle = (list) => sorted(list)[(list.length - 1) >> 1];
@@ -209,6 +214,26 @@ function averaged(curve, x0) {
     y.unshift(mean(curve.y.slice(end - size, end)));
   }
   return {...curve, x, y, size};
+}
+
+// Each curve on top of those before it; its name goes beside the middle of its band.
+function stack(curves) {
+  const sums = curves.length ? curves[0].x.map(() => 0) : [];
+  return curves.map((curve) => {
+    const y = curve.y.map((amount, i) => sums[i] += amount), last = y.length - 1;
+    return {...curve, y, middle: y[last] - curve.y[last] / 2};
+  });
+}
+
+// Each from its curve down to the one before.
+function draw_bands(curves, at, x0, x1, inside) {
+  let under = [`${at.x(x1)},${at.y(0)}`, `${at.x(x0)},${at.y(0)}`];
+  for (const curve of curves.filter((curve) => curve.x.length)) {
+    const line = trace(curve, at, x0, x1).d.slice(1).split("L");
+    inside.append(shape("path", {d: "M" + [...line, ...under].join("L") + "Z", class: "band " + curve.look,
+        "data-name": curve.name}));
+    under = line.reverse();
+  }
 }
 
 // A curve's line, its lonely points, and a cross where it stops being finite.
@@ -271,6 +296,7 @@ function panel(chart, width, height, x0, x1, named, heading, whole) {
   root.append(shape("clipPath", {id: clip}, shape("rect", {x: left, y: top - 4, width: right - left + 4,
       height: bottom - top + 8})), inside, over);
   draw_levels(chart, {lo, hi, lowest, left, right}, at, inside, over, line, text);
+  if (chart.stacked) draw_bands(chart.curves, at, x0, x1, inside);
   // The reference lies under the others, which would vanish behind its wider line.
   for (const curve of [...chart.curves].sort((a, b) => b.reference - a.reference)) {
     const {d, gaps, dots} = trace(curve, at, x0, x1);
@@ -335,7 +361,7 @@ function draw_names(chart, at, f, root) {
     let i = curve.x.length - 1;
     while (i >= 0 && curve.y[i] === null) i--;
     if (i < 0 || curve.x[i] < f.x0) continue;
-    const wanted = at.y(curve.y[i]), y = Math.min(f.bottom, Math.max(f.top, wanted));
+    const wanted = at.y(curve.middle ?? curve.y[i]), y = Math.min(f.bottom, Math.max(f.top, wanted));
     const mark = wanted < f.top - 1 ? "▲ " : wanted > f.bottom + 1 ? "▼ " : "";
     list.push({curve, x: at.x(curve.x[i]), y, label: y, name: mark + curve.name});
   }
@@ -457,7 +483,7 @@ function listen(chart, panels, key, p) {
 const redraws = [];  // one function per chart, called with the width to draw in
 
 function draw_chart(chart) {
-  dress(chart.curves);
+  dress(chart);
   chart.spoken = spoken(chart);
   chart.counts = chart.curves.every((curve) => curve.x.every(Number.isInteger));
   const box = tag("div", {class: "panels"}), key = legend(chart), cut = tag("p", {class: "note"});
@@ -471,7 +497,8 @@ function draw_chart(chart) {
   if (!(x0 <= x1)) { x0 = 0; x1 = 1; }
   if (x0 === x1) { x0 -= .5; x1 += .5; }
   const third = x1 - (x1 - x0) / 3;
-  const closely = !chart.small && chart.curves.some((c) => c.x.length - lower_bound(c.x, third) >= 3);
+  const closely = !chart.small && !chart.stacked && chart.curves.some((c) => c.x.length - lower_bound(c.x, third) >= 3);
+  const whole = chart.stacked ? {...chart, curves: stack(chart.curves)} : chart;
   const late = {...chart, curves: chart.curves.map((curve) => averaged(curve, third))};
   const size = Math.max(...late.curves.map((curve) => curve.size));
   const heading = "The last third, closely" + (size > 1 ? `: means of ${group(size, 0)} points` : "");
@@ -481,7 +508,7 @@ function draw_chart(chart) {
     const each = wide ? Math.floor((width - 24) / 2) : width;
     const height = chart.small ? 200 : width >= 720 ? 340 : 250;
     const named = !closely && chart.curves.length > 1;
-    panels = [panel(chart, each, height, x0, x1, named, chart.small ? "" : "The whole run")];
+    panels = [panel(whole, each, height, x0, x1, named, chart.small ? "" : "The whole run")];
     if (closely) panels.push(panel(late, each, height, third, x1, true, heading, panels[0]));
     box.replaceChildren(...panels.map((p) => p.root));
     for (const p of panels) listen(chart, panels, key, p);
@@ -490,7 +517,7 @@ function draw_chart(chart) {
     point_at(chart, panels, key, null);
   });
   for (const {item, curve} of key.curves) {
-    const fade = (on) => panels.forEach((p) => p.inside.querySelectorAll(".curve").forEach((path) =>
+    const fade = (on) => panels.forEach((p) => p.inside.querySelectorAll(".curve, .band").forEach((path) =>
         path.classList.toggle("fade", on && path.dataset.name !== curve.name)));
     item.addEventListener("pointerenter", () => fade(true));
     item.addEventListener("pointerleave", () => fade(false));
