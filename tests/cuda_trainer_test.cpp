@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "tests/descriptions.h"
+#include "tests/jobs.h"
 #include "train/checkpoint.h"
 #include "train/corpus.h"
 #include "train/trainer.h"
@@ -23,16 +24,6 @@ class CudaTrainer : public ::testing::Test {
     if (!has_cuda()) GTEST_SKIP() << "this machine has no GPU that the trainer could run on";
   }
 };
-
-Describe describe_by(const std::string& recipe) {
-  return [recipe](const Optimizer& optimizer, std::int64_t size) {
-    scruple_tensor row = {};
-    row.optimizer = optimizer.raw();
-    row.size = size;
-    check(scruple_tensor_use(&row, recipe.c_str()));
-    return row;
-  };
-}
 
 // Sizes are multiples of 8, as 16-bit products want them.
 Description llama(std::int64_t layers = 2) {
@@ -135,9 +126,10 @@ struct Documents {
 };
 
 // Values that are quick to draw, spread as first weights are.
-Fill spread_values(const std::vector<Parameter>& parameters) {
-  return [&parameters](int which, std::int64_t first, std::int64_t count, float* values) {
-    const Parameter& parameter = parameters[static_cast<std::size_t>(which)];
+Fill spread_values(const Description& shape) {
+  const std::vector<Parameter> all = parameters_of(shape);
+  return [all](int which, std::int64_t first, std::int64_t count, float* values) {
+    const Parameter& parameter = all[static_cast<std::size_t>(which)];
     for (std::int64_t i = 0; i < count; ++i) {
       const auto mixed = static_cast<std::uint64_t>(first + i + which * 7919) * 0x9e3779b97f4a7c15u;
       const double uniform = static_cast<double>(mixed >> 40) / (1 << 24) - 0.5;
@@ -146,37 +138,14 @@ Fill spread_values(const std::vector<Parameter>& parameters) {
   };
 }
 
-// The gradients of one batch: what SGD's momentum is after its first step.
-struct Gradients {
-  double loss = 0, loss_again = 0;
-  std::vector<std::vector<float>> all;
-};
-Gradients gradients_of(const Description& shape, OpenBackend open, Precision activations,
-                       const std::string& recipe, scruple_policy policy, std::int64_t batch = 3) {
-  Job job = job_of(shape, open, recipe, activations);
-  const std::unique_ptr<Backend> backend = open(0);
-  const Optimizer sgd("sgd", {{"momentum", 0.5}, {"lr", 0.0}});
-  Ledger ledger;
-  State state(*backend, parameters_of(shape), sgd, sgd, describe_by(recipe), ledger);
-  state.start(spread_values(state.parameters()), ledger);
-  scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
-  options.policy = policy;
-  Sink sink(backend->engine(), state.table(), options);
+Computed gradients_of(const Description& shape, OpenBackend open, Precision activations,
+                      scruple_policy policy, std::int64_t batch = 3) {
+  Job job = job_of(shape, open, "fp32", activations);
   job.batch = batch;
-  const std::unique_ptr<Network> network = backend->network(job, state.visible(), policy, ledger);
-  const Documents documents(shape, batch);
-  Gradients result;
-  result.loss_again = network->loss(state.visible(), documents.batch());
-  network->train(state.visible(), documents.batch(), sink, 1);
-  sink.end();
-  const std::vector<double> losses = network->losses();
-  EXPECT_EQ(losses.size(), 1u);
-  result.loss = losses.at(0);
-  for (const scruple_tensor& row : state.table()) {
-    std::vector<float>& values = result.all.emplace_back(static_cast<std::size_t>(row.size));
-    check(scruple_decode(backend->engine().raw(), &row, SCRUPLE_SLOT, values.data()));
-  }
-  return result;
+  job.threads = 0;
+  job.initial = spread_values(shape);
+  job.gradients.policy = policy;
+  return computed_by(job, Documents(shape, batch).batch());
 }
 
 double norm_of(const std::vector<float>& values) {
@@ -191,15 +160,16 @@ double distance(const std::vector<float>& a, const std::vector<float>& b) {
   return norm_of(apart);
 }
 
-void expect_alike(const Gradients& got, const Gradients& want, const Description& shape, double loss,
+void expect_alike(const Computed& got, const Computed& want, const Description& shape, double loss,
                   double gradient, double small = 0) {
   EXPECT_NEAR(got.loss, want.loss, loss * want.loss);
-  EXPECT_NEAR(got.loss, got.loss_again, 1e-12) << "validation and training compute the same loss";
+  EXPECT_NEAR(got.loss, got.validated, 1e-12) << "validation and training compute the same loss";
   const std::vector<Parameter> parameters = parameters_of(shape);
   double largest = 0;
-  for (const std::vector<float>& values : want.all) largest = std::max(largest, norm_of(values));
+  for (const std::vector<float>& values : want.gradients) largest = std::max(largest, norm_of(values));
   for (std::size_t p = 0; p < parameters.size(); ++p)
-    EXPECT_LT(distance(got.all[p], want.all[p]), gradient * (norm_of(want.all[p]) + small * largest) + 1e-12)
+    EXPECT_LT(distance(got.gradients[p], want.gradients[p]),
+              gradient * (norm_of(want.gradients[p]) + small * largest) + 1e-12)
         << parameters[p].name;
 }
 
@@ -210,14 +180,14 @@ constexpr double kSmall = 0.05;
 TEST_F(CudaTrainer, GradientsAreTheCpusInEveryFamily) {
   for (const Family& family : families()) {
     SCOPED_TRACE(family.name);
-    const Gradients want = gradients_of(family.shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_STORED);
+    const Computed want = gradients_of(family.shape, cpu_backend, Precision::fp32, SCRUPLE_STORED);
     for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
-      expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp32, "fp32", policy), want,
-                   family.shape, 1e-6, 1e-4);
-      expect_alike(gradients_of(family.shape, cuda_backend, Precision::bf16, "fp32", policy), want,
-                   family.shape, 3e-3, 3e-2, kSmall);
+      expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp32, policy), want, family.shape,
+                   1e-6, 1e-4);
+      expect_alike(gradients_of(family.shape, cuda_backend, Precision::bf16, policy), want, family.shape,
+                   3e-3, 3e-2, kSmall);
     }
-    expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp16, "fp32", SCRUPLE_STORED), want,
+    expect_alike(gradients_of(family.shape, cuda_backend, Precision::fp16, SCRUPLE_STORED), want,
                  family.shape, 1e-3, 2e-2, kSmall);
   }
 }
@@ -225,8 +195,8 @@ TEST_F(CudaTrainer, GradientsAreTheCpusInEveryFamily) {
 // Sizes that are no multiples of anything.
 TEST_F(CudaTrainer, GradientsAreTheCpusForOddSizes) {
   const Description shape = other_parts({2, 66, 3, 37, 259}, 1, 22);
-  expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED),
-               gradients_of(shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_STORED), shape, 1e-6, 1e-4);
+  expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, SCRUPLE_RELEASED),
+               gradients_of(shape, cpu_backend, Precision::fp32, SCRUPLE_STORED), shape, 1e-6, 1e-4);
 }
 
 // A vocabulary whose logits do not exist at once, and gradients that go in pieces.
@@ -236,9 +206,9 @@ TEST_F(CudaTrainer, GradientsAreTheCpusWhereTheyComeInParts) {
       Description shape = llama(1);
       shape.vocabulary = 1 << 20, shape.width = 40, shape.head_width = 10, shape.tied = tied;
       SCOPED_TRACE((tied ? "tied, " : "not tied, ") + std::to_string(batch));
-      expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED, batch),
-                   gradients_of(shape, cpu_backend, Precision::fp32, "fp32", SCRUPLE_RELEASED, batch), shape,
-                   1e-6, 1e-4);
+      expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, SCRUPLE_RELEASED, batch),
+                   gradients_of(shape, cpu_backend, Precision::fp32, SCRUPLE_RELEASED, batch), shape, 1e-6,
+                   1e-4);
     }
 }
 
@@ -318,29 +288,21 @@ TEST_F(CudaTrainer, ReplayedPassesAreThoseOfTheirBatch) {
         Job job = job_of(shape, cuda_backend, "fp32", Precision::fp32);
         job.graphs = graphs;
         job.batch = 5;
-        const std::unique_ptr<Backend> backend = cuda_backend(0);
-        const Optimizer sgd("sgd", {{"momentum", 0.5}, {"lr", 0.5}});
-        Ledger ledger;
-        State state(*backend, parameters_of(shape), sgd, sgd, describe_by("fp32"), ledger);
-        state.start(spread_values(state.parameters()), ledger);
-        scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
-        options.policy = SCRUPLE_RELEASED;
-        options.tensor_norm = tensor_norm;
-        Sink sink(backend->engine(), state.table(), options);
-        const std::unique_ptr<Network> network =
-            backend->network(job, state.visible(), SCRUPLE_RELEASED, ledger);
+        job.initial = spread_values(shape);
+        job.optimizer = [] { return Optimizer("sgd", {{"momentum", 0.5}, {"lr", 0.5}}); };
+        job.gradients.policy = SCRUPLE_RELEASED;
+        job.gradients.tensor_norm = tensor_norm;
+        Passes passes(job);
         std::vector<double> losses;
         for (int i = 0; i < 5; ++i) {
           const Documents documents(shape, job.batch, i);
           Batch batch = documents.batch();
           if (i == 3) batch.starts = nullptr;
-          network->train(state.visible(), batch, sink, 1);
-          sink.end();
-          if (i == 2)
-            losses.push_back(network->loss(state.visible(), Documents(shape, job.batch, 9).batch()));
+          passes.train(batch);
+          if (i == 2) losses.push_back(passes.loss(Documents(shape, job.batch, 9).batch()));
         }
-        for (const double loss : network->losses()) losses.push_back(loss);
-        losses.push_back(network->loss(state.visible(), Documents(shape, job.batch, 10).batch()));
+        for (const double loss : passes.network->losses()) losses.push_back(loss);
+        losses.push_back(passes.loss(Documents(shape, job.batch, 10).batch()));
         return losses;
       };
       const std::vector<double> with = run(true), without = run(false);
@@ -384,28 +346,22 @@ TEST_F(CudaTrainer, EveryLossOfManyMicroBatches) {
   const Description shape = llama(1);
   Job job = job_of(shape, cuda_backend);
   job.batch = 1;
-  const std::unique_ptr<Backend> backend = cuda_backend(0);
-  const Optimizer sgd("sgd");
-  Ledger ledger;
-  State state(*backend, parameters_of(shape), sgd, sgd, describe_by("fp32"), ledger);
-  state.start(spread_values(state.parameters()), ledger);
-  scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
-  options.micro_batches = 1500;
-  Sink sink(backend->engine(), state.table(), options);
-  const std::unique_ptr<Network> network = backend->network(job, state.visible(), SCRUPLE_STORED, ledger);
-  const double one = network->loss(state.visible(), Documents(shape, 1, 0).batch());
-  const double other = network->loss(state.visible(), Documents(shape, 1, 1).batch());
-  for (int i = 0; i < options.micro_batches; ++i) {
-    network->train(state.visible(), Documents(shape, 1, i % 2).batch(), sink, 1);
-    sink.end();
+  job.initial = spread_values(shape);
+  job.optimizer = [] { return Optimizer("sgd"); };
+  job.gradients.micro_batches = 1500;
+  Passes passes(job);
+  const double one = passes.loss(Documents(shape, 1, 0).batch());
+  const double other = passes.loss(Documents(shape, 1, 1).batch());
+  for (int i = 0; i < 1500; ++i) {
+    passes.train(Documents(shape, 1, i % 2).batch());
     // A validation in between takes none of theirs; the second comes where no more can wait.
     if (i == 700 || i == 1023) {
-      EXPECT_EQ(network->loss(state.visible(), Documents(shape, 1, 1).batch()), other) << i;
+      EXPECT_EQ(passes.loss(Documents(shape, 1, 1).batch()), other) << i;
     }
   }
-  const std::vector<double> losses = network->losses();
+  const std::vector<double> losses = passes.network->losses();
   ASSERT_EQ(losses.size(), 1500u);
-  EXPECT_TRUE(network->losses().empty());
+  EXPECT_TRUE(passes.network->losses().empty());
   for (std::size_t i = 0; i < losses.size(); ++i) EXPECT_EQ(losses[i], i % 2 == 0 ? one : other) << i;
 }
 

@@ -1,17 +1,15 @@
-// What the trainer computes for a model folder of any family, for a comparison with torch's.
-// usage: gradients FOLDER CONTEXT TOKENS OUT
-// TOKENS is a safetensors file with the I32 tensors `tokens`, `targets` and `starts`, [sequences, CONTEXT]. OUT becomes
-// one with `loss`, `logits` after every prefix of the first sequence, the `losses` of 20 steps of AdamW on the
-// first sequence (fp32, gradients released), and every gradient by its parameter's name.
+// What the trainer computes on a device for models of any family, in fp32, for a comparison with torch's.
+// usage: gradients cpu|cuda FOLDER...
+// Each is a model's folder with a safetensors file `tokens` beside the weights: the I32 tensors `tokens`, `targets` and
+// `starts`, [sequences, context]. It gets another, `computed`, with the `loss` of these sequences, every gradient by its
+// parameter's name, the `losses` of 20 steps of AdamW on the first sequence and, on the CPU, the `logits` after every
+// prefix of it. Gradients are released. Exits with 77 where there is no such device.
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 
-#include "train/cpu/generate.h"
-#include "train/families/families.h"
+#include "tests/jobs.h"
 #include "train/model.h"
-#include "train/trainer.h"
 
 using namespace scruple;
 
@@ -24,104 +22,91 @@ std::vector<std::int32_t> integers(const io::Safetensors& file, const char* name
   return values;
 }
 
-struct Store final : train::Weights {
-  explicit Store(const train::Model& of) : model(of) {}
-  const float* values(int parameter, float*) override {
-    return model.parameters[static_cast<std::size_t>(parameter)].data();
-  }
-  const train::Model& model;
-};
-
-struct Keep final : train::Gradients {
-  explicit Keep(const train::Description& model) : parameters(train::parameters_of(model)) {
-    for (const train::Parameter& p : parameters) all.emplace_back(static_cast<std::size_t>(p.size()), -1.0f);
-  }
-  // In tiles of two rows, as a released gradient comes.
-  void take(int parameter, const train::FillRows& fill) override {
-    const train::Parameter& p = parameters[static_cast<std::size_t>(parameter)];
-    const std::int64_t rows = p.shape[0], columns = p.size() / rows;
-    for (std::int64_t first = 0; first < rows; first += 2)
-      fill(first, std::min<std::int64_t>(2, rows - first),
-           all[static_cast<std::size_t>(parameter)].data() + first * columns);
-  }
-  std::vector<train::Parameter> parameters;
-  std::vector<std::vector<float>> all;
-};
-
-// The first sequence and its last target are the whole text, so that every window is the same.
-std::vector<float> losses_of(const train::Model& model, const std::vector<std::int32_t>& tokens,
-                             const std::vector<std::int32_t>& targets) {
-  const auto context = static_cast<std::size_t>(model.shape.context);
-  std::vector<std::uint8_t> text(tokens.begin(), tokens.begin() + model.shape.context);
-  text.push_back(static_cast<std::uint8_t>(targets[context - 1]));
+train::Job job_of(const train::Model& model, train::OpenBackend backend, std::int64_t batch) {
   train::Job job;
   job.shape = model.shape;
-  job.batch = 2;
+  job.batch = batch;
+  job.backend = backend;
   job.threads = 2;
   job.optimizer = [] { return Optimizer("adamw", {{"weight_decay", 0.1}}); };
-  job.describe = [](const Optimizer& optimizer, std::int64_t size) {
-    scruple_tensor row = {};
-    row.optimizer = optimizer.raw();
-    row.size = size;
-    check(scruple_tensor_use(&row, "fp32"));
-    return row;
-  };
+  job.describe = train::describe_by("fp32");
   job.schedule = {train::Annealing::constant, 3e-3, 0, 20};
+  job.initial = [&model](int parameter, std::int64_t first, std::int64_t count, float* values) {
+    std::copy_n(model.parameters[static_cast<std::size_t>(parameter)].data() + first, count, values);
+  };
   job.gradients.policy = SCRUPLE_RELEASED;
+  return job;
+}
+
+// The first sequence and its last target are the whole text, so that every window is the same.
+std::vector<float> losses_of(const train::Job& job, const train::Batch& batch) {
+  const std::int64_t context = job.shape.context;
+  std::vector<std::uint8_t> text(batch.tokens, batch.tokens + context);
+  text.push_back(static_cast<std::uint8_t>(batch.targets[context - 1]));
   train::Ledger ledger;
   train::Trainer trainer(job, ledger);
-  for (std::size_t p = 0; p < model.parameters.size(); ++p)
-    trainer.state().set(static_cast<int>(p), model.parameters[p].data());
   std::vector<float> losses;
-  for (int step = 0; step < 20; ++step)
-    losses.push_back(static_cast<float>(trainer.step(train::Windows(text, model.shape.context)).loss));
+  for (std::int64_t step = 0; step < job.schedule.steps; ++step)
+    losses.push_back(static_cast<float>(trainer.step(train::Windows(text, context)).loss));
   return losses;
 }
 
-void run(const std::string& folder, std::int64_t context, const std::string& from, const std::string& to) {
-  const train::Model model = train::read_model(folder, context);
-  Store weights(model);
-  const io::Safetensors file(from);
+std::vector<float> logits_of(const train::Model& model, const std::int32_t* tokens) {
+  const std::int64_t context = model.shape.context, vocabulary = model.shape.vocabulary;
+  const std::vector<scruple_tensor> weights = model.visible();
+  train::Ledger ledger;
+  const std::unique_ptr<train::Backend> backend = train::cpu_backend(2);
+  const std::unique_ptr<train::Generator> generator = backend->generator(model.shape, ledger);
+  std::vector<float> logits(static_cast<std::size_t>(context * vocabulary));
+  for (std::int64_t i = 0; i < context; ++i) {
+    if (i % 3 == 0) generator->clear();  // then whole prefixes, else one token more
+    const std::int64_t fed = generator->length();
+    generator->feed(weights, tokens + fed, i + 1 - fed, logits.data() + i * vocabulary);
+  }
+  return logits;
+}
+
+void run(const std::string& folder, train::OpenBackend backend) {
+  const io::Safetensors file(folder + "/tokens");
   const std::vector<std::int32_t> tokens = integers(file, "tokens"), targets = integers(file, "targets"),
                                   starts = integers(file, "starts");
-  train::Ledger ledger;
-  Threads threads(2);
-  const auto size = static_cast<std::int64_t>(tokens.size());
-  train::Transformer network({.shape = model.shape, .batch = size / context}, threads, ledger);
-  Keep keep(model.shape);
-  const auto loss =
-      static_cast<float>(network.forward(weights, {tokens.data(), targets.data(), starts.data()}));
-  network.backward(weights, keep, 1);
-  const std::int64_t vocabulary = model.shape.vocabulary;
-  std::vector<float> logits(static_cast<std::size_t>(context * vocabulary));
-  train::CachedTransformer generator(model.shape, threads, ledger);
-  for (std::int64_t i = 0; i < context; ++i) {
-    if (i % 3 == 0) generator.clear();  // then whole prefixes, else one token more
-    const std::int64_t fed = generator.length();
-    generator.feed(weights, tokens.data() + fed, i + 1 - fed, logits.data() + i * vocabulary);
-  }
+  const train::Batch batch = {tokens.data(), targets.data(), starts.data()};
+  const std::int64_t sequences = file.at("tokens").shape[0], context = file.at("tokens").shape[1];
+  const train::Model model = train::read_model(folder, context);
 
-  std::vector<io::TensorInfo> list = {{"loss", io::Dtype::f32, {1}},
-                                      {"logits", io::Dtype::f32, {context, vocabulary}},
-                                      {"losses", io::Dtype::f32, {20}}};
-  for (const train::Parameter& p : keep.parameters) list.push_back({p.name, io::Dtype::f32, p.shape});
-  io::SafetensorsWriter writer(to, list, {});
-  const auto write = [&](std::size_t i, const float* values) {
-    writer.write(i, {reinterpret_cast<const std::byte*>(values), static_cast<std::size_t>(list[i].bytes())});
+  std::vector<io::TensorInfo> list;
+  std::vector<std::vector<float>> values;
+  const auto add = [&](const std::string& name, const std::vector<std::int64_t>& shape,
+                       const std::vector<float>& of_it) {
+    list.push_back({name, io::Dtype::f32, shape});
+    values.push_back(of_it);
   };
-  write(0, &loss), write(1, logits.data()), write(2, losses_of(model, tokens, targets).data());
-  for (std::size_t i = 0; i < keep.all.size(); ++i) write(i + 3, keep.all[i].data());
+  const train::Computed computed = train::computed_by(job_of(model, backend, sequences), batch);
+  const std::vector<train::Parameter> parameters = train::parameters_of(model.shape);
+  add("loss", {1}, {static_cast<float>(computed.loss)});
+  for (std::size_t p = 0; p < parameters.size(); ++p)
+    add(parameters[p].name, parameters[p].shape, computed.gradients[p]);
+  add("losses", {20}, losses_of(job_of(model, backend, 2), batch));
+  if (backend == train::cpu_backend)
+    add("logits", {context, model.shape.vocabulary}, logits_of(model, batch.tokens));
+
+  io::SafetensorsWriter writer(folder + "/computed", list, {});
+  for (std::size_t i = 0; i < list.size(); ++i) writer.write(i, std::as_bytes(std::span(values[i])));
   writer.finish();
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  const std::string device = argc < 3 ? "" : argv[1];
+  if (device != "cpu" && device != "cuda") return 2;
+  if (device == "cuda" && !train::has_cuda()) return 77;
+  const char* folder = nullptr;
   try {
-    run(argv[1], std::atoll(argv[2]), argv[3], argv[4]);
+    for (int i = 2; i < argc; ++i)
+      run(folder = argv[i], device == "cuda" ? train::cuda_backend : train::cpu_backend);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
+    std::fprintf(stderr, "%s: %s\n", folder, error.what());
     return 1;
   }
 }
