@@ -130,8 +130,9 @@ struct Transformer::State {
 
   void linear(const LinearPlaces& places_at, const Block& x, void* y, Index stride, const void* residual);
   void expand(const LinearPlace& at, const Expansion& mlp);
-  void linear_backward(const LinearPlaces& places_at, const void* dy, Index stride, const Block& dx);
-  void take_linear(const LinearPlaces& places_at, const Block& x, const void* dy, Index stride);
+  void linear_backward(const LinearPlaces& places_at, const Block& x, const void* dy, Index stride,
+                       const Block& dx);
+  void take_linear(const LinearPlace& at, const Block& x, const void* dy, Index stride);
   void back_through_norm(const NormPlace& norm_at, const void* x, const Statistics& of_x, bool adds);
   void take_head_norms(const LayerPlaces& at, Index parts);
 
@@ -413,10 +414,11 @@ std::vector<double> Transformer::State::take_losses() {
 
 // ---- Backward ----
 
-// dx = the sum of dy w^T over the products of one input.
-void Transformer::State::linear_backward(const LinearPlaces& places_at, const void* dy, Index stride,
-                                         const Block& dx) {
-  for (const LinearPlace& l : places_at)
+// dx = the sum of dy w^T over the products of one input. A weight's gradient is taken before the next product: that runs
+// beside its step.
+void Transformer::State::linear_backward(const LinearPlaces& places_at, const Block& x, const void* dy,
+                                         Index stride, const Block& dx) {
+  for (const LinearPlace& l : places_at) {
     products.run({.rows = rows,
                   .columns = l.in,
                   .depth = l.out,
@@ -425,32 +427,31 @@ void Transformer::State::linear_backward(const LinearPlaces& places_at, const vo
                   .d = dx.as<void>(),
                   .stride = l.in,
                   .c = l.column == 0 ? nullptr : dx.as<void>()});
+    take_linear(l, x, dy, stride);
+  }
 }
 
 // As the matrix lies: x^T dy, or dy^T x.
-void Transformer::State::take_linear(const LinearPlaces& places_at, const Block& x, const void* dy,
-                                     Index stride) {
-  for (const LinearPlace& l : places_at) {
-    const auto* const outputs = static_cast<const std::byte*>(dy) + l.column * bytes_of(precision);
-    const Operand in = {x.as<void>(), l.in}, out = {outputs, stride};
-    outbox.take(l.weight, [&](Index first, Index count, Values to) {
-      Operand left = model.outputs_first ? out : in;
-      left.data = static_cast<const std::byte*>(left.data) + first * bytes_of(precision);
-      left.transposed = true;
-      const Index columns = model.outputs_first ? l.in : l.out;
-      products.run({.rows = count,
-                    .columns = columns,
-                    .depth = rows,
-                    .a = left,
-                    .b = model.outputs_first ? in : out,
-                    .d = to.data,
-                    .stride = columns});
-    });
-    if (l.bias < 0) continue;
-    outbox.take(l.bias, [&](Index, Index, Values to) {
-      bias_gradient(precision, outputs, rows, stride, l.out, bias_sums.as<float>(), to, stream);
-    });
-  }
+void Transformer::State::take_linear(const LinearPlace& l, const Block& x, const void* dy, Index stride) {
+  const auto* const outputs = static_cast<const std::byte*>(dy) + l.column * bytes_of(precision);
+  const Operand in = {x.as<void>(), l.in}, out = {outputs, stride};
+  outbox.take(l.weight, [&](Index first, Index count, Values to) {
+    Operand left = model.outputs_first ? out : in;
+    left.data = static_cast<const std::byte*>(left.data) + first * bytes_of(precision);
+    left.transposed = true;
+    const Index columns = model.outputs_first ? l.in : l.out;
+    products.run({.rows = count,
+                  .columns = columns,
+                  .depth = rows,
+                  .a = left,
+                  .b = model.outputs_first ? in : out,
+                  .d = to.data,
+                  .stride = columns});
+  });
+  if (l.bias < 0) return;
+  outbox.take(l.bias, [&](Index, Index, Values to) {
+    bias_gradient(precision, outputs, rows, stride, l.out, bias_sums.as<float>(), to, stream);
+  });
 }
 
 // From g_outer, the gradient of the norm's output, to g.
@@ -515,14 +516,13 @@ void Transformer::State::back_through_mlp(Index layer) {
                   .stride = out.in,
                   .finish = Finish::gelu_backward,
                   .kept = mlp.expanded.as<void>()});
+    take_linear(out, mlp.activated, g.as<void>(), model.width);
   } else {
-    linear_backward(places_at.mlp_out, g.as<void>(), model.width, g_inner);
+    linear_backward(places_at.mlp_out, mlp.activated, g.as<void>(), model.width, g_inner);
     activate_backward(precision, model.mlp, g_inner.as<void>(), mlp.expanded.as<void>(), rows, model.inner,
                       dexpanded, stream);
   }
-  take_linear(places_at.mlp_out, mlp.activated, g.as<void>(), model.width);
-  linear_backward(places_at.mlp_in, dexpanded, model.expanded_width(), g_outer);
-  take_linear(places_at.mlp_in, mlp.normed, dexpanded, model.expanded_width());
+  linear_backward(places_at.mlp_in, mlp.normed, dexpanded, model.expanded_width(), g_outer);
   const Inside& inside = inside_of(layer);
   back_through_norm(places_at.mlp_norm, inside.middle.as<void>(), inside.statistics, true);
 }
@@ -530,8 +530,7 @@ void Transformer::State::back_through_mlp(Index layer) {
 void Transformer::State::back_through_attention(Index layer) {
   const Inside& inside = inside_of(layer);
   const LayerPlaces& places_at = place_of(layer);
-  linear_backward(places_at.attention_out, g.as<void>(), model.width, g_outer);
-  take_linear(places_at.attention_out, inside.attended, g.as<void>(), model.width);
+  linear_backward(places_at.attention_out, inside.attended, g.as<void>(), model.width, g_outer);
   const Turning shape = turning(places_at);
   if (model.head_norms) turn(precision, shape, inside.qkv.as<void>(), turned.as<void>(), stream);
   const Block& seen = model.head_norms ? turned : inside.qkv;
@@ -541,8 +540,7 @@ void Transformer::State::back_through_attention(Index layer) {
     turn_backward(precision, shape, inside.qkv.as<void>(), g_inner.as<void>(), head_norm_sums.as<float>(),
                   stream);
   if (model.head_norms) take_head_norms(places_at, turn_parts(shape));
-  linear_backward(places_at.attention_in, g_inner.as<void>(), model.qkv_width(), g_outer);
-  take_linear(places_at.attention_in, inside.normed, g_inner.as<void>(), model.qkv_width());
+  linear_backward(places_at.attention_in, inside.normed, g_inner.as<void>(), model.qkv_width(), g_outer);
   back_through_norm(places_at.attention_norm, residuals.at(layer), statistics_of(layer), true);
 }
 
