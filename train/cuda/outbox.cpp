@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
-#include <stdexcept>
+#include <utility>
 
 namespace scruple::train::cuda {
 namespace {
@@ -71,11 +71,8 @@ void Outbox::take(int parameter, const FillRows& fill) {
   take_whole(parameter, to);
 }
 
-void Outbox::hand(Hand how, std::span<const scruple_piece> pieces) {
-  if (recording_.is_running())
-    recording_.hand(*sink_, how, pieces);
-  else
-    (sink_->*how)(pieces);
+void Outbox::hand(Hand how, std::vector<scruple_piece> pieces) {
+  recording_.between(*sink_, [how, pieces = std::move(pieces)](Sink& sink) { (sink.*how)(pieces); });
 }
 
 void Outbox::take_in_pieces(int parameter, const FillRows& fill, std::int64_t rows, Hand how) {
@@ -84,8 +81,7 @@ void Outbox::take_in_pieces(int parameter, const FillRows& fill, std::int64_t ro
     const std::int64_t count = std::min(rows, all - first);
     const Values to = {buffer_.as<void>(), type_};
     fill(first, count, to);
-    const scruple_piece piece = piece_of(parameter, first, count, to);
-    hand(how, {&piece, 1});
+    hand(how, {piece_of(parameter, first, count, to)});
   }
 }
 
@@ -95,8 +91,7 @@ void Outbox::take_whole(int parameter, Values gradient) {
 }
 
 void Outbox::close() {
-  if (!waiting_.empty()) hand(&Sink::add, waiting_);
-  waiting_.clear();
+  if (!waiting_.empty()) hand(&Sink::add, std::exchange(waiting_, {}));
   used_ = 0;
 }
 

@@ -15,9 +15,12 @@ namespace scruple::train::cuda {
 // Queues the computation of rows [first, first + rows) of a gradient; asked twice it gives the same bits.
 using FillRows = std::function<void(std::int64_t first, std::int64_t rows, Values to)>;
 
+// How a sink takes pieces: Sink::add, or Sink::measure.
+using Hand = void (Sink::*)(std::span<const scruple_piece>);
+
 class Outbox {
  public:
-  // Hands over by way of `recording` while it runs.
+  // Hands over by way of `recording`.
   Outbox(const std::vector<Parameter>& parameters, Precision type, bool released, Recording& recording,
          Memory& memory, Ledger& ledger);
   // Bytes of the buffer for these parameters.
@@ -31,7 +34,7 @@ class Outbox {
 
  private:
   scruple_piece piece_of(int parameter, std::int64_t first, std::int64_t rows, Values gradient) const;
-  void hand(Hand how, std::span<const scruple_piece> pieces);
+  void hand(Hand how, std::vector<scruple_piece> pieces);
   void take_in_pieces(int parameter, const FillRows& fill, std::int64_t rows, Hand how);
 
   const std::vector<Parameter> parameters_;
