@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "train/cuda/attention.h"
+#include "train/cuda/beside.h"
 #include "train/cuda/inputs.h"
 #include "train/cuda/layers.h"
 #include "train/cuda/outbox.h"
@@ -65,7 +66,8 @@ struct Transformer::State {
     Block normed, expanded, activated;
   };
 
-  State(const Setup& setup, Visible visible, bool released, const Stream& on, Memory& from, Ledger& counts);
+  State(const Setup& setup, Visible visible, bool released, Engine* engine, const Stream& on, Memory& from,
+        Ledger& counts);
 
   Block values(const char* kind, Index count) const {
     return Block(ledger, kind, count * bytes_of(precision), memory);
@@ -165,6 +167,7 @@ struct Transformer::State {
   Products products;
   Inputs inputs;
   Recording recording;
+  Beside beside;
   Outbox outbox;
   Visible weights;  // of the pass that runs
 
@@ -194,8 +197,8 @@ struct Transformer::State {
   std::vector<double> taken;   // losses that no longer wait on the GPU
 };
 
-Transformer::State::State(const Setup& setup, Visible visible, bool released, const Stream& on, Memory& from,
-                          Ledger& counts)
+Transformer::State::State(const Setup& setup, Visible visible, bool released, Engine* engine,
+                          const Stream& on, Memory& from, Ledger& counts)
     : model(setup.shape),
       precision(setup.activations),
       recompute(setup.recompute),
@@ -211,7 +214,8 @@ Transformer::State::State(const Setup& setup, Visible visible, bool released, co
       products(precision, stream, memory, ledger),
       inputs(model, rows, stream, memory, ledger),
       recording(stream),
-      outbox(parameters, precision, released, recording, memory, ledger),
+      beside(stream, engine),
+      outbox(parameters, precision, released, recording, beside, memory, ledger),
       weights(visible),
       hidden(values("activations", rows * model.width)),
       logits(values("activations", part_rows * logit_stride(model))),
@@ -604,10 +608,10 @@ void Transformer::State::pass_recorded(Sink& sink) {
   }
 }
 
-Transformer::Transformer(const Setup& setup, Visible weights, bool released, const Stream& stream,
-                         Memory& memory, Ledger& ledger) {
+Transformer::Transformer(const Setup& setup, Visible weights, bool released, Engine* beside,
+                         const Stream& stream, Memory& memory, Ledger& ledger) {
   check_setup(setup);
-  state_ = std::make_unique<State>(setup, weights, released, stream, memory, ledger);
+  state_ = std::make_unique<State>(setup, weights, released, beside, stream, memory, ledger);
 }
 
 Transformer::~Transformer() = default;
@@ -616,10 +620,15 @@ void Transformer::train(Visible weights, const Batch& batch, Sink& sink, float w
   State& s = *state_;
   s.weights = weights;
   const Index counted = s.inputs.read(batch, weight);
-  s.outbox.open(sink);
-  s.pass_recorded(sink);
-  s.take_embeddings();  // which rows of the tables were read is the batch's: it is not recorded
-  s.outbox.close();
+  try {
+    s.outbox.open(sink);
+    s.pass_recorded(sink);
+    s.take_embeddings();  // which rows of the tables were read is the batch's: it is not recorded
+    s.outbox.close();
+  } catch (...) {
+    s.beside.join();  // memory is given back in the stream's order
+    throw;
+  }
   s.sum_up();
   s.counted.push_back(counted);
 }
