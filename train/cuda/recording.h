@@ -2,6 +2,7 @@
 // of hundreds of kernels. Gradients are handed to the sink between two graphs, since a sink decides on the host.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "train/backend.h"
@@ -9,8 +10,8 @@
 
 namespace scruple::train::cuda {
 
-// How a sink takes pieces: Sink::add, or Sink::measure.
-using Hand = void (Sink::*)(std::span<const scruple_piece>);
+// What the host does between two graphs; once with the sink of the pass that is recorded, then with those of its replays.
+using Act = std::function<void(Sink&)>;
 
 class Recording {
  public:
@@ -21,8 +22,7 @@ class Recording {
 
   // What is queued from begin() to finish() is recorded, and runs as well.
   void begin();
-  bool is_running() const { return running_; }
-  void hand(Sink& sink, Hand how, std::span<const scruple_piece> pieces);
+  void between(Sink& sink, const Act& act);  // where nothing is recorded: at once
   void finish();
   void cancel() noexcept;  // after an exception: nothing is recorded
   void clear() noexcept;
@@ -31,14 +31,13 @@ class Recording {
   void replay(Sink& sink) const;
 
  private:
-  // A graph, and what goes to the sink after it; nothing after the last.
+  // A graph, and what is done after it; nothing after the last.
   struct Part {
     cudaGraphExec_t graph;
-    Hand how;
-    std::vector<scruple_piece> pieces;
+    Act act;
   };
   void begin_part();
-  void end_part(Hand how, std::span<const scruple_piece> pieces);
+  void end_part(Act act);
 
   const Stream& stream_;
   bool running_ = false;
