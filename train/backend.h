@@ -33,7 +33,6 @@ struct Setup {
   Recompute recompute = Recompute::none;
   bool offloads = false;  // a GPU's residual stream waits in host memory; the bits are the same
   bool graphs = true;     // a GPU's kernels are recorded once and launched again; the bits are the same
-  bool beside = true;     // a GPU steps released gradients beside the backward pass; the bits are the same
 };
 
 // batch x context tokens, and what follows each; in host memory.

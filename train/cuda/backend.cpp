@@ -26,9 +26,8 @@ class Gpu final : public Backend {
   }
   std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
                                    Ledger& ledger) override {
-    const bool released = policy == SCRUPLE_RELEASED;
-    Engine* const beside = released && setup.beside && !ledger.only_counts() ? &open() : nullptr;
-    return std::make_unique<cuda::Transformer>(setup, weights, released, beside, stream_, memory_, ledger);
+    return std::make_unique<cuda::Transformer>(setup, weights, policy == SCRUPLE_RELEASED, stream_, memory_,
+                                               ledger);
   }
   std::unique_ptr<Generator> generator(const Description&, Ledger&) override {
     throw std::runtime_error("texts are sampled on the CPU: open its backend");

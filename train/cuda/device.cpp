@@ -65,12 +65,6 @@ Stream::operator cudaStream_t() const {
 }
 void Stream::wait() const { check(cudaStreamSynchronize(*this), "waiting for the GPU"); }
 
-cudaEvent_t new_event() {
-  cudaEvent_t made = nullptr;
-  check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "making an event");
-  return made;
-}
-
 namespace {
 
 cudaMemPool_t pool() {

@@ -28,9 +28,6 @@ class Stream {
   mutable cudaStream_t stream_ = nullptr;
 };
 
-// For the order of streams: it keeps no time. cudaEventDestroy gives it back.
-cudaEvent_t new_event();
-
 // Device memory, taken and given back in the stream's order: neither waits.
 class DeviceMemory final : public Memory {
  public:

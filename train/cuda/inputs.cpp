@@ -24,7 +24,8 @@ Inputs::~Inputs() {
 std::int64_t Inputs::read(const Batch& batch, float weight) {
   Copy& copy = copies_[static_cast<std::size_t>(turn_)];
   if (copy.host == nullptr) copy.host = static_cast<std::int32_t*>(pinned(device_.bytes()));
-  if (copy.done == nullptr) copy.done = new_event();
+  if (copy.done == nullptr)
+    check(cudaEventCreateWithFlags(&copy.done, cudaEventDisableTiming), "making an event");
   check(cudaEventSynchronize(copy.done), "waiting for a batch");
   std::int32_t *const tokens = copy.host, *const targets = tokens + stride_,
                       *const positions = targets + stride_;

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
+#include <stdexcept>
 
 namespace scruple::train::cuda {
 namespace {
 
 constexpr std::int64_t kMostBytes = 128 << 20;  // of a gradient that goes whole
 constexpr std::int64_t kFewBytes = 16 << 20;    // that small ones fill before they go
-constexpr std::int64_t kShares = 4;             // of the buffer, that go one by one where steps run beside
 constexpr std::int64_t kAlignment = 256;
 constexpr std::int64_t kPieceElements = 128;  // pieces begin at multiples: scruple_tensor_view
 
@@ -36,18 +35,16 @@ std::int64_t Outbox::buffer_bytes(const std::vector<Parameter>& parameters, Prec
 }
 
 Outbox::Outbox(const std::vector<Parameter>& parameters, Precision type, bool released, Recording& recording,
-               Beside& beside, Memory& memory, Ledger& ledger)
+               Memory& memory, Ledger& ledger)
     : parameters_(parameters),
       type_(type),
       recording_(recording),
-      beside_(beside),
-      buffer_(ledger, released ? "gradients" : "workspace", buffer_bytes(parameters, type), memory),
-      enough_(buffer_.bytes() / (beside.is_there() ? kShares : 1)) {}
+      buffer_(ledger, released ? "gradients" : "workspace", buffer_bytes(parameters, type), memory) {}
 
 void Outbox::open(Sink& sink) {
   sink_ = &sink;
   waiting_.clear();  // of a pass that an exception ended
-  used_ = handed_ = 0;
+  used_ = 0;
 }
 
 scruple_piece Outbox::piece_of(int parameter, std::int64_t first, std::int64_t rows, Values gradient) const {
@@ -71,21 +68,14 @@ void Outbox::take(int parameter, const FillRows& fill) {
   const Values to = {buffer_.as<std::byte>() + used_, type_};
   fill(0, p.shape[0], to);
   used_ += bytes;
-  waiting_.push_back(piece_of(parameter, 0, p.shape[0], to));
-  if (used_ - handed_ >= enough_) hand_waiting();
+  take_whole(parameter, to);
 }
 
-// `joins`: what is queued from here on comes after the sink's work.
-void Outbox::hand(Hand how, std::vector<scruple_piece> pieces, bool joins) {
-  recording_.between(*sink_, [this, how, joins, pieces = std::move(pieces)](Sink& sink) {
-    if (!pieces.empty()) beside_.run([&] { (sink.*how)(pieces); });
-    if (joins) beside_.join();
-  });
-}
-
-void Outbox::hand_waiting() {
-  if (!waiting_.empty()) hand(&Sink::add, std::exchange(waiting_, {}), false);
-  handed_ = used_;
+void Outbox::hand(Hand how, std::span<const scruple_piece> pieces) {
+  if (recording_.is_running())
+    recording_.hand(*sink_, how, pieces);
+  else
+    (sink_->*how)(pieces);
 }
 
 void Outbox::take_in_pieces(int parameter, const FillRows& fill, std::int64_t rows, Hand how) {
@@ -94,19 +84,20 @@ void Outbox::take_in_pieces(int parameter, const FillRows& fill, std::int64_t ro
     const std::int64_t count = std::min(rows, all - first);
     const Values to = {buffer_.as<void>(), type_};
     fill(first, count, to);
-    hand(how, {piece_of(parameter, first, count, to)}, true);
+    const scruple_piece piece = piece_of(parameter, first, count, to);
+    hand(how, {&piece, 1});
   }
 }
 
 void Outbox::take_whole(int parameter, Values gradient) {
   waiting_.push_back(
       piece_of(parameter, 0, parameters_[static_cast<std::size_t>(parameter)].shape[0], gradient));
-  hand_waiting();
 }
 
 void Outbox::close() {
-  if (!waiting_.empty() || beside_.is_there()) hand(&Sink::add, std::exchange(waiting_, {}), true);
-  used_ = handed_ = 0;
+  if (!waiting_.empty()) hand(&Sink::add, waiting_);
+  waiting_.clear();
+  used_ = 0;
 }
 
 }  // namespace scruple::train::cuda

@@ -1,7 +1,5 @@
 #include "train/cuda/recording.h"
 
-#include <utility>
-
 namespace scruple::train::cuda {
 
 void Recording::begin() {
@@ -14,25 +12,25 @@ void Recording::begin_part() {
   check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "recording a graph");
 }
 
-void Recording::end_part(Act act) {
+void Recording::end_part(Hand how, std::span<const scruple_piece> pieces) {
   cudaGraph_t graph = nullptr;
   check(cudaStreamEndCapture(stream_, &graph), "recording a graph");
   cudaGraphExec_t ready = nullptr;
   const cudaError_t error = cudaGraphInstantiate(&ready, graph, 0);
   cudaGraphDestroy(graph);
   check(error, "making a graph");
-  parts_.push_back({ready, std::move(act)});
+  parts_.push_back({ready, how, {pieces.begin(), pieces.end()}});
   check(cudaGraphLaunch(ready, stream_), "launching a graph");
 }
 
-void Recording::between(Sink& sink, const Act& act) {
-  if (running_) end_part(act);
-  act(sink);
-  if (running_) begin_part();
+void Recording::hand(Sink& sink, Hand how, std::span<const scruple_piece> pieces) {
+  end_part(how, pieces);
+  (sink.*how)(pieces);
+  begin_part();
 }
 
 void Recording::finish() {
-  end_part(nullptr);
+  end_part(nullptr, {});
   running_ = false;
 }
 
@@ -52,7 +50,7 @@ void Recording::clear() noexcept {
 void Recording::replay(Sink& sink) const {
   for (const Part& part : parts_) {
     check(cudaGraphLaunch(part.graph, stream_), "launching a graph");
-    if (part.act) part.act(sink);
+    if (part.how != nullptr) (sink.*part.how)(part.pieces);
   }
 }
 

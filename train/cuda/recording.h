@@ -2,7 +2,6 @@
 // of hundreds of kernels. Gradients are handed to the sink between two graphs, since a sink decides on the host.
 #pragma once
 
-#include <functional>
 #include <vector>
 
 #include "train/backend.h"
@@ -10,8 +9,8 @@
 
 namespace scruple::train::cuda {
 
-// What the host does between two graphs; once with the sink of the pass that is recorded, then with those of its replays.
-using Act = std::function<void(Sink&)>;
+// How a sink takes pieces: Sink::add, or Sink::measure.
+using Hand = void (Sink::*)(std::span<const scruple_piece>);
 
 class Recording {
  public:
@@ -22,7 +21,8 @@ class Recording {
 
   // What is queued from begin() to finish() is recorded, and runs as well.
   void begin();
-  void between(Sink& sink, const Act& act);  // where nothing is recorded: at once
+  bool is_running() const { return running_; }
+  void hand(Sink& sink, Hand how, std::span<const scruple_piece> pieces);
   void finish();
   void cancel() noexcept;  // after an exception: nothing is recorded
   void clear() noexcept;
@@ -31,13 +31,14 @@ class Recording {
   void replay(Sink& sink) const;
 
  private:
-  // A graph, and what is done after it; nothing after the last.
+  // A graph, and what goes to the sink after it; nothing after the last.
   struct Part {
     cudaGraphExec_t graph;
-    Act act;
+    Hand how;
+    std::vector<scruple_piece> pieces;
   };
   void begin_part();
-  void end_part(Act act);
+  void end_part(Hand how, std::span<const scruple_piece> pieces);
 
   const Stream& stream_;
   bool running_ = false;

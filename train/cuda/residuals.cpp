@@ -3,6 +3,15 @@
 #include <algorithm>
 
 namespace scruple::train::cuda {
+namespace {
+
+cudaEvent_t new_event() {
+  cudaEvent_t made = nullptr;
+  check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "making an event");
+  return made;
+}
+
+}  // namespace
 
 Residuals::Residuals(std::int64_t count, std::int64_t bytes, bool offloads, const Stream& stream,
                      Memory& memory, Ledger& ledger)

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "train/cuda/attention.h"
-#include "train/cuda/beside.h"
 #include "train/cuda/inputs.h"
 #include "train/cuda/layers.h"
 #include "train/cuda/outbox.h"
@@ -67,8 +66,7 @@ struct Transformer::State {
     Block normed, expanded, activated;
   };
 
-  State(const Setup& setup, Visible visible, bool released, Engine* engine, const Stream& on, Memory& from,
-        Ledger& counts);
+  State(const Setup& setup, Visible visible, bool released, const Stream& on, Memory& from, Ledger& counts);
   ~State();
 
   Block values(const char* kind, Index count) const {
@@ -134,9 +132,8 @@ struct Transformer::State {
 
   void linear(const LinearPlaces& places_at, const Block& x, void* y, Index stride, const void* residual);
   void expand(const LinearPlace& at, const Expansion& mlp);
-  void linear_backward(const LinearPlaces& places_at, const Block& x, const void* dy, Index stride,
-                       const Block& dx);
-  void take_linear(const LinearPlace& at, const Block& x, const void* dy, Index stride);
+  void linear_backward(const LinearPlaces& places_at, const void* dy, Index stride, const Block& dx);
+  void take_linear(const LinearPlaces& places_at, const Block& x, const void* dy, Index stride);
   void back_through_norm(const NormPlace& norm_at, const void* x, const Statistics& of_x, bool adds);
   void take_head_norms(const LayerPlaces& at, Index parts);
 
@@ -169,7 +166,6 @@ struct Transformer::State {
   Products products;
   Inputs inputs;
   Recording recording;
-  Beside beside;
   Outbox outbox;
   Visible weights;  // of the pass that runs
 
@@ -200,8 +196,8 @@ struct Transformer::State {
   std::vector<double> taken;
 };
 
-Transformer::State::State(const Setup& setup, Visible visible, bool released, Engine* engine,
-                          const Stream& on, Memory& from, Ledger& counts)
+Transformer::State::State(const Setup& setup, Visible visible, bool released, const Stream& on, Memory& from,
+                          Ledger& counts)
     : model(setup.shape),
       precision(setup.activations),
       recompute(setup.recompute),
@@ -217,8 +213,7 @@ Transformer::State::State(const Setup& setup, Visible visible, bool released, En
       products(precision, stream, memory, ledger),
       inputs(model, rows, stream, memory, ledger),
       recording(stream),
-      beside(stream, engine),
-      outbox(parameters, precision, released, recording, beside, memory, ledger),
+      outbox(parameters, precision, released, recording, memory, ledger),
       weights(visible),
       hidden(values("activations", rows * model.width)),
       logits(values("activations", part_rows * logit_stride(model))),
@@ -428,11 +423,10 @@ void Transformer::State::take_losses() {
 
 // ---- Backward ----
 
-// dx = the sum of dy w^T over the products of one input. A weight's gradient is taken before the next product: that runs
-// beside its step.
-void Transformer::State::linear_backward(const LinearPlaces& places_at, const Block& x, const void* dy,
-                                         Index stride, const Block& dx) {
-  for (const LinearPlace& l : places_at) {
+// dx = the sum of dy w^T over the products of one input.
+void Transformer::State::linear_backward(const LinearPlaces& places_at, const void* dy, Index stride,
+                                         const Block& dx) {
+  for (const LinearPlace& l : places_at)
     products.run({.rows = rows,
                   .columns = l.in,
                   .depth = l.out,
@@ -441,31 +435,32 @@ void Transformer::State::linear_backward(const LinearPlaces& places_at, const Bl
                   .d = dx.as<void>(),
                   .stride = l.in,
                   .c = l.column == 0 ? nullptr : dx.as<void>()});
-    take_linear(l, x, dy, stride);
-  }
 }
 
 // As the matrix lies: x^T dy, or dy^T x.
-void Transformer::State::take_linear(const LinearPlace& l, const Block& x, const void* dy, Index stride) {
-  const auto* const outputs = static_cast<const std::byte*>(dy) + l.column * bytes_of(precision);
-  const Operand in = {x.as<void>(), l.in}, out = {outputs, stride};
-  outbox.take(l.weight, [&](Index first, Index count, Values to) {
-    Operand left = model.outputs_first ? out : in;
-    left.data = static_cast<const std::byte*>(left.data) + first * bytes_of(precision);
-    left.transposed = true;
-    const Index columns = model.outputs_first ? l.in : l.out;
-    products.run({.rows = count,
-                  .columns = columns,
-                  .depth = rows,
-                  .a = left,
-                  .b = model.outputs_first ? in : out,
-                  .d = to.data,
-                  .stride = columns});
-  });
-  if (l.bias < 0) return;
-  outbox.take(l.bias, [&](Index, Index, Values to) {
-    bias_gradient(precision, outputs, rows, stride, l.out, bias_sums.as<float>(), to, stream);
-  });
+void Transformer::State::take_linear(const LinearPlaces& places_at, const Block& x, const void* dy,
+                                     Index stride) {
+  for (const LinearPlace& l : places_at) {
+    const auto* const outputs = static_cast<const std::byte*>(dy) + l.column * bytes_of(precision);
+    const Operand in = {x.as<void>(), l.in}, out = {outputs, stride};
+    outbox.take(l.weight, [&](Index first, Index count, Values to) {
+      Operand left = model.outputs_first ? out : in;
+      left.data = static_cast<const std::byte*>(left.data) + first * bytes_of(precision);
+      left.transposed = true;
+      const Index columns = model.outputs_first ? l.in : l.out;
+      products.run({.rows = count,
+                    .columns = columns,
+                    .depth = rows,
+                    .a = left,
+                    .b = model.outputs_first ? in : out,
+                    .d = to.data,
+                    .stride = columns});
+    });
+    if (l.bias < 0) continue;
+    outbox.take(l.bias, [&](Index, Index, Values to) {
+      bias_gradient(precision, outputs, rows, stride, l.out, bias_sums.as<float>(), to, stream);
+    });
+  }
 }
 
 // From g_outer, the gradient of the norm's output, to g.
@@ -530,13 +525,14 @@ void Transformer::State::back_through_mlp(Index layer) {
                   .stride = out.in,
                   .finish = Finish::gelu_backward,
                   .kept = mlp.expanded.as<void>()});
-    take_linear(out, mlp.activated, g.as<void>(), model.width);
   } else {
-    linear_backward(places_at.mlp_out, mlp.activated, g.as<void>(), model.width, g_inner);
+    linear_backward(places_at.mlp_out, g.as<void>(), model.width, g_inner);
     activate_backward(precision, model.mlp, g_inner.as<void>(), mlp.expanded.as<void>(), rows, model.inner,
                       dexpanded, stream);
   }
-  linear_backward(places_at.mlp_in, mlp.normed, dexpanded, model.expanded_width(), g_outer);
+  take_linear(places_at.mlp_out, mlp.activated, g.as<void>(), model.width);
+  linear_backward(places_at.mlp_in, dexpanded, model.expanded_width(), g_outer);
+  take_linear(places_at.mlp_in, mlp.normed, dexpanded, model.expanded_width());
   const Inside& inside = inside_of(layer);
   back_through_norm(places_at.mlp_norm, inside.middle.as<void>(), inside.statistics, true);
 }
@@ -544,7 +540,8 @@ void Transformer::State::back_through_mlp(Index layer) {
 void Transformer::State::back_through_attention(Index layer) {
   const Inside& inside = inside_of(layer);
   const LayerPlaces& places_at = place_of(layer);
-  linear_backward(places_at.attention_out, inside.attended, g.as<void>(), model.width, g_outer);
+  linear_backward(places_at.attention_out, g.as<void>(), model.width, g_outer);
+  take_linear(places_at.attention_out, inside.attended, g.as<void>(), model.width);
   const Turning shape = turning(places_at);
   if (model.head_norms) turn(precision, shape, inside.qkv.as<void>(), turned.as<void>(), stream);
   const Block& seen = model.head_norms ? turned : inside.qkv;
@@ -554,7 +551,8 @@ void Transformer::State::back_through_attention(Index layer) {
     turn_backward(precision, shape, inside.qkv.as<void>(), g_inner.as<void>(), head_norm_sums.as<float>(),
                   stream);
   if (model.head_norms) take_head_norms(places_at, turn_parts(shape));
-  linear_backward(places_at.attention_in, inside.normed, g_inner.as<void>(), model.qkv_width(), g_outer);
+  linear_backward(places_at.attention_in, g_inner.as<void>(), model.qkv_width(), g_outer);
+  take_linear(places_at.attention_in, inside.normed, g_inner.as<void>(), model.qkv_width());
   back_through_norm(places_at.attention_norm, residuals.at(layer), statistics_of(layer), true);
 }
 
@@ -618,10 +616,10 @@ void Transformer::State::pass_recorded(Sink& sink) {
   }
 }
 
-Transformer::Transformer(const Setup& setup, Visible weights, bool released, Engine* beside,
-                         const Stream& stream, Memory& memory, Ledger& ledger) {
+Transformer::Transformer(const Setup& setup, Visible weights, bool released, const Stream& stream,
+                         Memory& memory, Ledger& ledger) {
   check_setup(setup);
-  state_ = std::make_unique<State>(setup, weights, released, beside, stream, memory, ledger);
+  state_ = std::make_unique<State>(setup, weights, released, stream, memory, ledger);
 }
 
 Transformer::~Transformer() = default;
@@ -630,15 +628,10 @@ void Transformer::train(Visible weights, const Batch& batch, Sink& sink, float w
   State& s = *state_;
   s.weights = weights;
   const Index counted = s.inputs.read(batch, weight);
-  try {
-    s.outbox.open(sink);
-    s.pass_recorded(sink);
-    s.take_embeddings();  // which rows of the tables were read is the batch's: it is not recorded
-    s.outbox.close();
-  } catch (...) {
-    s.beside.join();  // memory is given back in the stream's order
-    throw;
-  }
+  s.outbox.open(sink);
+  s.pass_recorded(sink);
+  s.take_embeddings();  // which rows of the tables were read is the batch's: it is not recorded
+  s.outbox.close();
   s.sum_up();
   s.counted.push_back(counted);
 }

@@ -1,5 +1,5 @@
-// The forward and backward pass of whatever a description describes, on a GPU: it queues kernels on one stream, steps of
-// released gradients beside it on another, and never waits. Weights are read where they lie; those of another type than the activations are converted as they are needed.
+// The forward and backward pass of whatever a description describes, on a GPU: it queues kernels on one stream and never
+// waits. Weights are read where they lie; those of another type than the activations are converted as they are needed.
 #pragma once
 
 #include <memory>
@@ -12,10 +12,9 @@ namespace scruple::train::cuda {
 
 class Transformer final : public Network {
  public:
-  // Memory is taken here. Throws std::invalid_argument where there is no such model. `beside`: the sink's engine, whose
-  // work is to run beside the passes; nullptr where it is not.
-  Transformer(const Setup& setup, Visible weights, bool released, Engine* beside, const Stream& stream,
-              Memory& memory, Ledger& ledger);
+  // Memory is taken here. Throws std::invalid_argument where there is no such model.
+  Transformer(const Setup& setup, Visible weights, bool released, const Stream& stream, Memory& memory,
+              Ledger& ledger);
   ~Transformer() override;
 
   void train(Visible weights, const Batch& batch, Sink& sink, float weight) override;
