@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <utility>
 
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
@@ -275,6 +276,103 @@ TEST_F(CudaTrainer, GraphsGiveTheSameBits) {
       EXPECT_EQ(with.planes, without.planes) << family.name << ", policy " << policy;
       EXPECT_EQ(with.losses, without.losses) << family.name << ", policy " << policy;
     }
+}
+
+// A model whose gradients fill the outbox's buffer several times in a pass.
+class SeveralHandings : public CudaTrainer {
+ protected:
+  static constexpr int kSteps = 20;
+
+  static Description shape_of(bool tied) {
+    Description model = llama(3);
+    model.width = 768, model.heads = 6, model.kv_heads = 2, model.head_width = 128, model.inner = 2048;
+    model.tied = model.qkv_bias = model.head_norms = tied;
+    return model;
+  }
+  static Job job_for(const Description& shape) {
+    Job job = job_of(shape, cuda_backend, "scruple", Precision::bf16);
+    job.initial = spread_values(shape);
+    job.gradients.policy = SCRUPLE_RELEASED;
+    return job;
+  }
+  static void expect_same(const Taken& got, const Taken& want, const std::string& what) {
+    EXPECT_TRUE(got.planes == want.planes) << what;  // too many to be printed
+    EXPECT_EQ(got.losses, want.losses) << what;
+  }
+};
+
+TEST_F(SeveralHandings, GiveTheBitsOfStoredGradients) {
+  for (const bool tied : {false, true}) {
+    const Description shape = shape_of(tied);
+    const std::vector<Parameter> parameters = parameters_of(shape);
+    std::int64_t all = 0;
+    for (const Parameter& parameter : parameters) all += 2 * parameter.size();
+    ASSERT_GT(all, 2 * cuda_backend(0)->released_bytes(parameters, Precision::bf16))
+        << "one handing shows nothing";
+    Job job = job_for(shape);
+    job.describe = [](const Optimizer& optimizer, std::int64_t size) {
+      scruple_tensor row = describe_by("scruple")(optimizer, size);
+      row.arrays[SCRUPLE_GRADIENT] = {format_named("fp32"), nullptr, nullptr, SCRUPLE_NEAREST, 0};
+      return row;
+    };
+    Job other = job;
+    other.gradients.policy = SCRUPLE_STORED;
+    const Taken want = take(other, kSteps);
+    const std::string name = tied ? "tied" : "not tied";
+    expect_same(take(job, kSteps), want, name);
+    other = job;
+    other.graphs = false;
+    expect_same(take(other, kSteps), want, name + ", no graphs");
+    other.recompute = Recompute::block;  // reads weights again, between the steps of others
+    expect_same(take(other, kSteps), want, name + ", no graphs, computed again");
+  }
+}
+
+// What stored gradients cannot: clipped one by one, a loss scale that overflows, micro-batches in the moments.
+TEST_F(SeveralHandings, GiveTheSameBitsWithoutGraphs) {
+  const Job plain = job_for(shape_of(false));
+  Job clipped = plain;
+  clipped.gradients.tensor_norm = 1e-3;
+  Job scaled = plain;
+  scaled.activations = Precision::fp16;
+  scaled.describe = describe_by("fp32");  // converted as it is read
+  scaled.scaler = scruple_scaler_dynamic();
+  scaled.scaler.scale = 0x1p30f;
+  Job parts = plain;
+  parts.describe = describe_by("fp32");
+  parts.gradients.micro_batches = 2;
+  parts.gradients.accumulation = SCRUPLE_ACCUMULATE_ADAMA;
+  const std::pair<const char*, Job> jobs[] = {
+      {"clipped", clipped}, {"scaled", scaled}, {"micro-batches", parts}};
+  for (const auto& [name, job] : jobs) {
+    Job other = job;
+    other.graphs = false;
+    expect_same(take(job, kSteps), take(other, kSteps), name);
+  }
+}
+
+// A sink that refuses a gradient: the next pass is none the worse.
+TEST_F(SeveralHandings, ARefusalLeavesNothingBehind) {
+  const Description shape = shape_of(true);
+  const auto run = [&](bool refused) {
+    Job job = job_for(shape);
+    job.optimizer = [] { return Optimizer("sgd", {{"momentum", 0.5}, {"lr", 0.1}}); };
+    job.describe = describe_by("fp32");
+    Passes passes(job);
+    for (int i = 0; i < 5; ++i) {
+      const Documents documents(shape, job.batch, i);
+      passes.network->train(passes.state.visible(), documents.batch(), passes.sink, 1);
+      // The same gradients again, without an end between them: in a pass that is recorded, and in one that is replayed.
+      if (refused && i % 3 == 0) {
+        EXPECT_THROW(passes.network->train(passes.state.visible(), documents.batch(), passes.sink, 1), Error);
+      }
+      passes.sink.end();
+    }
+    std::vector<double> losses = passes.network->losses();
+    losses.push_back(passes.loss(Documents(shape, job.batch, 9).batch()));
+    return losses;
+  };
+  EXPECT_EQ(run(true), run(false));
 }
 
 // Every batch is another one, with validations between them, whole gradients and such that come in pieces, clipped one by
