@@ -558,7 +558,7 @@ void turn_backward(Precision precision, const Turning& shape, const void* qkv, v
 
 namespace {
 
-constexpr int kLossThreads = 512;
+constexpr int kLossThreads = 256;
 
 // The sum of e^(x - top) so far, where top is the largest x.
 struct Running {
@@ -663,7 +663,7 @@ struct LogitRow {
 };
 
 template <class T, int V>
-__global__ void __launch_bounds__(kLossThreads, 2)
+__global__ void __launch_bounds__(kLossThreads, 8)
     entropy_rows(T* logits, Index vocabulary, Index stride, const std::int32_t* targets, const float* scale,
                  float* losses) {
   const Index row = blockIdx.x, target = targets[row];
