@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs the GPU tests, in their quick form, under compute-sanitizer: memory, uninitialised reads, races.
-# usage: sanitize_gpu.sh FOLDER   (with cuda_test, sink_test and, where it is built, cuda_trainer_test: make test-gpu builds them)
+# usage: sanitize_gpu.sh FOLDER   (with cuda_test, sink_test and, where they are built, the trainer's tests: make test-gpu builds them)
 set -u
 folder=${1:?usage: sanitize_gpu.sh FOLDER}
 log=$(mktemp)
@@ -20,10 +20,13 @@ for tool in memcheck initcheck; do
   check $tool sink_test '*'
 done
 check racecheck cuda_test "$sharing"
-# The trainer on a tiny model of each family, with graphs and copies beside the layers; its kernels share memory, too.
+# The trainer on tiny models of each family, with graphs and copies beside the layers; its kernels share memory, too.
 if [ -x "$folder/cuda_trainer_test" ]; then
-  check memcheck cuda_trainer_test '*InEveryFamily:*OddSizes:*Graphs*:*Offloading*'
-  check initcheck cuda_trainer_test '*InEveryFamily'
-  check racecheck cuda_trainer_test '*InEveryFamily:*OddSizes'
+  for test in attention_test layers_test; do check memcheck $test '*'; done
+  check memcheck cuda_trainer_test '*OddSizes:*Graphs*:*Offloading*'
+  check initcheck cuda_trainer_test '*OddSizes:*Recomputation*'
+  check racecheck attention_test '*SameBytesTwice'
+  check racecheck layers_test '*'
+  check racecheck cuda_trainer_test '*OddSizes'
 fi
 exit $status
