@@ -47,7 +47,7 @@ test-all: ## before a release: the tests with every loop whole, the sanitizers, 
 
 # The examples need packages beside torch, and run on the CPU; so do the two tests of the trainer's commands.
 CPU_ONLY = ^(torch_examples|train_test|resume_test)$$
-test-gpu: ## on a machine with a GPU: build for it and run every test, the GPU's and the CPU's; installs nothing
+test-gpu: ## on a machine with a GPU: build for it and run the tests, the GPU's and the CPU's; installs nothing
 	@nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 	@$(CONFIGURE) -B $(BUILD)/gpu -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
 	  -DCMAKE_CUDA_ARCHITECTURES=native -DSCRUPLE_CLI=AUTO -DSCRUPLE_TRAIN=AUTO

@@ -97,14 +97,13 @@ train::Figures speed_of(const train::Trainer& trainer, const train::Job& job, co
 // Points where an amount changes, and at both ends: one for each step would be a long line of equal numbers.
 train::Chart memory_chart(const train::Ledger& ledger, const Record& record) {
   const Unit unit = unit_for(ledger.peak(), 1);
-  train::Chart chart = {
-      "Kinds on top of each other, step by step",
-      "The most that each held during a step. The limit is --memory-limit, or what was free "
-      "at the start.",
-      "step",
-      unit.name,
-      {},
-      {}};
+  train::Chart chart = {"Kinds on top of each other, step by step",
+                        "The most that each held during a step" +
+                            std::string(record.resumed > 0 ? " of the last session." : "."),
+                        "step",
+                        unit.name,
+                        {},
+                        {}};
   chart.stacked = true;
   for (std::size_t k = 0; k < ledger.entries().size(); ++k) {
     train::Curve curve = {ledger.entries()[k].kind, {}, {}, false};
@@ -120,8 +119,10 @@ train::Chart memory_chart(const train::Ledger& ledger, const Record& record) {
     add(static_cast<std::int64_t>(record.steps.size()), record.memory.back());
     chart.curves.push_back(curve);
   }
-  if (ledger.limit() != kNoLimit)
+  if (ledger.limit() < ledger.peak() / 2 * 3) {  // else it would be far out of the picture
+    chart.note += " The limit is --memory-limit, or what was free at the start.";
     chart.levels.emplace_back("limit", static_cast<double>(ledger.limit()) / unit.bytes);
+  }
   return chart;
 }
 

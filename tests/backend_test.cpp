@@ -13,6 +13,7 @@
 
 #include "formats/bf16.h"
 #include "tests/files.h"
+#include "tests/jobs.h"
 #include "train/checkpoint.h"
 #include "train/model.h"
 #include "train/trainer.h"
@@ -114,13 +115,7 @@ Job job_of(scruple_policy policy) {
   job.batch = 1;
   job.backend = [](int) -> std::unique_ptr<Backend> { return std::make_unique<Stranger>(); };
   job.optimizer = [] { return Optimizer("sgd", {{"momentum", 0.0}}); };
-  job.describe = [](const Optimizer& optimizer, std::int64_t size) {
-    scruple_tensor row = {};
-    row.optimizer = optimizer.raw();
-    row.size = size;
-    check(scruple_tensor_use(&row, "scruple"));
-    return row;
-  };
+  job.describe = describe_by("scruple");
   job.schedule = {Annealing::constant, 0.125, 0, 100};
   job.gradients.policy = policy;
   return job;
@@ -172,13 +167,7 @@ std::vector<std::byte> planes_of(Trainer& trainer) {
 Job with_momentum(const char* recipe = "scruple") {
   Job job = job_of(SCRUPLE_STORED);
   job.optimizer = [] { return Optimizer("sgd", {{"momentum", 0.5}}); };
-  job.describe = [recipe](const Optimizer& optimizer, std::int64_t size) {
-    scruple_tensor row = {};
-    row.optimizer = optimizer.raw();
-    row.size = size;
-    check(scruple_tensor_use(&row, recipe));
-    return row;
-  };
+  job.describe = describe_by(recipe);
   return job;
 }
 

@@ -344,10 +344,13 @@ TEST_F(SeveralHandings, GiveTheSameBitsWithoutGraphs) {
   parts.gradients.accumulation = SCRUPLE_ACCUMULATE_ADAMA;
   const std::pair<const char*, Job> jobs[] = {
       {"clipped", clipped}, {"scaled", scaled}, {"micro-batches", parts}};
+  const Taken unchanged = take(plain, kSteps);
   for (const auto& [name, job] : jobs) {
     Job other = job;
     other.graphs = false;
-    expect_same(take(job, kSteps), take(other, kSteps), name);
+    const Taken with = take(job, kSteps);
+    expect_same(with, take(other, kSteps), name);
+    EXPECT_FALSE(with.planes == unchanged.planes) << name << " changes nothing, and so shows nothing";
   }
 }
 
@@ -439,7 +442,7 @@ TEST_F(CudaTrainer, AScaleThatIsTooLargeGoesDown) {
   EXPECT_GT(last.loss_scale, 1.0f);
 }
 
-// More micro-batches than losses that wait on the GPU.
+// More micro-batches than losses that wait to be taken.
 TEST_F(CudaTrainer, EveryLossOfManyMicroBatches) {
   const Description shape = llama(1);
   Job job = job_of(shape, cuda_backend);
@@ -510,6 +513,16 @@ TEST_F(CudaTrainer, MicroBatchesAreTheCpus) {
   };
   const std::vector<double> cpu = losses(cpu_backend), gpu = losses(cuda_backend);
   for (std::size_t i = 0; i < cpu.size(); ++i) EXPECT_NEAR(gpu[i], cpu[i], 1e-4 * cpu[i]);
+}
+
+// What is told of a plan without its activations. Only counts: it needs no GPU.
+TEST(CudaPlan, ReleasedBytesAreTheLedgers) {
+  for (const Precision activations : {Precision::fp32, Precision::bf16}) {
+    Job job = job_of(llama(), cuda_backend, "scruple", activations);
+    job.gradients.policy = SCRUPLE_RELEASED;
+    EXPECT_EQ(memory_of(job).peak("gradients"),
+              cuda_backend(0)->released_bytes(parameters_of(job.shape), activations));
+  }
 }
 
 // More than a GPU has, and more than is allowed: refused, and the next run is none the worse.

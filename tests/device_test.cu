@@ -20,8 +20,11 @@ std::string words_of(cudaError_t error) {
 }
 
 TEST(Device, ErrorsBlameWhatCanBeTheCause) {
-  for (const cudaError_t error : {cudaErrorNoDevice, cudaErrorInsufficientDriver, cudaErrorDevicesUnavailable,
-                                  cudaErrorNoKernelImageForDevice}) {
+  for (const cudaError_t error :
+       {cudaErrorNoDevice, cudaErrorInvalidDevice, cudaErrorDevicesUnavailable,
+        cudaErrorNoKernelImageForDevice, cudaErrorInitializationError, cudaErrorInsufficientDriver,
+        cudaErrorCallRequiresNewerDriver, cudaErrorUnsupportedPtxVersion, cudaErrorStubLibrary,
+        cudaErrorCompatNotSupportedOnDevice, cudaErrorSystemDriverMismatch, cudaErrorSystemNotReady}) {
     EXPECT_EQ(words_of(error).find("queued"), std::string::npos) << words_of(error);
     EXPECT_NE(words_of(error).find("--device cpu"), std::string::npos) << words_of(error);
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -56,7 +57,9 @@ inline Computed computed_by(Job job, const Batch& batch) {
   Passes passes(job);
   Computed computed = {0, passes.loss(batch), {}};
   passes.train(batch);
-  computed.loss = passes.network->losses().at(0);
+  const std::vector<double> losses = passes.network->losses();
+  if (losses.size() != 1) throw std::logic_error("a micro-batch has one loss");
+  computed.loss = losses[0];
   for (const scruple_tensor& row : passes.state.table()) {
     std::vector<float>& values = computed.gradients.emplace_back(static_cast<std::size_t>(row.size));
     check(scruple_decode(passes.backend->engine().raw(), &row, SCRUPLE_SLOT, values.data()));

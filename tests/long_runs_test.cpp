@@ -35,7 +35,7 @@ Description completing() {
 }
 Description isolating() {
   if (!on_gpu()) return other_parts({2, 32, 2, 24, 256}, 1, 16);
-  Description model = other_parts({2, 48, 2, 24, 256}, 1, 64);
+  Description model = other_parts({2, 48, 2, 72, 256}, 1, 64);  // more than one tile of attention
   model.inner = 144;
   return model;
 }
@@ -115,9 +115,10 @@ class LongRuns : public scruple_tests::Files {
 
   void expect_learned(const Job& job) const {
     for (const Phase& phase : phases(job)) {
-      EXPECT_LT(phase.learned, 0.03);                  // every sign follows from the prompt
-      EXPECT_GT(phase.other, 1.0);                     // forgotten: from 1.8 up, as the seed will have it
-      EXPECT_LT(phase.other, 20);                      // and no weight has run away
+      EXPECT_LT(phase.learned, 0.03);  // every sign follows from the prompt
+      // Forgotten: on a GPU, with its shape, from 1.8 up, as the seed will have it. And no weight has run away.
+      EXPECT_GT(phase.other, on_gpu() ? 1.0 : 3.0);
+      EXPECT_LT(phase.other, 20);
       if (job.gradients.policy != SCRUPLE_RELEASED) {  // that one knows no norm
         EXPECT_GT(phase.growth, 50);
       }

@@ -37,10 +37,10 @@ struct Record {
   std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
   double step_seconds = 0;                                   // without the validations
   std::vector<double> seconds;                               // of each step of this session
-  std::vector<Held> memory;                                  // of each that held other amounts than the last
-  Timed validating, saving;                                  // of this session
-  std::size_t resumed = 0;                                   // steps of earlier sessions among `steps`
-  bool stopped = false;                                      // before its last step, or its last validation
+  std::vector<Held> memory;  // of each step of this session that held other amounts than the last
+  Timed validating, saving;  // of this session
+  std::size_t resumed = 0;   // steps of earlier sessions among `steps`
+  bool stopped = false;      // before its last step, or its last validation
 
   double ms_per_step() const;
   // Of the first and of the last validation that was finished; NaN: none was.

@@ -326,11 +326,12 @@ struct Softmax {
         sum[m][half] = total;
         scales[m][half] = scale;
       }
-    // Wide rows are scaled only where a maximum of the warp has risen: in later tiles that is rare.
-    bool rises = W <= 8;
+    if constexpr (W > 8) {  // wide rows are scaled only where a maximum of the warp has risen
+      bool rises = false;
 #pragma unroll
-    for (int m = 0; m < M; ++m) rises = rises || scales[m][0] != 1 || scales[m][1] != 1;
-    if (W > 8 && !__any_sync(~0u, rises)) return;
+      for (int m = 0; m < M; ++m) rises = rises || scales[m][0] != 1 || scales[m][1] != 1;
+      if (!__any_sync(~0u, rises)) return;
+    }
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll

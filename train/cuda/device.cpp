@@ -19,9 +19,9 @@ void* pinned(std::int64_t bytes) {
   const cudaError_t error = cudaMallocHost(&memory, static_cast<std::size_t>(bytes));
   if (error == cudaSuccess) return memory;
   cudaGetLastError();
-  throw std::runtime_error("the host has no " + std::to_string(bytes >> 20) +
+  throw std::runtime_error("the host has no " + std::to_string((bytes >> 20) + 1) +
                            " MiB of memory that the GPU can copy from (" + cudaGetErrorString(error) +
-                           "); choose a smaller --batch or leave --offload out");
+                           "); close what else runs here, and leave --offload out if it was asked for");
 }
 
 namespace {
@@ -35,6 +35,10 @@ bool is_of_machine(cudaError_t error) {
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorInitializationError:
     case cudaErrorInsufficientDriver:
+    case cudaErrorCallRequiresNewerDriver:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorStubLibrary:
+    case cudaErrorCompatNotSupportedOnDevice:
     case cudaErrorSystemDriverMismatch:
     case cudaErrorSystemNotReady: return true;
     default: return false;

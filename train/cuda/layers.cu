@@ -663,7 +663,7 @@ struct LogitRow {
 };
 
 template <class T, int V>
-__global__ void __launch_bounds__(kLossThreads, 8)
+__global__ void __launch_bounds__(kLossThreads, 6)
     entropy_rows(T* logits, Index vocabulary, Index stride, const std::int32_t* targets, const float* scale,
                  float* losses) {
   const Index row = blockIdx.x, target = targets[row];

@@ -72,47 +72,41 @@ std::uint32_t alignment_of(const void* address) {
 
 // ---- Descriptions that free themselves ----
 
-struct Layout {
-  Layout(cudaDataType_t type, std::int64_t rows, std::int64_t columns, std::int64_t stride) {
-    check_blas(library().MatrixLayoutCreate(&made, type, static_cast<std::uint64_t>(rows),
-                                            static_cast<std::uint64_t>(columns), stride),
-               "describing a matrix");
+// Made and destroyed by the library's calls of its kind.
+template <class T, auto kCreate, auto kDestroy>
+struct Described {
+  template <class... Arguments>
+  explicit Described(Arguments... arguments) {
+    check_blas((library().*kCreate)(&made, arguments...), "describing a product");
   }
-  ~Layout() { library().MatrixLayoutDestroy(made); }
-  Layout(const Layout&) = delete;
-  cublasLtMatrixLayout_t made = nullptr;
+  ~Described() { (library().*kDestroy)(made); }
+  Described(const Described&) = delete;
+  T made = nullptr;
 };
-
-struct Operation {
-  Operation() {
-    check_blas(library().MatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a product");
-  }
-  ~Operation() { library().MatmulDescDestroy(made); }
-  Operation(const Operation&) = delete;
-  template <class T>
-  void set(cublasLtMatmulDescAttributes_t what, T value) {
-    check_blas(library().MatmulDescSetAttribute(made, what, &value, sizeof value), "describing a product");
-  }
-  cublasLtMatmulDesc_t made = nullptr;
-};
-
+using Layout = Described<cublasLtMatrixLayout_t, &Library::MatrixLayoutCreate, &Library::MatrixLayoutDestroy>;
+using Operation = Described<cublasLtMatmulDesc_t, &Library::MatmulDescCreate, &Library::MatmulDescDestroy>;
 // What an algorithm should be like.
-struct Wishes {
-  Wishes() { check_blas(library().MatmulPreferenceCreate(&made), "describing a product"); }
-  ~Wishes() { library().MatmulPreferenceDestroy(made); }
-  Wishes(const Wishes&) = delete;
-  template <class T>
-  void set(cublasLtMatmulPreferenceAttributes_t what, T value) {
-    check_blas(library().MatmulPreferenceSetAttribute(made, what, &value, sizeof value),
-               "describing a product");
-  }
-  cublasLtMatmulPreference_t made = nullptr;
-};
+using Wishes = Described<cublasLtMatmulPreference_t, &Library::MatmulPreferenceCreate,
+                         &Library::MatmulPreferenceDestroy>;
 
+template <class Value>
+void set(const Operation& operation, cublasLtMatmulDescAttributes_t what, Value value) {
+  check_blas(library().MatmulDescSetAttribute(operation.made, what, &value, sizeof value),
+             "describing a product");
+}
+template <class Value>
+void set(const Wishes& wishes, cublasLtMatmulPreferenceAttributes_t what, Value value) {
+  check_blas(library().MatmulPreferenceSetAttribute(wishes.made, what, &value, sizeof value),
+             "describing a product");
+}
+
+Layout layout(cudaDataType_t type, std::int64_t rows, std::int64_t columns, std::int64_t stride) {
+  return Layout(type, static_cast<std::uint64_t>(rows), static_cast<std::uint64_t>(columns), stride);
+}
 // Of an operand of `rows` x `columns` as cuBLAS sees it, which thinks in columns: what lies in rows is transposed to it.
 Layout layout_of(const Operand& operand, cudaDataType_t type, std::int64_t rows, std::int64_t columns) {
-  return operand.transposed ? Layout(type, rows, columns, operand.stride)
-                            : Layout(type, columns, rows, operand.stride);
+  return operand.transposed ? layout(type, rows, columns, operand.stride)
+                            : layout(type, columns, rows, operand.stride);
 }
 
 }  // namespace
@@ -146,35 +140,36 @@ struct Products::Plans {
 
 // d^T = b^T a^T is what cuBLAS computes: to it, a matrix of rows is one of columns, transposed.
 Products::Plans::Plan::Plan(const Product& p, Precision precision, cublasLtHandle_t handle)
-    : a(layout_of(p.b, type_of(precision), p.depth, p.columns)),
+    : operation(CUBLAS_COMPUTE_32F, CUDA_R_32F),
+      a(layout_of(p.b, type_of(precision), p.depth, p.columns)),
       b(layout_of(p.a, type_of(precision), p.rows, p.depth)),
-      d(p.wide ? CUDA_R_32F : type_of(precision), p.columns, p.rows, p.stride) {
-  operation.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
-  operation.set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+      d(layout(p.wide ? CUDA_R_32F : type_of(precision), p.columns, p.rows, p.stride)) {
+  set(operation, CUBLASLT_MATMUL_DESC_TRANSA, p.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   const bool bias = p.bias != nullptr;
   switch (p.finish) {
     case Finish::none: break;
-    case Finish::bias: operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS); break;
+    case Finish::bias: set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS); break;
     case Finish::gelu:
-      operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE,
-                    bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX);
+      set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE,
+          bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX);
       break;
-    case Finish::gelu_backward: operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DGELU); break;
+    case Finish::gelu_backward: set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DGELU); break;
   }
-  if (bias) operation.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  if (bias) set(operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
   if (p.kept != nullptr) {
-    operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.stride);
-    operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
+    set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.stride);
+    set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
   }
   Wishes wishes;
-  wishes.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
+  set(wishes, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
   // Parts of a sum are added up in fp32, too.
-  wishes.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-             std::uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
-  wishes.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
-  wishes.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
-  wishes.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.c == nullptr ? p.d : p.c));
-  wishes.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
+  set(wishes, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      std::uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+  set(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
+  set(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
+  set(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.c == nullptr ? p.d : p.c));
+  set(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
   cublasLtMatmulHeuristicResult_t found = {};
   int count = 0;
   const cublasStatus_t status = library().MatmulAlgoGetHeuristic(
@@ -215,8 +210,8 @@ Products::~Products() = default;
 
 void Products::run(const Product& p) {
   Plans::Plan& plan = plans_->find(p);
-  if (p.bias != nullptr) plan.operation.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-  if (p.kept != nullptr) plan.operation.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
+  if (p.bias != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  if (p.kept != nullptr) set(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
   const float one = 1, add = p.c == nullptr ? 0.0f : 1.0f;
   check_blas(library().Matmul(plans_->handle, plan.operation.made, &one, p.b.data, plan.a.made, p.a.data,
                               plan.b.made, &add, p.c == nullptr ? p.d : p.c, plan.d.made, p.d, plan.d.made,

@@ -1,5 +1,5 @@
-// The forward and backward pass of whatever a description describes, on a GPU: it queues kernels on one stream and never
-// waits. Weights are read where they lie; those of another type than the activations are converted as they are needed.
+// The forward and backward pass of whatever a description describes, on a GPU: it queues kernels on one stream, and waits
+// only to give losses. Weights are read where they lie; those of another type than the activations are converted as they are needed.
 #pragma once
 
 #include <memory>

@@ -123,7 +123,7 @@ for (const section of report.sections) for (const chart of section.charts) for (
 function dress({curves, stacked}) {
   let own = 0;
   for (const curve of curves) {
-    if (stacked) { curve.look = "c" + hue_of(curve.name).replace("hatched", "d1").slice(1); continue; }
+    if (stacked) { curve.look = "c" + hue_of(curve.name).replace("hatched", "d1 pale").slice(1); continue; }
     if (curve.reference) { curve.look = "ink"; continue; }
     const i = names.length <= 16 ? names.indexOf(curve.name) : own++;
     const dash = Math.floor(i / 4) % 4;
