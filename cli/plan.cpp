@@ -106,7 +106,7 @@ void add_run_options(CLI::App& command, Options& options) {
   options.device = kDevices[0];
   command.add_option("--device", options.device, "cuda, cpu or auto (as train), beside --batch")
       ->envname(kDeviceVariable)
-      ->check(one_of(kDevices));
+      ->check(a_device());
   options.recompute = train::kRecomputes[0];
   command
       .add_option("--recompute", options.recompute,

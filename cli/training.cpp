@@ -130,12 +130,26 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
                   "cuda: an NVIDIA GPU; cpu; auto: a GPU where this build and this machine have one")
       ->capture_default_str()
       ->envname(kDeviceVariable)
-      ->check(one_of(kDevices));
+      ->check(a_device());
   command
       .add_option("--threads", threads, "of the CPU; 0: one per core; the result is the same for any number")
       ->type_name("N")
       ->capture_default_str()
       ->check(CLI::Range(0, 1024));
+}
+
+CLI::Validator a_device() {
+  const CLI::Validator known = one_of(kDevices);
+  return {[known](std::string value) {
+            if (value == "gpu" || value == "GPU" || value == "nvidia")
+              return "'" + value + "': a GPU is 'cuda' here";
+            if (value.starts_with("cuda:"))
+              return "'" + value +
+                     "': a run takes the first GPU that it sees; CUDA_VISIBLE_DEVICES=" + value.substr(5) +
+                     " beside 'cuda' gives it another";
+            return known(value);
+          },
+          known.get_description()};
 }
 
 std::string device_for(const std::string& asked) {

@@ -31,6 +31,7 @@ inline constexpr const char* kGpt = "gpt";
 
 // Where a model is trained. auto: on a GPU where there is one.
 inline constexpr const char* kDevices[] = {"auto", "cuda", "cpu"};
+CLI::Validator a_device();  // one of them; says what is meant by other names of a GPU
 inline constexpr const char* kDeviceVariable = "SCRUPLE_DEVICE";  // of the environment
 std::string device_for(const std::string& asked);                 // cuda or cpu
 // Throws where nothing can be trained on this one, cuda or cpu; what only counts can do without.

@@ -146,7 +146,9 @@ class Train(Case):
             for arguments in (("train", "--data", self.path("missing"), "--out", self.path("no")), ("compare",)):
                 self.fails(1, words, *arguments, "--device", "cuda", *tiny())
             self.assertEqual(len([row for row in self.metrics() if "loss" in row]), 4)
-        self.fails(2, "none of auto, cuda, cpu", "train", "--data", self.data, "--out", self.path("no"), "--device", "tpu")
+        for device, words in (("tpu", "none of auto, cuda, cpu"), ("gpu", "a GPU is 'cuda' here"),
+                              ("cuda:1", "CUDA_VISIBLE_DEVICES=1 beside 'cuda'")):
+            self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), "--device", device)
         by_name = run("train", "--data", self.data, "--out", self.path("no"), "--steps", "1", *tiny(),
                       env={**os.environ, "SCRUPLE_DEVICE": "tpu"})
         self.assertIn("none of auto, cuda, cpu", by_name.stderr)
