@@ -239,11 +239,7 @@ TEST_F(CudaTrainer, PoliciesGiveTheSameBits) {
     for (const Family& family : families()) {
       Job job = job_of(family.shape, cuda_backend, recipe, Precision::bf16);
       // What is kept must hold what is handed over: tied tables come in fp32.
-      job.describe = [recipe](const Optimizer& optimizer, std::int64_t size) {
-        scruple_tensor row = describe_by(recipe)(optimizer, size);
-        row.arrays[SCRUPLE_GRADIENT] = {format_named("fp32"), nullptr, nullptr, SCRUPLE_NEAREST, 0};
-        return row;
-      };
+      job.describe = describe_by(recipe, "fp32");
       const Taken stored = take(job, 3);
       for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED}) {
         job.gradients.policy = policy;
@@ -310,11 +306,7 @@ TEST_F(SeveralHandings, GiveTheBitsOfStoredGradients) {
     ASSERT_GT(all, 2 * cuda_backend(0)->released_bytes(parameters, Precision::bf16))
         << "one handing shows nothing";
     Job job = job_for(shape);
-    job.describe = [](const Optimizer& optimizer, std::int64_t size) {
-      scruple_tensor row = describe_by("scruple")(optimizer, size);
-      row.arrays[SCRUPLE_GRADIENT] = {format_named("fp32"), nullptr, nullptr, SCRUPLE_NEAREST, 0};
-      return row;
-    };
+    job.describe = describe_by("scruple", "fp32");
     Job other = job;
     other.gradients.policy = SCRUPLE_STORED;
     const Taken want = take(other, kSteps);

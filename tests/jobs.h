@@ -10,12 +10,16 @@
 
 namespace scruple::train {
 
-inline Describe describe_by(const std::string& recipe) {
-  return [recipe](const Optimizer& optimizer, std::int64_t size) {
+// The gradient's format and rounding may be replaced.
+inline Describe describe_by(const std::string& recipe, const std::string& gradient = "",
+                            int rounding = SCRUPLE_NEAREST) {
+  return [=](const Optimizer& optimizer, std::int64_t size) {
     scruple_tensor row = {};
     row.optimizer = optimizer.raw();
     row.size = size;
     check(scruple_tensor_use(&row, recipe.c_str()));
+    if (!gradient.empty())
+      row.arrays[SCRUPLE_GRADIENT] = {format_named(gradient.c_str()), nullptr, nullptr, rounding, 0};
     return row;
   };
 }

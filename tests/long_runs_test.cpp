@@ -145,7 +145,7 @@ TEST_F(LongRuns, OnIsolatedDocuments) {
   }
 }
 
-// A GPU hands gradients over in its own way, and its engine steps them while the pass goes on.
+// A GPU hands gradients over in its own way, and steps them in between the layers of the backward pass.
 class LongGpuRuns : public LongRuns {
  protected:
   void SetUp() override {

@@ -15,6 +15,7 @@
 
 #include "formats/codec.h"
 #include "tests/descriptions.h"
+#include "tests/jobs.h"
 #include "train/corpus.h"
 #include "train/run.h"
 
@@ -22,20 +23,6 @@ namespace scruple::train {
 namespace {
 
 constexpr GptShape kSmall = {2, 32, 2, 24, 256};
-
-// Rows by recipe; the gradient's format and rounding may be replaced.
-Describe describe_by(const std::string& recipe, const std::string& gradient = "",
-                     int rounding = SCRUPLE_NEAREST) {
-  return [=](const Optimizer& optimizer, std::int64_t size) {
-    scruple_tensor row = {};
-    row.optimizer = optimizer.raw();
-    row.size = size;
-    check(scruple_tensor_use(&row, recipe.c_str()));
-    if (!gradient.empty())
-      row.arrays[SCRUPLE_GRADIENT] = {format_named(gradient.c_str()), nullptr, nullptr, rounding, 0};
-    return row;
-  };
-}
 
 Job job_of(const std::string& recipe, scruple_policy policy = SCRUPLE_STORED,
            const std::string& gradient = "fp32") {
