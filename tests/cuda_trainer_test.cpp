@@ -297,6 +297,13 @@ class SeveralHandings : public CudaTrainer {
   }
 };
 
+TEST_F(SeveralHandings, GiveTheGradientsOfTheCpu) {
+  const Description shape = shape_of(true);
+  const Computed want = gradients_of(shape, cpu_backend, Precision::fp32, SCRUPLE_STORED);
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED})
+    expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, policy), want, shape, 1e-6, 1e-4);
+}
+
 TEST_F(SeveralHandings, GiveTheBitsOfStoredGradients) {
   for (const bool tied : {false, true}) {
     const Description shape = shape_of(tied);

@@ -199,9 +199,8 @@ Outcome Trainer::step(const Windows& data) {
   }
   const scruple_sink_report report = sink_->read();  // the step's only wait: the losses have come by then
   const std::vector<double> losses = network_->losses();
-  const std::size_t older = losses.size() - weights.size();  // of a step that an exception ended
   for (std::size_t part = 0; part < weights.size(); ++part)
-    outcome.loss += losses[older + part] * weights[part] / static_cast<double>(parts);
+    outcome.loss += losses[part] * weights[part] / static_cast<double>(parts);
   if (job_.scaler.scale > 0) loss_scale_ = report.scaler.scale;
   outcome.norm = report.norm;
   outcome.skipped = report.found_inf != 0;

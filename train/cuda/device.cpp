@@ -14,7 +14,7 @@ constexpr std::int64_t kUncounted = 256 << 20;
 
 }  // namespace
 
-void* pinned(std::int64_t bytes) {
+void* take_pinned(std::int64_t bytes) {
   void* memory = nullptr;
   const cudaError_t error = cudaMallocHost(&memory, static_cast<std::size_t>(bytes));
   if (error == cudaSuccess) return memory;

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "train/ledger.h"
@@ -43,8 +44,17 @@ class DeviceMemory final : public Memory {
   bool pooled_ = false;
 };
 
-// Host memory that copies run from and to beside other work; cudaFreeHost gives it back. Throws std::runtime_error.
-void* pinned(std::int64_t bytes);
+// Host memory that copies run from and to beside other work. Whoever owns it waits for them before it goes.
+struct FreePinned {
+  void operator()(void* memory) const { cudaFreeHost(memory); }
+};
+template <class T>
+using Pinned = std::unique_ptr<T[], FreePinned>;
+void* take_pinned(std::int64_t bytes);  // throws std::runtime_error
+template <class T>
+Pinned<T> pinned(std::int64_t count) {
+  return Pinned<T>(static_cast<T*>(take_pinned(count * std::int64_t{sizeof(T)})));
+}
 
 std::string device_name();
 std::int64_t free_device_bytes();  // less what runs take uncounted

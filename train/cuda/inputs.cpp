@@ -15,29 +15,28 @@ Inputs::Inputs(const Description& model, std::int64_t rows, const Stream& stream
       device_(ledger, "activations", (kParts * stride_ + 1) * std::int64_t{sizeof(std::int32_t)}, memory) {}
 
 Inputs::~Inputs() {
-  for (const Copy& copy : copies_) {
+  for (const Copy& copy : copies_)
     if (copy.done != nullptr) cudaEventSynchronize(copy.done), cudaEventDestroy(copy.done);
-    if (copy.host != nullptr) cudaFreeHost(copy.host);
-  }
 }
 
 std::int64_t Inputs::read(const Batch& batch, float weight) {
   Copy& copy = copies_[static_cast<std::size_t>(turn_)];
-  if (copy.host == nullptr) copy.host = static_cast<std::int32_t*>(pinned(device_.bytes()));
+  if (copy.host == nullptr)
+    copy.host = pinned<std::int32_t>(device_.bytes() / std::int64_t{sizeof(std::int32_t)});
   if (copy.done == nullptr)
     check(cudaEventCreateWithFlags(&copy.done, cudaEventDisableTiming), "making an event");
   check(cudaEventSynchronize(copy.done), "waiting for a batch");
-  std::int32_t *const tokens = copy.host, *const targets = tokens + stride_,
+  std::int32_t *const tokens = copy.host.get(), *const targets = tokens + stride_,
                       *const positions = targets + stride_;
   const std::int64_t counted = read_batch(model_, rows_, batch, positions);
   std::copy_n(batch.tokens, rows_, tokens);
   std::copy_n(batch.targets, rows_, targets);
   const float share = weight / static_cast<float>(std::max<std::int64_t>(counted, 1));
-  std::memcpy(copy.host + kParts * stride_, &share, sizeof share);
+  std::memcpy(tokens + kParts * stride_, &share, sizeof share);
   isolated_ = batch.starts != nullptr;
-  sort(tokens, model_.vocabulary, 0, copy.host);
-  if (model_.positions > 0) sort(positions, model_.positions, 1, copy.host);
-  check(cudaMemcpyAsync(device_.as<void>(), copy.host, static_cast<std::size_t>(device_.bytes()),
+  sort(tokens, model_.vocabulary, 0, tokens);
+  if (model_.positions > 0) sort(positions, model_.positions, 1, tokens);
+  check(cudaMemcpyAsync(device_.as<void>(), tokens, static_cast<std::size_t>(device_.bytes()),
                         cudaMemcpyHostToDevice, stream_),
         "copying a batch to the GPU");
   check(cudaEventRecord(copy.done, stream_), "copying a batch to the GPU");

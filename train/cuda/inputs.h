@@ -47,7 +47,7 @@ class Inputs {
   const Block device_;
   // Pinned, so that the copy is queued like everything else: while one is on its way the next batch goes into the other.
   struct Copy {
-    std::int32_t* host = nullptr;
+    Pinned<std::int32_t> host;
     cudaEvent_t done = nullptr;
   };
   std::array<Copy, kCopies> copies_;

@@ -19,7 +19,7 @@ Residuals::Residuals(std::int64_t count, std::int64_t bytes, bool offloads, cons
   for (std::int64_t i = 0; i < (offloads ? std::min(kBuffers, count) : count); ++i)
     buffers_.emplace_back(ledger, "activations", bytes, memory);
   if (!offloads || count <= kBuffers || ledger.only_counts()) return;
-  host_ = pinned(count * bytes);
+  host_ = pinned<std::byte>(count * bytes);
   reached_ = new_event();
   for (std::int64_t i = 0; i < count; ++i) copied_.push_back(new_event());
 }
@@ -28,7 +28,6 @@ Residuals::~Residuals() {
   if (offloads()) cudaStreamSynchronize(copies_);
   for (const cudaEvent_t event : copied_) cudaEventDestroy(event);
   if (reached_ != nullptr) cudaEventDestroy(reached_);
-  if (host_ != nullptr) cudaFreeHost(host_);
 }
 
 // After all that the passes have queued so far.

@@ -2,6 +2,7 @@
 // the few that the layer at work and its neighbours need. Copies run beside the layers.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -31,7 +32,7 @@ class Residuals {
  private:
   static constexpr std::int64_t kBuffers = 3;
   bool offloads() const { return host_ != nullptr; }
-  std::byte* host(std::int64_t index) const { return static_cast<std::byte*>(host_) + index * bytes_; }
+  std::byte* host(std::int64_t index) const { return host_.get() + index * bytes_; }
   cudaEvent_t copied(std::int64_t index) const { return copied_[static_cast<std::size_t>(index)]; }
   void copy(std::int64_t index, bool to_host);
 
@@ -39,7 +40,7 @@ class Residuals {
   const Stream& stream_;
   std::vector<Block> buffers_;
   // Only where they are offloaded.
-  void* host_ = nullptr;
+  Pinned<std::byte> host_;
   Stream copies_;
   cudaEvent_t reached_ = nullptr;    // by the passes
   std::vector<cudaEvent_t> copied_;  // of each, to or from the host

@@ -191,8 +191,8 @@ struct Transformer::State {
     bool operator==(const Made&) const = default;
   };
   Made made;
-  std::vector<Index> counted;   // targets, of the losses that the host has not taken yet
-  double* host_sums = nullptr;  // of these, pinned: each is copied there as soon as it is computed
+  std::vector<Index> counted;  // targets, of the losses that the host has not taken yet
+  Pinned<double> host_sums;    // of these: each is copied there as soon as it is computed
   std::vector<double> taken;
 };
 
@@ -255,13 +255,11 @@ Transformer::State::State(const Setup& setup, Visible visible, bool released, co
     rotation_of(model, table.data());
     memory.write(rotation.as<void>(), table.data(), rotation.bytes());
   }
-  if (!ledger.only_counts()) host_sums = static_cast<double*>(pinned(kLosses * Index{sizeof(double)}));
+  if (!ledger.only_counts()) host_sums = pinned<double>(kLosses);
 }
 
 Transformer::State::~State() {
-  if (host_sums == nullptr) return;
-  cudaStreamSynchronize(stream);
-  cudaFreeHost(host_sums);
+  if (host_sums != nullptr) cudaStreamSynchronize(stream);
 }
 
 void Transformer::State::reserve(Block& converted, int parameter) const {
@@ -409,7 +407,7 @@ void Transformer::State::head(bool for_backward) {
 void Transformer::State::sum_up() {
   if (counted.size() == kLosses) take_losses();
   sum_losses(row_losses.as<float>(), rows, loss_sum.as<double>(), stream);
-  check(cudaMemcpyAsync(host_sums + counted.size(), loss_sum.as<double>(), sizeof(double),
+  check(cudaMemcpyAsync(host_sums.get() + counted.size(), loss_sum.as<double>(), sizeof(double),
                         cudaMemcpyDeviceToHost, stream),
         "copying a loss from the GPU");
 }
