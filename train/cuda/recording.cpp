@@ -35,8 +35,12 @@ void Recording::finish() {
 }
 
 void Recording::cancel() noexcept {
+  // A sink that refuses does so between two graphs, when nothing is captured.
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream_, &status);
   cudaGraph_t graph = nullptr;
-  if (running_ && cudaStreamEndCapture(stream_, &graph) == cudaSuccess) cudaGraphDestroy(graph);
+  if (status != cudaStreamCaptureStatusNone && cudaStreamEndCapture(stream_, &graph) == cudaSuccess)
+    cudaGraphDestroy(graph);
   cudaGetLastError();
   running_ = false;
   clear();
