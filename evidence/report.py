@@ -218,7 +218,9 @@ def main():
     for task, rows in tasks.items():
         name = re.sub(r"[^a-z0-9]+", "-", task.lower()).strip("-")
         run = rows[REFERENCE][0][0]
-        facts = f"{run['parameters']:,} parameters, {run['steps']:,} steps, {run['device']}, torch {run['torch']}, {run['date']}"
+        dates = {line["date"] for runs, times in rows.values() for line in (*runs, times) if line}
+        when = " to ".join(dict.fromkeys((min(dates), max(dates))))
+        facts = f"{run['parameters']:,} parameters, {run['steps']:,} steps, {run['device']}, torch {run['torch']}, {when}"
         sheets = "".join(
             f"\n{sheet.stem.partition('-')[2].replace('-', ' ')}:\n\n![Samples](pictures/{sheet.name})\n"
             for sheet in sorted((HERE / "pictures").glob("gan-*.svg") if task.startswith("gan,") else [])
