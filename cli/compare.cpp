@@ -733,7 +733,7 @@ void add_compare(CLI::App& program) {
                    "lpmm: parts of a batch that are folded one by one")
       ->type_name("N")
       ->capture_default_str()
-      ->check(above_zero());
+      ->check(whole_from(1));
   options->model.add_options(*command);
   command->remove_option(command->get_option("--seed"));
   options->gradients.add_options(*command);

@@ -82,6 +82,7 @@ struct Row {
 
 struct Plan {
   Model model;
+  std::string device;  // cuda or cpu, of a run with --batch
   std::vector<Row> rows;
   std::vector<Refusal> refusals;
 };
@@ -94,10 +95,10 @@ void add_run_options(CLI::App& command, Options& options) {
   command
       .add_option("--batch", options.batch, "windows in a micro-batch of 'scruple train': counts a whole run")
       ->type_name("N")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_from(1));
   command.add_option("--context", options.context, "tokens of a window, beside --batch (default: as train)")
       ->type_name("N")
-      ->check(CLI::PositiveNumber);
+      ->check(whole_from(1));
   command
       .add_option("--threads", options.threads,
                   "of the run, beside --batch: each has scratch; 0: one per core")
@@ -141,6 +142,10 @@ void note_what_train_refuses(Model& model, const std::vector<std::string>& paths
   }
 }
 
+std::string device_of_run(const Options& options) {
+  return options.batch == 0 ? "" : device_for(options.device);
+}
+
 // None without --batch.
 AddRun run_of(const Options& options) {
   if (options.batch == 0) {
@@ -156,7 +161,7 @@ AddRun run_of(const Options& options) {
   ModelOptions run;
   run.model = options.files.front(), run.context = options.context, run.batch = options.batch;
   run.recompute = options.recompute, run.threads = options.threads;
-  run.device = device_for(options.device), run.offload = options.offload;
+  run.device = device_of_run(options), run.offload = options.offload;
   std::error_code ignored;
   if (std::filesystem::is_directory(run.model, ignored)) run.model += "/config.json";
   return [&options, run, model = choose_model(run)](Row& row) {
@@ -171,6 +176,7 @@ AddRun run_of(const Options& options) {
 #else
 void add_run_options(CLI::App&, Options&) {}
 AddRun run_of(const Options&) { return {}; }
+std::string device_of_run(const Options&) { return ""; }
 void note_what_train_refuses(Model&, const std::vector<std::string>&) {}
 #endif
 
@@ -184,6 +190,7 @@ Plan make_plan(const Options& options) {
       options.files.empty() ? one_tensor(parse_count(options.params, "--params")) : read_model(options.files);
   note_what_train_refuses(plan.model, options.files);
   const AddRun add_run = run_of(options);
+  plan.device = device_of_run(options);
   plan.refusals = for_each_recipe(choice, [&](const std::string& recipe) {
     const std::string policy = options.policy.empty() ? "stored" : options.policy;
     const auto with = [&](const std::string& other) {
@@ -213,6 +220,7 @@ void print_json(const Plan& plan, const Options& options) {
     refusals.push_back({{"recipe", refusal.recipe}, {"reason", refusal.reason}});
   const ordered_json all = {{"params", plan.model.params},
                             {"tensors", plan.model.tensor_count()},
+                            {"device", plan.device.empty() ? ordered_json() : ordered_json(plan.device)},
                             {"rows", rows},
                             {"refused", refusals},
                             {"notes", plan.model.notes}};
@@ -245,6 +253,9 @@ void print_table(const Plan& plan, const Options& options) {
   }
   std::cout << options.choice.optimizer << ", " << plural(plan.model.params, "parameter") << " in "
             << plural(plan.model.tensor_count(), "tensor") << ", gradients " << plan.rows.front().policy
+            << (plan.device.empty()     ? ""
+                : plan.device == "cuda" ? ", on a GPU"
+                                        : ", on the CPU")
             << "; sizes in " << unit.name << "\n\n";
   table.print(std::cout);
   for (const Refusal& refusal : plan.refusals)

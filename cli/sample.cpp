@@ -214,13 +214,13 @@ void add_sample(CLI::App& program) {
       ->type_name("TEXT");
   command->add_option("--length", options->length, "tokens to add, at most")
       ->capture_default_str()
-      ->check(above_zero());
+      ->check(whole_from(1));
   command->add_option("--temperature", options->temperature, "0: always the likeliest token")
       ->capture_default_str()
       ->check(not_negative());
   command->add_option("--top-k,--top", options->top_k, "draw among the N likeliest tokens; 0: all")
       ->type_name("N")
-      ->check(not_negative());
+      ->check(whole_from(0));
   command
       ->add_option("--top-p", options->top_p, "draw among the likeliest tokens that hold this share; 1: all")
       ->type_name("SHARE")
@@ -231,8 +231,8 @@ void add_sample(CLI::App& program) {
                    "tokens that the model looks back at (default: all that it can, at most " +
                        grouped(kUsualContext) + ")")
       ->type_name("N")
-      ->check(above_zero());
-  command->add_option("--seed", options->seed, "of the draws")->capture_default_str()->check(not_negative());
+      ->check(whole_from(1));
+  command->add_option("--seed", options->seed, "of the draws")->capture_default_str()->check(whole_from(0));
   command->add_option("--threads", options->threads, "0: one per core")->check(CLI::Range(0, 1024));
   command->callback([options] { sample(*options); });
 }

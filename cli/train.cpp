@@ -71,7 +71,8 @@ constexpr const char* kFooter =
     "  scruple train --data book.txt --out run1 --force --layers 6 --width 384 --heads 6 --context 256\n"
     "  cat *.txt | scruple train --data - --out run2\n"
     "  scruple train --data book.txt --out run3 --gradients compressed --accumulate 4 --clip 1\n"
-    "  scruple train --data book.txt --out run4 --recipe lpmm --optimizer sgd --lr 0.3 --accumulate 4\n"
+    "  scruple train --data book.txt --out run4 --recipe lpmm --optimizer sgd --lr 0.3 --accumulate 4 "
+    "--device cpu\n"
     "  scruple train --data book.txt --out run5 --weights fp16+8 --loss-scale dynamic\n"
     "  scruple train --data book.txt --out run6 --save-every 100 --keep 3\n"
     "  scruple train --resume run6\n"
@@ -122,9 +123,9 @@ Options completed(Options options) {
 // ---- Checkpoints ----
 
 // What --resume leaves to the user; everything else is the run's own.
-constexpr const char* kFree[] = {"--data",    "--out",          "--device",     "--offload",
-                                 "--threads", "--memory-limit", "--save-every", "--keep",
-                                 "--force",   "--resume",       "--help"};
+constexpr const char* kFree[] = {"--data",    "--out",     "--device",       "--recompute",
+                                 "--offload", "--threads", "--memory-limit", "--save-every",
+                                 "--keep",    "--force",   "--resume",       "--help"};
 
 bool is_free(const std::string& name) {
   return std::find(std::begin(kFree), std::end(kFree), name) != std::end(kFree);
@@ -137,9 +138,10 @@ std::string long_name(const CLI::Option& option) {
 // What a run reads, so that it goes on with the same.
 constexpr const char *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32";
 
-// Where a run is trained, and how; it may move.
+// Where a run is trained, and how; it may move, and what is computed again changes no bit.
 void note_device(io::Metadata& notes, const Options& options) {
   notes["--device"] = options.model.device;
+  notes["--recompute"] = options.model.recompute;
   notes["--activations"] = options.activations;
   notes.erase("--offload");
   if (options.model.offload) notes["--offload"] = "true";
@@ -232,6 +234,7 @@ Options options_of(const io::Metadata& notes, const CLI::App& command, const Opt
   if (command.count("--save-every") > 0) options.save_every = given.save_every;
   if (command.count("--keep") > 0) options.keep = given.keep;
   if (command.count("--device") > 0) options.model.device = given.model.device;
+  if (command.count("--recompute") > 0) options.model.recompute = given.model.recompute;
   if (command.count("--offload") > 0)
     options.model.offload = given.model.offload;
   else if (device_for(options.model.device) == "cpu")  // it has moved here
@@ -261,6 +264,9 @@ Session resumed(const CLI::App& command, const Options& given) {
         option->count() > 0 && !is_free(name) && name != "--steps")
       throw UsageError("--resume takes " + name +
                        " from the run, so that it ends with the same bits; leave it out");
+  if (std::error_code ignored; !std::filesystem::exists(given.resume, ignored))
+    throw UsageError("--resume is '" + given.resume +
+                     "', and there is no such folder; name the --out of a run, or one of its checkpoints");
   check_has_checkpoint(given.resume);
   Session session;
   session.in_place = train::find_checkpoint(given.resume) != given.resume;
@@ -308,6 +314,11 @@ train::Job job_of(const Options& options, const ChosenModel& model, const Data& 
   job.isolates = data.training().isolates();
   job.schedule = schedule_of(options);
   return job;
+}
+
+// What would take less memory: of a run that goes on, only what leaves its bits as they are.
+std::string savings_of(const Session& session) {
+  return session.from ? savings_of_passes(session.job) : savings(session.job, true);
 }
 
 // What a kill has left between saves.
@@ -477,7 +488,7 @@ void print_end(const Session& session, const Record& record, const Ending& endin
   list(ending.report, "report.html");
   list(!io::saved_steps(train::checkpoints_of(options.out)).empty(), "checkpoints/");
   std::cout << '\n';
-  if (record.stopped)
+  if (record.stopped && train::losses_lost(record) == 0)
     std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(taken) << " of "
               << grouped(options.model.steps) << (ending.problems.empty() ? ". To go on:\n  " : ".")
               << (ending.problems.empty() ? resume_command(options) : "") << '\n';
@@ -554,7 +565,7 @@ void train_with(const CLI::App& command, Session& session) {
     session.notes = notes_of(command, options, session.model, data);
   session.plan = plan_of(options.choice, options.choice.recipe, session.job, options.gradients.policy);
   const Table memory =
-      checked_memory("the run", session.job, session.plan, savings(session.job, true), options.limit);
+      checked_memory("the run", session.job, session.plan, savings_of(session), options.limit);
   session.ledger = Ledger(std::min(free_memory(session.job), options.limit));
   Trainer trainer(session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
@@ -590,15 +601,20 @@ void train_with(const CLI::App& command, Session& session) {
   const Ending ending = finish(session, record, trainer, metrics);
   print_end(session, record, ending, most_tokens(trainer, session.job));
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
-  if (record.stopped) throw Stopped{Interrupts::signal()};
   if (!record.validations.empty() && record.validations.front().first == 0 &&
       !std::isfinite(record.first_loss()))
     throw std::runtime_error("the loss was not finite before the first step: the weights of " +
                              options.model.model + " are not, or too large for --activations " +
                              precision_name(session.job.activations));
-  if (record.steps.size() > record.resumed && !std::isfinite(record.steps.back().loss))
+  if (const std::int64_t lost = train::losses_lost(record); lost > 0) {
+    const std::vector<std::int64_t> saved = io::saved_steps(train::checkpoints_of(options.out));
     throw std::runtime_error(
-        "the training diverged: its loss is not finite. Choose a smaller --lr, or a longer --warmup");
+        "the training diverged: its loss is not finite since step " +
+        grouped(static_cast<std::int64_t>(record.steps.size()) - lost + 1) +
+        ". Choose a smaller --lr, or a longer --warmup" +
+        (saved.empty() ? "" : "; the checkpoint of step " + grouped(saved.back()) + " is from before"));
+  }
+  if (record.stopped) throw Stopped{Interrupts::signal()};
 }
 
 void run(const CLI::App& command, const Options& given) {
@@ -626,7 +642,7 @@ void run(const CLI::App& command, const Options& given) {
   try {
     train_with(command, session);
   } catch (const std::bad_alloc&) {
-    rethrow_shortage(session.job, savings(session.job, true));
+    rethrow_shortage(session.job, savings_of(session));
   }
 }
 
@@ -652,7 +668,8 @@ void add_options(CLI::App& command, Options& options) {
       ->capture_default_str()
       ->check(one_of(train::kAnnealings));
   command.add_option("--warmup", options.warmup, "steps of linear rise (default: a twentieth)")
-      ->check(not_negative());
+      ->type_name("N")
+      ->check(whole_from(0));
   command.add_option("--weight-decay", options.weight_decay, "of matrices; norms and biases never decay")
       ->check(not_negative());
   options.gradients.add_options(command);
@@ -673,16 +690,17 @@ void add_options(CLI::App& command, Options& options) {
   command
       .add_option("--validate-every", options.validate_every,
                   "steps between validations (default: a twentieth)")
-      ->check(above_zero());
+      ->type_name("N")
+      ->check(whole_from(1));
   command
       .add_option("--save-every", options.save_every,
                   "steps between checkpoints (default: only a stop saves one)")
       ->type_name("N")
-      ->check(above_zero());
+      ->check(whole_from(1));
   command.add_option("--keep", options.keep, "how many checkpoints stay; 0: all")
       ->type_name("K")
       ->capture_default_str()
-      ->check(not_negative());
+      ->check(whole_from(0));
   command
       .add_option("--resume", options.resume,
                   "go on with this run, from its last checkpoint, to the same bits; with --steps: to more")

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
@@ -91,9 +92,31 @@ CLI::Validator not_negative() {
           ""};
 }
 
+CLI::Validator a_share() {
+  return {[](const std::string& text) {
+            const double value = parse_number(text, "the value");
+            return value > 0 && value < 1 ? std::string()
+                                          : "is " + text + "; it must be above 0 and below 1, such as 0.05";
+          },
+          ""};
+}
+
+CLI::Validator whole_from(std::int64_t fewest) {
+  return {[fewest](const std::string& text) {
+            std::int64_t value = 0;
+            const char* const end = text.data() + text.size();
+            const auto [stop, problem] = std::from_chars(text.data(), end, value);
+            return problem == std::errc() && stop == end && value >= fewest
+                       ? std::string()
+                       : "is " + text + "; it must be a whole number from " + std::to_string(fewest) +
+                             " to 2^63 - 1, in digits";
+          },
+          ""};
+}
+
 void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
   const auto add = [&](const char* name, auto& value, const char* doc) {
-    command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(above_zero());
+    command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(whole_from(1));
   };
   command
       .add_option("--model", model,
@@ -107,7 +130,7 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
                   "tokens that the model sees at once (default: " + std::to_string(shape.context) +
                       "; of a folder's model all that it can, at most " + grouped(kUsualContext) + ")")
       ->type_name("N")
-      ->check(above_zero());
+      ->check(whole_from(1));
   add("--batch", batch, "windows in a micro-batch");
   command
       .add_option(
@@ -120,11 +143,11 @@ void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
   command.add_option("--steps", steps, "optimizer steps")
       ->type_name("N")
       ->capture_default_str()
-      ->check(fewest_steps > 0 ? above_zero() : not_negative());
+      ->check(whole_from(fewest_steps));
   command.add_option("--seed", seed, "of weights, batches and stochastic rounding")
       ->type_name("N")
       ->capture_default_str()
-      ->check(not_negative());
+      ->check(whole_from(0));
   command
       .add_option("--device", device,
                   "cuda: an NVIDIA GPU; cpu; auto: a GPU where this build and this machine have one")
@@ -275,7 +298,7 @@ void CuttingOptions::add_options(CLI::App& command) {
   command.add_option("--validation", validation, "the share that is kept for validation, from the end")
       ->type_name("SHARE")
       ->capture_default_str()
-      ->check(above_zero());
+      ->check(a_share());
 }
 
 train::Cutting CuttingOptions::cutting(std::int64_t context) const {
@@ -298,6 +321,10 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
     throw std::runtime_error(tokenizer +
                              " has no tokenizer.json, so nothing says what tokens a text has; put it there, "
                              "or give a file of tokens (*.bin, which 'scruple tokenize' writes)");
+  if (!words.tokenizer && !of_tokens && !model.has_weights() && !train::tokens_are_bytes(vocabulary))
+    std::cerr << "scruple: " << (tokenizer.empty() ? "the model" : tokenizer)
+              << " has no tokenizer.json: each byte of the text is a token, 256 of the model's "
+              << grouped(vocabulary) << '\n';
   if (words.tokenizer && words.tokenizer->size() > vocabulary)
     throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
                              " tokens, and the model " + grouped(vocabulary) +
@@ -359,12 +386,23 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
     throw UsageError("--batch is " + std::to_string(options.batch) + " windows of " +
                      std::to_string(shape.context) + " tokens; choose one with at most 2^40 tokens");
   const bool with_gpu = device_for(options.device) == "cuda";
-  if (options.offload && !with_gpu) throw UsageError("--offload is for a GPU, and this run is on the CPU");
+  if (options.offload && !with_gpu)
+    throw UsageError(
+        "--offload is for a GPU, and this run is on the CPU; leave it out, or say --device cuda");
   if (with_gpu && !serves_gpu(choice, recipe))
     throw Error(SCRUPLE_UNSUPPORTED,
                 "weights of " + visible_weights(choice, recipe) +
                     " are computed with on the CPU alone; choose --device cpu, or a --recipe or --weights of "
                     "fp32, bf16 or fp16");
+  if (gradients.accumulation != "none") {
+    const Optimizer optimizer = choice.make_optimizer();
+    const scruple_tensor tensor = choice.describe(optimizer, recipe, kLarge);
+    for (const int a : used_arrays(tensor))
+      if (a >= SCRUPLE_SLOT && a < SCRUPLE_GRADIENT && tensor.arrays[a].format != format_named("fp32"))
+        throw UsageError("--accumulation " + gradients.accumulation +
+                         " adds up micro-batches in the moments, in which 8 bits would lose them; say "
+                         "--moments fp32, or use --gradients compressed");
+  }
   if (gradients.policy == "released" && !choice.gradient.empty())
     throw UsageError("--gradients released keeps no gradient, so --gradient-format has nothing to format");
   train::Job job;
@@ -446,16 +484,32 @@ std::int64_t free_memory(const train::Job& job) {
 
 bool on_gpu(const train::Job& job) { return job.backend == train::cuda_backend; }
 
+namespace {
+
+// What takes less memory in the passes, and the job does not have.
+std::vector<std::string> options_of_passes(const train::Job& job) {
+  std::vector<std::string> names;
+  if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
+  if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
+  return names;
+}
+
+}  // namespace
+
 std::string savings(const train::Job& job, bool chooses_recipe) {
-  std::vector<std::string> smaller = {"model"}, names;
+  std::vector<std::string> smaller = {"model"}, names = options_of_passes(job);
   if (job.batch > 1) smaller.emplace_back("--batch");
   smaller.emplace_back("--context");
   if (chooses_recipe) smaller.emplace_back("--recipe");
-  if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
   if (job.gradients.policy == SCRUPLE_STORED) names.emplace_back("--gradients released or compressed");
   if (job.gradients.policy == SCRUPLE_COMPRESSED) names.emplace_back("--gradients released");
-  if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
   return "choose a smaller " + either(smaller) + (names.empty() ? "" : ", or " + joined(names, ", or "));
+}
+
+std::string savings_of_passes(const train::Job& job) {
+  std::vector<std::string> names = options_of_passes(job);
+  names.emplace_back(on_gpu(job) ? "--device cpu, or a GPU with more memory" : "a machine with more memory");
+  return "a run that goes on keeps its sizes and formats; choose " + joined(names, ", or ");
 }
 
 void rethrow_shortage(const train::Job& job, const std::string& advice) {
@@ -484,10 +538,10 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
   if (needed.peak() <= std::min(free, limit)) return table;
   std::ostringstream text;
   table.print(text);
-  throw std::runtime_error(
-      what + " needs " + size_words(needed.peak()) + ", and " +
-      (free < limit ? size_words(free) + " are free" : "--memory-limit is " + size_words(limit)) + "; " +
-      advice + "\n\n" + text.str());
+  throw std::runtime_error(what + " needs " + size_words(needed.peak()) + ", and " +
+                           (free < limit ? size_words(free) + " are free" + (on_gpu(job) ? " on the GPU" : "")
+                                         : "--memory-limit is " + size_words(limit)) +
+                           "; " + advice + "\n\n" + text.str());
 }
 
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,

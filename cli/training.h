@@ -23,9 +23,11 @@ namespace scruple::cli {
 
 inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
 
-// CLI11's own ranges let NaN through, and print 309 digits.
+// CLI11's own ranges let NaN through, print 309 digits, and take the nearest whole number that there is.
 CLI::Validator above_zero();
 CLI::Validator not_negative();
+CLI::Validator a_share();                        // above 0, below 1
+CLI::Validator whole_from(std::int64_t fewest);  // up to 2^63 - 1
 
 inline constexpr const char* kGpt = "gpt";
 
@@ -144,6 +146,8 @@ bool on_gpu(const train::Job& job);
 // What would take less memory, in options that the job does not have: "choose a smaller model, --batch or --context, or
 // --recompute block, or --offload".
 std::string savings(const train::Job& job, bool chooses_recipe);
+// The same of what changes no bit, for a run that goes on.
+std::string savings_of_passes(const train::Job& job);
 // In a handler of std::bad_alloc: on a GPU throws what says more, on the CPU the same again.
 [[noreturn]] void rethrow_shortage(const train::Job& job, const std::string& advice);
 // Where every byte of a run will go, counted before any is taken. Where it is more than is free, or than `limit`, throws:

@@ -273,7 +273,8 @@ class Train(Case):
         self.fails(2, "--force replaces", "train", "--resume", a, "--force")
         self.fails(2, "--out", "train", "--resume", a, "--out", self.path("b"))
         self.fails(2, "--out", "train", "--resume", os.path.join(a, "checkpoints/step-00000004"))
-        self.fails(1, "saves them with --save-every N, and where it is stopped", "train", "--resume", self.path("nowhere"))
+        self.fails(2, "there is no such folder", "train", "--resume", self.path("nowhere"))
+        self.fails(1, "saves them with --save-every N, and where it is stopped", "train", "--resume", self.folder)
         self.fails(2, "--data is required", "train", "--steps", "1")
         self.fails(2, "--out is required", "train", "--data", self.data, "--steps", "1")
         self.fails(1, "earlier run", *self.arguments("a", "--save-every", "2"))
@@ -302,6 +303,21 @@ class Train(Case):
         self.assertIn('"--offload":"true"', text)
         self.done("train", "--resume", a, "--device", "cpu")
         self.assertNotIn("--offload", json.loads(content(os.path.join(a, "checkpoints/step-00000006/manifest.json")))["trainer"])
+        self.trained("b", "--device", "cpu")
+        self.same_run("a", "b")
+
+    def test_recomputation_is_free(self):
+        """It changes no bit; and where memory is short, a run that goes on is told what it can still choose."""
+        self.trained("a", "--save-every", "2", "--device", "cpu")
+        a = self.path("a")
+        os.rename(os.path.join(a, "checkpoints/step-00000006"), self.path("last"))
+        for more, words in (((), "choose --recompute block, or a machine with more memory"),
+                            (("--recompute", "block"), "choose a machine with more memory")):
+            self.fails(1, f"; a run that goes on keeps its sizes and formats; {words}\n", "train", "--resume", a,
+                       "--memory-limit", "1KiB", *more)
+        self.done("train", "--resume", a, "--recompute", "block")
+        notes = json.loads(content(os.path.join(a, "checkpoints/step-00000006/manifest.json")))["trainer"]
+        self.assertEqual(notes["--recompute"], "block")
         self.trained("b", "--device", "cpu")
         self.same_run("a", "b")
 
@@ -501,7 +517,8 @@ class Tools(Case):
         os.rename(self.path("away"), self.path("a/checkpoints/step-00000006"))
         self.fails(1, "1 problem", "checkpoint", "verify", self.path("nowhere"))
         # A step that no gradient check guards makes its weights NaN, visibly.
-        self.fails(1, "diverged", *self.arguments("b", "--recipe", "fp32", "--gradients", "released", "--lr", "1e30", "--save-every", "6"))
+        self.trained("b", "--recipe", "fp32", "--gradients", "released", "--lr", "1e20", "--weight-decay", "1e30", "--save-every", "1",
+                     steps=1)
         self.assertIn("not finite", self.fails(1, "problem", "checkpoint", "verify", self.path("b")).stdout)
 
     def test_verify_says_what_can_be_saved(self):

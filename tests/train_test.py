@@ -185,7 +185,7 @@ class Train(Case):
                          "choose a smaller model, --context or --recipe")
 
     def test_offloading_is_for_a_gpu(self):
-        words = "--offload is for a GPU, and this run is on the CPU"
+        words = "--offload is for a GPU, and this run is on the CPU; leave it out, or say --device cuda"
         cpu = ("--device", "cpu", "--offload", *tiny())
         self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), *cpu)
         self.fails(2, words, "compare", *cpu)
@@ -307,6 +307,25 @@ class Train(Case):
         self.assertIn("steps were skipped", result.stdout)
         self.metrics()  # JSON, whatever the numbers
 
+    def test_a_run_that_diverges_ends(self):
+        """Not after its last step, and with the checkpoints from before."""
+        arguments = ("--lr", "1e30", "--schedule", "constant", "--warmup", "0", "--save-every", "1", "--validate-every", "100")
+        result = self.train(*arguments, steps=200)
+        self.assertEqual(result.returncode, 1)
+        losses = [row["loss"] for row in self.metrics() if "loss" in row]
+        finite = [loss for loss in losses if isinstance(loss, float)]
+        self.assertEqual(losses[:len(finite)], finite)
+        self.assertEqual(len(losses), len(finite) + 10)
+        kept = sorted(os.listdir(self.path("run/checkpoints")))[-1]
+        self.assertEqual(kept, f"step-{len(finite):08}")
+        self.assertIn(f"not finite since step {len(finite) + 1}. Choose a smaller --lr, or a longer --warmup; the checkpoint of "
+                      f"step {len(finite)} is from before", result.stderr)
+        self.assertNotIn("Stopped", result.stdout)
+        again = run("train", "--resume", self.path("run"))
+        self.assertEqual(again.returncode, 1)
+        self.assertIn("diverged", again.stderr)
+        self.assertEqual([row["loss"] for row in self.metrics() if "loss" in row], losses)
+
     def test_refusals(self):
         def refused(code, message, *arguments):
             self.fails(code, message, "train", "--data", self.data, "--out", self.path("no"), *tiny(*arguments))
@@ -325,7 +344,14 @@ class Train(Case):
         refused(2, "serves", "--recipe", "lpmm")
         refused(2, "dynamic", "--loss-scale", "often")
         refused(2, "--warmup", "--warmup", "2000")
-        refused(2, "0 or more", "--steps", "-1")
+        for option, value, least in (("--steps", "-1", 0), ("--steps", "1e3", 0), ("--batch", "2.5", 1), ("--batch", "0", 1),
+                                     ("--batch", "", 1), ("--context", "8x", 1), ("--warmup", "0.1", 0), ("--save-every", "0", 1),
+                                     ("--seed", "99999999999999999999", 0), ("--validate-every", "nan", 1)):
+            refused(2, f"{option}: is {value}; it must be a whole number from {least} to 2^63 - 1", option, value)
+        for share in ("0", "1", "-0.5", "nan"):
+            refused(2, f"--validation: is {share}; it must be above 0 and below 1", "--validation", share)
+        refused(2, "--moments fp32, or use --gradients compressed",
+                "--gradients", "released", "--accumulate", "4", "--accumulation", "adama")
         refused(2, "--batch", "--batch", str(2**62))
         refused(1, "bytes", "--context", "100000")
         refused(2, "context", "--context", "9223372036854775807")

@@ -7,6 +7,8 @@
 namespace scruple::train {
 namespace {
 
+constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite
+
 // Counts what it takes until it ends.
 class Timer {
  public:
@@ -44,6 +46,14 @@ double Record::first_loss() const { return validations.empty() ? std::nan("") : 
 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
 
+std::int64_t losses_lost(const Record& record) {
+  std::int64_t lost = 0;
+  for (std::size_t i = record.steps.size(); i > record.resumed && !std::isfinite(record.steps[i - 1].loss);
+       --i)
+    ++lost;
+  return lost;
+}
+
 double seconds_left(const Record& record, const Span& span) {
   const auto taken = static_cast<std::int64_t>(record.steps.size());
   const bool saves = span.save_every > 0 || span.save_last;
@@ -56,9 +66,10 @@ double seconds_left(const Record& record, const Span& span) {
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
            const Watch& watch, const Save& save, Record record) {
   record.resumed = record.steps.size();
+  bool hopeless = false;
   const auto validate_if_due = [&](std::int64_t step) {
-    const bool due =
-        step == 0 || step == span.steps || (span.validate_every > 0 && step % span.validate_every == 0);
+    const bool due = step == 0 || step == span.steps || hopeless ||
+                     (span.validate_every > 0 && step % span.validate_every == 0);
     if (!due || (!record.validations.empty() && record.validations.back().first == step)) return;
     ++record.validating.times;
     const Timer timer(record.validating.seconds);
@@ -70,14 +81,14 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
   };
   auto saved = static_cast<std::int64_t>(record.resumed);
   const auto save_now = [&](std::int64_t step) {
-    if (step == saved) return;
+    if (step == saved || losses_lost(record) > 0) return;
     ++record.saving.times;
     const Timer timer(record.saving.seconds);
     if (save(record)) saved = step;
   };
   auto step = static_cast<std::int64_t>(record.resumed);
   validate_if_due(step);  // which an earlier session may not have finished
-  while (step < span.steps && span.go_on()) {
+  while (step < span.steps && !hopeless && span.go_on()) {
     trainer.ledger().mark();
     {
       record.seconds.push_back(0);
@@ -88,10 +99,12 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
     ++step;
     note_memory(step, trainer.ledger(), record.memory);
     watch(record);
+    hopeless = losses_lost(record) >= kHopeless;
     validate_if_due(step);
     if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);
   }
-  record.stopped = step < span.steps || record.validations.empty() || record.validations.back().first < step;
+  const bool all_taken = step == span.steps || hopeless;
+  record.stopped = !all_taken || record.validations.empty() || record.validations.back().first < step;
   if (span.save_every > 0 || span.save_last || record.stopped) save_now(step);
   return record;
 }

@@ -40,7 +40,7 @@ struct Record {
   std::vector<Held> memory;  // of each step of this session that held other amounts than the last
   Timed validating, saving;  // of this session
   std::size_t resumed = 0;   // steps of earlier sessions among `steps`
-  bool stopped = false;      // before its last step, or its last validation
+  bool stopped = false;      // before its last step, or its last validation, because it was told to
 
   double ms_per_step() const;
   // Of the first and of the last validation that was finished; NaN: none was.
@@ -52,12 +52,16 @@ struct Record {
 // that this session has seen.
 double seconds_left(const Record& record, const Span& span);
 
+// How many losses at the end of this session are not finite.
+std::int64_t losses_lost(const Record& record);
+
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
 
 // `watch` sees the record after every step; `save` after the steps that the span names, and says whether it did:
 // what it did not is tried again where the run ends. `record` is what earlier sessions saw: one entry for
-// each step that the trainer has taken.
+// each step that the trainer has taken. A run whose losses are not finite any more ends early, and does not save: its
+// checkpoints are from before.
 Record run(
     Trainer& trainer, const Windows& data, const Windows& validation, const Span& span, const Watch& watch,
     const Save& save = [](const Record&) { return true; }, Record record = {});
