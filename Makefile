@@ -66,7 +66,6 @@ evidence: ## re-make a table of evidence/: make evidence TASK=recommendation [DA
 	  $(if $(DATA),--data $(DATA)) $(if $(SMALL),--small)
 	@$(if $(SMALL),,.venv/bin/python evidence/report.py)
 
-demo: CUDA = OFF
 demo: build ## train every recipe on the same text, compare them, and draw demo/report.html
 	$(BUILD)/scruple compare --out demo
 

@@ -175,6 +175,10 @@ class Folders(unittest.TestCase):
         for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cuda")):
             self.refused("say its --batch too", "plan", model, *more)
         self.refused("--offload is for a GPU", "plan", model, "--batch", 3, "--device", "cpu", "--offload")
+        counted = run("plan", model, "--recipe", "scruple", "--batch", 3, "--device", "cpu")
+        self.assertIn(", gradients stored, on the CPU; sizes in ", counted.stdout)
+        for more, device in ((("--batch", 3, "--device", "cpu"), "cpu"), ((), None)):
+            self.assertEqual(json.loads(run("plan", model, *more, "--json").stdout)["device"], device)
         bf16, fp32 = (json.loads(run("plan", model, "--recipe", "scruple", "--batch", 3, "--activations", kind, "--json").stdout)
                       ["rows"][0]["parts"]["activations"] for kind in ("bf16", "fp32"))
         self.assertLess(1.5 * bf16, fp32)
