@@ -608,11 +608,12 @@ void train_with(const CLI::App& command, Session& session) {
                              precision_name(session.job.activations));
   if (const std::int64_t lost = train::losses_lost(record); lost > 0) {
     const std::vector<std::int64_t> saved = io::saved_steps(train::checkpoints_of(options.out));
-    throw std::runtime_error(
-        "the training diverged: its loss is not finite since step " +
-        grouped(static_cast<std::int64_t>(record.steps.size()) - lost + 1) +
-        ". Choose a smaller --lr, or a longer --warmup" +
-        (saved.empty() ? "" : "; the checkpoint of step " + grouped(saved.back()) + " is from before"));
+    throw std::runtime_error("the training diverged: its loss is not finite since step " +
+                             grouped(static_cast<std::int64_t>(record.steps.size()) - lost + 1) +
+                             ". Choose a smaller --lr, or a longer --warmup" +
+                             (saved.empty() ? ""
+                                            : "; the last checkpoint, of step " + grouped(saved.back()) +
+                                                  ", is of a time when it was"));
   }
   if (record.stopped) throw Stopped{Interrupts::signal()};
 }

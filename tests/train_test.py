@@ -318,8 +318,8 @@ class Train(Case):
         self.assertEqual(len(losses), len(finite) + 10)
         kept = sorted(os.listdir(self.path("run/checkpoints")))[-1]
         self.assertEqual(kept, f"step-{len(finite):08}")
-        self.assertIn(f"not finite since step {len(finite) + 1}. Choose a smaller --lr, or a longer --warmup; the checkpoint of "
-                      f"step {len(finite)} is from before", result.stderr)
+        self.assertIn(f"not finite since step {len(finite) + 1}. Choose a smaller --lr, or a longer --warmup; the last "
+                      f"checkpoint, of step {len(finite)}, is of a time when it was", result.stderr)
         self.assertNotIn("Stopped", result.stdout)
         again = run("train", "--resume", self.path("run"))
         self.assertEqual(again.returncode, 1)

@@ -61,7 +61,7 @@ using Save = std::function<bool(const Record&)>;
 // `watch` sees the record after every step; `save` after the steps that the span names, and says whether it did:
 // what it did not is tried again where the run ends. `record` is what earlier sessions saw: one entry for
 // each step that the trainer has taken. A run whose losses are not finite any more ends early, and does not save: its
-// checkpoints are from before.
+// checkpoints are of the time when they were.
 Record run(
     Trainer& trainer, const Windows& data, const Windows& validation, const Span& span, const Watch& watch,
     const Save& save = [](const Record&) { return true; }, Record record = {});
