@@ -82,7 +82,6 @@ struct Row {
 
 struct Plan {
   Model model;
-  std::string device;  // cuda or cpu, of a run with --batch
   std::vector<Row> rows;
   std::vector<Refusal> refusals;
 };
@@ -142,6 +141,7 @@ void note_what_train_refuses(Model& model, const std::vector<std::string>& paths
   }
 }
 
+// cuda or cpu; "" without --batch.
 std::string device_of_run(const Options& options) {
   return options.batch == 0 ? "" : device_for(options.device);
 }
@@ -190,7 +190,6 @@ Plan make_plan(const Options& options) {
       options.files.empty() ? one_tensor(parse_count(options.params, "--params")) : read_model(options.files);
   note_what_train_refuses(plan.model, options.files);
   const AddRun add_run = run_of(options);
-  plan.device = device_of_run(options);
   plan.refusals = for_each_recipe(choice, [&](const std::string& recipe) {
     const std::string policy = options.policy.empty() ? "stored" : options.policy;
     const auto with = [&](const std::string& other) {
@@ -205,6 +204,7 @@ Plan make_plan(const Options& options) {
 
 void print_json(const Plan& plan, const Options& options) {
   ordered_json rows = ordered_json::array(), refusals = ordered_json::array();
+  const std::string device = device_of_run(options);
   const double params = static_cast<double>(plan.model.params);
   for (const Row& row : plan.rows) {
     ordered_json parts = ordered_json::object();
@@ -220,7 +220,7 @@ void print_json(const Plan& plan, const Options& options) {
     refusals.push_back({{"recipe", refusal.recipe}, {"reason", refusal.reason}});
   const ordered_json all = {{"params", plan.model.params},
                             {"tensors", plan.model.tensor_count()},
-                            {"device", plan.device.empty() ? ordered_json() : ordered_json(plan.device)},
+                            {"device", device.empty() ? ordered_json() : ordered_json(device)},
                             {"rows", rows},
                             {"refused", refusals},
                             {"notes", plan.model.notes}};
@@ -238,6 +238,7 @@ void print_table(const Plan& plan, const Options& options) {
   const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
   const bool all_policies = options.policy.empty() && options.batch == 0;
 
+  const std::string device = device_of_run(options);
   Table table;
   for (const Row& row : plan.rows) {
     std::vector<std::string> header = {"recipe"}, cells = {row.recipe};
@@ -253,9 +254,9 @@ void print_table(const Plan& plan, const Options& options) {
   }
   std::cout << options.choice.optimizer << ", " << plural(plan.model.params, "parameter") << " in "
             << plural(plan.model.tensor_count(), "tensor") << ", gradients " << plan.rows.front().policy
-            << (plan.device.empty()     ? ""
-                : plan.device == "cuda" ? ", on a GPU"
-                                        : ", on the CPU")
+            << (device.empty()     ? ""
+                : device == "cuda" ? ", on a GPU"
+                                   : ", on the CPU")
             << "; sizes in " << unit.name << "\n\n";
   table.print(std::cout);
   for (const Refusal& refusal : plan.refusals)

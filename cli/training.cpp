@@ -74,31 +74,27 @@ bool is_state(const std::string& kind) { return kind != "activations" && kind !=
 
 }  // namespace
 
-CLI::Validator above_zero() {
-  return {[](const std::string& text) {
-            const double value = parse_number(text, "the value");
-            return value > 0 && std::isfinite(value) ? std::string()
-                                                     : "is " + text + "; it must be above 0, and finite";
+namespace {
+
+CLI::Validator a_number(bool (*serves)(double), const std::string& wanted) {
+  return {[=](const std::string& text) {
+            return serves(parse_number(text, "the value")) ? "" : "is " + text + "; it must be " + wanted;
           },
           ""};
+}
+
+}  // namespace
+
+CLI::Validator above_zero() {
+  return a_number([](double value) { return value > 0 && std::isfinite(value); }, "above 0, and finite");
 }
 
 CLI::Validator not_negative() {
-  return {[](const std::string& text) {
-            const double value = parse_number(text, "the value");
-            return value >= 0 && std::isfinite(value) ? std::string()
-                                                      : "is " + text + "; it must be 0 or more, and finite";
-          },
-          ""};
+  return a_number([](double value) { return value >= 0 && std::isfinite(value); }, "0 or more, and finite");
 }
 
 CLI::Validator a_share() {
-  return {[](const std::string& text) {
-            const double value = parse_number(text, "the value");
-            return value > 0 && value < 1 ? std::string()
-                                          : "is " + text + "; it must be above 0 and below 1, such as 0.05";
-          },
-          ""};
+  return a_number([](double value) { return value > 0 && value < 1; }, "above 0 and below 1, such as 0.05");
 }
 
 CLI::Validator whole_from(std::int64_t fewest) {
@@ -317,11 +313,12 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
   Vocabulary words = vocabulary_of(tokenizer);
   const bool of_tokens = path.ends_with(".bin");
   const std::int64_t vocabulary = model.config.shape.vocabulary;
-  if (!words.tokenizer && !of_tokens && model.has_weights() && !train::tokens_are_bytes(vocabulary))
+  const bool unknown = !words.tokenizer && !of_tokens && !train::tokens_are_bytes(vocabulary);
+  if (unknown && model.has_weights())
     throw std::runtime_error(tokenizer +
                              " has no tokenizer.json, so nothing says what tokens a text has; put it there, "
                              "or give a file of tokens (*.bin, which 'scruple tokenize' writes)");
-  if (!words.tokenizer && !of_tokens && !model.has_weights() && !train::tokens_are_bytes(vocabulary))
+  if (unknown)
     std::cerr << "scruple: " << (tokenizer.empty() ? "the model" : tokenizer)
               << " has no tokenizer.json: each byte of the text is a token, 256 of the model's "
               << grouped(vocabulary) << '\n';
