@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <map>
+#include <stdexcept>
 #include <utility>
 
 #include "formats/bf16.h"
@@ -119,6 +120,30 @@ Job job_of(scruple_policy policy) {
   job.schedule = {Annealing::constant, 0.125, 0, 100};
   job.gradients.policy = policy;
   return job;
+}
+
+// Memory that cannot be had, in either way of saying so: nothing stays counted.
+TEST(Ledger, AFailedBlockIsGivenBack) {
+  class Failing final : public Memory {
+   public:
+    explicit Failing(bool throws) : throws_(throws) {}
+    void* take(std::int64_t) override {
+      if (throws_) throw std::runtime_error("the device is gone");
+      return nullptr;
+    }
+    void give_back(void*) noexcept override { ADD_FAILURE() << "nothing was taken"; }
+
+   private:
+    const bool throws_;
+  };
+  for (const bool throws : {true, false}) {
+    Failing memory(throws);
+    Ledger ledger(1000);
+    EXPECT_ANY_THROW(Block(ledger, "weights", 600, memory));
+    EXPECT_ANY_THROW(Block(ledger, "weights", 1001, memory));
+    EXPECT_EQ(ledger.entries()[0].now, 0);
+    EXPECT_NO_THROW(Block(ledger, "weights", 1000)) << "there is room for it";
+  }
 }
 
 class BackendTest : public ::testing::TestWithParam<scruple_policy> {};

@@ -87,17 +87,15 @@ Memory& host_memory() {
 }
 
 Block::Block(Ledger& ledger, std::string kind, std::int64_t bytes, Memory& from)
-    : ledger_(&ledger),
-      from_(ledger.only_counts() ? &host_memory() : &from),
-      kind_(std::move(kind)),
-      bytes_(bytes) {
+    : Block() {  // made, so that what throws below gives back what it took
   if (bytes < 0) throw std::bad_alloc();
-  ledger_->add(kind_, bytes_);
+  ledger.add(kind, bytes);
+  ledger_ = &ledger;
+  from_ = ledger.only_counts() ? &host_memory() : &from;
+  kind_ = std::move(kind);
+  bytes_ = bytes;
   memory_ = from_->take(ledger.only_counts() ? 1 : std::max<std::int64_t>(bytes, 1));
-  if (memory_ == nullptr) {
-    ledger_->give_back(kind_, bytes_);
-    throw std::bad_alloc();
-  }
+  if (memory_ == nullptr) throw std::bad_alloc();
 }
 
 Block::Block(Block&& other) noexcept
