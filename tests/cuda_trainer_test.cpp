@@ -202,15 +202,19 @@ TEST_F(CudaTrainer, GradientsAreTheCpusForOddSizes) {
 
 // A vocabulary whose logits do not exist at once, and gradients that go in pieces.
 TEST_F(CudaTrainer, GradientsAreTheCpusWhereTheyComeInParts) {
-  for (const bool tied : {true, false})
-    for (const std::int64_t batch : {1, 5}) {  // of 40 rows each: at most one row for each column, or more
-      Description shape = llama(1);
-      shape.vocabulary = 1 << 20, shape.width = 40, shape.head_width = 10, shape.tied = tied;
+  for (const bool tied : {true, false}) {
+    Description shape = llama(1);
+    shape.vocabulary = 1 << 20, shape.width = 40, shape.head_width = 10, shape.tied = tied;
+    const auto check = [&](Precision type, std::int64_t batch, double loss, double gradient, double small) {
       SCOPED_TRACE((tied ? "tied, " : "not tied, ") + std::to_string(batch));
-      expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, SCRUPLE_RELEASED, batch),
-                   gradients_of(shape, cpu_backend, Precision::fp32, SCRUPLE_RELEASED, batch), shape, 1e-6,
-                   1e-4);
-    }
+      expect_alike(gradients_of(shape, cuda_backend, type, SCRUPLE_RELEASED, batch),
+                   gradients_of(shape, cpu_backend, Precision::fp32, SCRUPLE_RELEASED, batch), shape, loss,
+                   gradient, small);
+    };
+    // Of 40 rows each: at most one row for each column, or more; 128 rows of logits at once, or 256 where they are small.
+    for (const std::int64_t batch : {1, 5}) check(Precision::fp32, batch, 1e-6, 1e-4, 0);
+    check(Precision::bf16, 7, 3e-3, 3e-2, kSmall);
+  }
 }
 
 TEST_F(CudaTrainer, CurvesAreTheCpus) {
@@ -356,17 +360,29 @@ TEST_F(SeveralHandings, GiveTheSameBitsWithoutGraphs) {
 // A sink that refuses a gradient: the next pass is none the worse.
 TEST_F(SeveralHandings, ARefusalLeavesNothingBehind) {
   const Description shape = shape_of(true);
-  const auto run = [&](bool refused) {
+  const int norm = places_of(shape).last_norm.weight;  // whose gradient is the first that is there
+  const auto run = [&](bool refused, bool offloads) {
     Job job = job_for(shape);
     job.optimizer = [] { return Optimizer("sgd", {{"momentum", 0.5}, {"lr", 0.1}}); };
     job.describe = describe_by("fp32");
+    job.offloads = offloads;
     Passes passes(job);
+    const auto train = [&](int which) {
+      passes.network->train(passes.state.visible(), Documents(shape, job.batch, which).batch(), passes.sink,
+                            1);
+    };
+    // A gradient that came already is refused, in the very first pass...
+    const Block zeros(passes.ledger, "gradients", shape.width * 4, passes.backend->memory());
+    passes.sink.add(norm, 0, shape.width, zeros.as<void>(), "fp32");
+    if (refused) {
+      EXPECT_THROW(train(0), Error);
+    }
+    passes.sink.end();
     for (int i = 0; i < 5; ++i) {
-      const Documents documents(shape, job.batch, i);
-      passes.network->train(passes.state.visible(), documents.batch(), passes.sink, 1);
-      // The same gradients again, without an end between them: in a pass that is recorded, and in one that is replayed.
+      train(i);
+      // ...in one that is recorded, and in one that is replayed.
       if (refused && i % 3 == 0) {
-        EXPECT_THROW(passes.network->train(passes.state.visible(), documents.batch(), passes.sink, 1), Error);
+        EXPECT_THROW(train(i), Error);
       }
       passes.sink.end();
     }
@@ -374,7 +390,8 @@ TEST_F(SeveralHandings, ARefusalLeavesNothingBehind) {
     losses.push_back(passes.loss(Documents(shape, job.batch, 9).batch()));
     return losses;
   };
-  EXPECT_EQ(run(true), run(false));
+  const std::vector<double> want = run(false, false);
+  for (const bool offloads : {false, true}) EXPECT_EQ(run(true, offloads), want) << offloads;
 }
 
 // Every batch is another one, with validations between them, whole gradients and such that come in pieces, clipped one by

@@ -69,6 +69,12 @@ Stream::operator cudaStream_t() const {
 }
 void Stream::wait() const { check(cudaStreamSynchronize(*this), "waiting for the GPU"); }
 
+Event new_event() {
+  cudaEvent_t made = nullptr;
+  check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "making an event");
+  return Event(made);
+}
+
 namespace {
 
 cudaMemPool_t pool() {
@@ -104,7 +110,10 @@ void* DeviceMemory::take(std::int64_t bytes) {
     return nullptr;
   }
   check(error, "taking device memory");
-  check(cudaMemsetAsync(memory, 0, size, stream_), "clearing device memory");
+  if (const cudaError_t cleared = cudaMemsetAsync(memory, 0, size, stream_); cleared != cudaSuccess) {
+    give_back(memory);
+    check(cleared, "clearing device memory");
+  }
   return memory;
 }
 

@@ -29,6 +29,13 @@ class Stream {
   mutable cudaStream_t stream_ = nullptr;
 };
 
+// How far a stream has got.
+struct DestroyEvent {
+  void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+};
+using Event = std::unique_ptr<CUevent_st, DestroyEvent>;
+Event new_event();
+
 // Device memory, taken and given back in the stream's order: neither waits.
 class DeviceMemory final : public Memory {
  public:

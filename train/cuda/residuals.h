@@ -16,14 +16,12 @@ class Residuals {
   // `count` of `bytes` each. Host memory is not the ledger's: that counts what the GPU has.
   Residuals(std::int64_t count, std::int64_t bytes, bool offloads, const Stream& stream, Memory& memory,
             Ledger& ledger);
-  ~Residuals();
-  Residuals(const Residuals&) = delete;
-  Residuals& operator=(const Residuals&) = delete;
 
   // Of layer 0, 1...: the one that a pass is at, the one before, or the one after.
   void* at(std::int64_t index) const {
     return buffers_[static_cast<std::size_t>(index) % buffers_.size()].as<void>();
   }
+  void start();  // of a pass, before anything is written
   // Forward: what is queued from here on writes number `index`; all before index - 1 have been read.
   void write(std::int64_t index);
   // Backward, from the last to the first: what is queued from here on reads number `index`, and none above it.
@@ -32,8 +30,10 @@ class Residuals {
  private:
   static constexpr std::int64_t kBuffers = 3;
   bool offloads() const { return host_ != nullptr; }
+  bool leaves(std::int64_t index) const { return index < count_ - kBuffers; }  // the last ones stay
   std::byte* host(std::int64_t index) const { return host_.get() + index * bytes_; }
-  cudaEvent_t copied(std::int64_t index) const { return copied_[static_cast<std::size_t>(index)]; }
+  cudaEvent_t copied(std::int64_t index) const { return copied_[static_cast<std::size_t>(index)].get(); }
+  void wait_for(const Stream& waits, const Stream& queued);  // for all that is queued there so far
   void copy(std::int64_t index, bool to_host);
 
   const std::int64_t count_, bytes_;
@@ -41,9 +41,9 @@ class Residuals {
   std::vector<Block> buffers_;
   // Only where they are offloaded.
   Pinned<std::byte> host_;
-  Stream copies_;
-  cudaEvent_t reached_ = nullptr;    // by the passes
-  std::vector<cudaEvent_t> copied_;  // of each, to or from the host
+  Stream copies_;  // waits for its work when it goes, before the memory does
+  Event reached_;
+  std::vector<Event> copied_;  // of each that leaves, to or from the host
 };
 
 }  // namespace scruple::train::cuda

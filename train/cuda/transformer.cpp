@@ -139,6 +139,7 @@ struct Transformer::State {
 
   void pass(Sink& sink);
   void pass_recorded(Sink& sink);
+  void record(Sink& sink);
   void run(bool for_backward);
   void normalise_in(const NormPlace& norm_at, const void* x, const Statistics& of_x, const Block& y);
   void attend_in(Index layer);
@@ -181,7 +182,7 @@ struct Transformer::State {
   std::vector<Statistics> statistics;
   std::vector<Inside> insides;
   std::vector<Expansion> expansions;
-  // What the last pass and its recording were made with: these pointers are in the kernels' arguments.
+  // What the last pass that succeeded and its recording were made with: these pointers are in the kernels' arguments.
   struct Made {
     const scruple_tensor* weights = nullptr;
     const void* first_weight = nullptr;
@@ -311,6 +312,7 @@ void Transformer::State::expand(const LinearPlace& l, const Expansion& mlp) {
 }
 
 void Transformer::State::run(bool for_backward) {
+  residuals.start();
   embed(precision, inputs.tokens(), inputs.positions(), rows, model.width, stored(places.tokens),
         stored(places.positions), residuals.at(0), stream);
   for (Index i = 0; i < model.layers; ++i) {
@@ -599,11 +601,20 @@ void Transformer::State::pass(Sink& sink) {
 // The first pass chooses algorithms and takes what memory it lacks, the second is recorded, later ones are that again.
 void Transformer::State::pass_recorded(Sink& sink) {
   const Made now = {weights.data(), stored(0).data, sink.loss_scale(), sink.measures(), inputs.documents()};
-  const bool again = now == made;
+  const bool again = now == std::exchange(made, {});  // one that fails is none
+  if (again && recording.is_there()) {
+    recording.replay(sink);
+  } else {
+    recording.clear();
+    if (again && records)
+      record(sink);
+    else
+      pass(sink);
+  }
   made = now;
-  if (again && recording.is_there()) return recording.replay(sink);
-  recording.clear();
-  if (!again || !records) return pass(sink);
+}
+
+void Transformer::State::record(Sink& sink) {
   try {
     recording.begin();
     pass(sink);
