@@ -113,10 +113,10 @@ void add_run_options(CLI::App& command, Options& options) {
                   either({std::begin(train::kRecomputes), std::end(train::kRecomputes)}) + ", beside --batch")
       ->check(one_of(train::kRecomputes));
   command
-      .add_option(
-          "--activations", options.activations,
-          either({std::begin(kPrecisions), std::end(kPrecisions)}) + " (default: as train), beside --batch")
-      ->check(one_of(kPrecisions));
+      .add_option("--activations", options.activations,
+                  either({std::begin(train::kPrecisions), std::end(train::kPrecisions)}) +
+                      " (default: as train), beside --batch")
+      ->check(one_of(train::kPrecisions));
   command.add_flag("--offload", options.offload, "as train, beside --batch");
 }
 

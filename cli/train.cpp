@@ -681,7 +681,7 @@ void add_options(CLI::App& command, Options& options) {
       .add_option(
           "--activations", options.activations,
           "fp32, bf16 or fp16 (default: as the weights are computed; on a GPU bf16 where that is fp32)")
-      ->check(one_of(kPrecisions));
+      ->check(one_of(train::kPrecisions));
   command
       .add_option_function<std::string>(
           "--memory-limit",

@@ -356,7 +356,7 @@ namespace {
 
 constexpr std::int64_t kLarge = std::int64_t{1} << 20;  // a recipe may leave small tensors in fp32
 
-// The format that a model computes with; none of kPrecisions: it is decoded, which the CPU alone does.
+// The format that a model computes with; none of train::kPrecisions: it is decoded, which the CPU alone does.
 std::string visible_weights(const Choice& choice, const std::string& recipe) {
   const scruple_tensor tensor = choice.describe(choice.make_optimizer(), recipe, kLarge);
   return train::visible_format(tensor.arrays[SCRUPLE_WEIGHT]);
@@ -366,11 +366,12 @@ std::string visible_weights(const Choice& choice, const std::string& recipe) {
 
 std::string computed_in(const Choice& choice, const std::string& recipe) {
   const std::string format = visible_weights(choice, recipe);
-  return precision_name(value_named<train::Precision>(kPrecisions, format).value_or(train::Precision::fp32));
+  return precision_name(
+      value_named<train::Precision>(train::kPrecisions, format).value_or(train::Precision::fp32));
 }
 
 bool serves_gpu(const Choice& choice, const std::string& recipe) {
-  return value_named<train::Precision>(kPrecisions, visible_weights(choice, recipe)).has_value();
+  return value_named<train::Precision>(train::kPrecisions, visible_weights(choice, recipe)).has_value();
 }
 
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
@@ -418,7 +419,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   const std::string computed = computed_in(choice, recipe);
   const std::string usual = with_gpu && computed == "fp32" ? "bf16" : computed;
   job.activations =
-      value_named<train::Precision>(kPrecisions, activations.empty() ? usual : activations).value();
+      value_named<train::Precision>(train::kPrecisions, activations.empty() ? usual : activations).value();
   job.scaler = scaler_of(gradients.loss_scale, job.activations);
   job.gradients.policy = value_named<scruple_policy>(kPolicies, gradients.policy).value();
   job.gradients.accumulation =
@@ -462,7 +463,9 @@ std::string gradient_words(const train::Job& job) {
   return text;
 }
 
-const char* precision_name(train::Precision precision) { return kPrecisions[static_cast<int>(precision)]; }
+const char* precision_name(train::Precision precision) {
+  return train::kPrecisions[static_cast<int>(precision)];
+}
 
 Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job& job,
                const std::string& policy) {

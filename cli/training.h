@@ -117,9 +117,7 @@ struct GradientOptions {
   void check() const;
 };
 
-inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // of train::Precision
-
-// The type, of kPrecisions, that the weights of a recipe are computed in.
+// The type, of train::kPrecisions, that the weights of a recipe are computed in.
 std::string computed_in(const Choice& choice, const std::string& recipe);
 bool serves_gpu(const Choice& choice, const std::string& recipe);  // such weights need no decoding
 // A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in; on a GPU

@@ -26,7 +26,7 @@ namespace scruple::train {
 namespace {
 
 using Values = std::vector<std::vector<float>>;
-constexpr Precision kPrecisions[] = {Precision::fp32, Precision::bf16, Precision::fp16};
+constexpr Precision kTypes[] = {Precision::fp32, Precision::bf16, Precision::fp16};
 
 // Weights in fp32. Handed out as copies in the caller's scratch, as a low-bit store would.
 struct Store : Weights {
@@ -264,7 +264,7 @@ TEST(GptDocuments, PackedOnesAreAsAlone) {
 // Not one bit: no token of one document reaches another.
 TEST(GptDocuments, NothingOfTheOneBeforeIsSeen) {
   for (const Description& shape : with_many_words(kLargeOnes))
-    for (const Precision precision : kPrecisions) {
+    for (const Precision precision : kTypes) {
       Examples batch(shape, 2);
       cut(shape, {90, 60}, batch);
       for (std::size_t i = 0; i < batch.targets.size(); ++i)
@@ -289,7 +289,7 @@ TEST(GptDocuments, OneStartIsNoStarts) {
 
 TEST(GptTargets, NoneThatCountsIsNoLossAndNoGradient) {
   for (const Description& shape : with_many_words(kSmallOnes))
-    for (const Precision precision : kPrecisions) {
+    for (const Precision precision : kTypes) {
       Examples batch(shape, 2);
       std::fill(batch.targets.begin(), batch.targets.end(), -100);
       const Result got = run(shape, batch, precision, 2, 1024);
@@ -301,7 +301,7 @@ TEST(GptTargets, NoneThatCountsIsNoLossAndNoGradient) {
 
 TEST(GptBits, SameOnAnyNumberOfThreads) {
   for (const Description& shape : with_many_words(kLargeOnes))
-    for (const Precision precision : kPrecisions) {
+    for (const Precision precision : kTypes) {
       const Examples batch(shape, 3);
       const Result one = run(shape, batch, precision, 1, 64);
       EXPECT_TRUE(std::isfinite(one.loss));
@@ -320,7 +320,7 @@ TEST(GptBits, SameForDirectWeights) {
 
 TEST(GptBits, ASecondPassIsLikeTheFirst) {
   for (const Description& shape : with_many_words(kSmallOnes)) {
-    for (const Precision precision : kPrecisions) {
+    for (const Precision precision : kTypes) {
       Threads pool(2);
       Ledger ledger;
       Transformer model({shape, 2, precision}, pool, ledger);
@@ -428,7 +428,7 @@ TEST(GptPrecision, Fp16UnderflowsAndOverflows) {
 
 TEST(GptPrecision, ANaNReachesTheLossAndTheGradients) {
   for (const Description& shape : with_many_words(kSmallOnes)) {
-    for (const Precision precision : kPrecisions) {
+    for (const Precision precision : kTypes) {
       Threads pool(1);
       Ledger ledger;
       Transformer model({shape, 1, precision}, pool, ledger);
@@ -445,7 +445,7 @@ TEST(GptPrecision, ANaNReachesTheLossAndTheGradients) {
 
 TEST(GptPrecision, ActivationsAreRoundedToNearest) {
   const float all_ones = float_of(0x7fffffffu);  // a NaN that a careless rounding turns into -0
-  for (const Precision precision : kPrecisions) {
+  for (const Precision precision : kTypes) {
     Ledger ledger;
     Matrix matrix(ledger, precision, 1, 4);
     const float values[4] = {1 + 0x1.8p-8f, 1 + 0x1.8p-11f, all_ones, 1e5f};
@@ -469,7 +469,7 @@ TEST(GptPrecision, HalvesTheActivations) {
     std::int64_t bytes[3] = {};
     for (int i = 0; i < 3; ++i) {
       Ledger ledger;
-      const Transformer model({shape, 4, kPrecisions[i]}, pool, ledger);
+      const Transformer model({shape, 4, kTypes[i]}, pool, ledger);
       bytes[i] = ledger.peak("activations");
       EXPECT_GT(ledger.peak("workspace"), 0);
     }
@@ -492,7 +492,7 @@ TEST(GptMemory, DoesNotGrowWithTheWords) {
 
 TEST(GptRecompute, ChangesNoBit) {
   for (const Description& shape : {kSmallOnes[0], kSmallOnes[1], kLargeOnes[0], kLargeOnes[1]})
-    for (const Precision precision : kPrecisions) {
+    for (const Precision precision : kTypes) {
       Description deep = shape;
       deep.layers = 3;
       Examples batch(deep, 2);
@@ -605,7 +605,7 @@ TEST(Generator, PiecesChangeRoundingOnly) {
 // The loss of forward from the logits after each token.
 TEST(Generator, AgreesWithForward) {
   for (const Description& shape : with_many_words(kLargeOnes)) {
-    for (const Precision precision : kPrecisions) {
+    for (const Precision precision : kTypes) {
       Threads pool(2);
       Ledger ledger;
       Transformer model({shape, 1, precision}, pool, ledger);

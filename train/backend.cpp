@@ -13,7 +13,7 @@ std::string text(std::int64_t number) { return std::to_string(number); }
 void check_setup(const Setup& setup) {
   if (const std::string problem = problem_with(setup.shape); !problem.empty())
     throw std::invalid_argument(problem);
-  const std::int64_t context = setup.shape.context, most = (std::int64_t{1} << 31) / context;
+  const std::int64_t context = setup.shape.context, most = ((std::int64_t{1} << 31) - 1) / context;
   if (setup.batch < 1 || setup.batch > most)
     throw std::invalid_argument("a batch of " + text(setup.batch) +
                                 " sequences was asked for; with a context of " + text(context) +

@@ -19,6 +19,7 @@ namespace scruple::train {
 // (Micikevicius et al., 1710.03740). Products and reductions accumulate in fp32; softmax, the norms'
 // statistics and the loss stay fp32.
 enum class Precision { fp32, bf16, fp16 };
+inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // their names, and their formats'
 
 // What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing, the inside of
 // each MLP, or all of each layer but its input. The bits are the same.
@@ -110,7 +111,8 @@ class Backend {
 // The backends there are. `threads`: 0, one for each core.
 using OpenBackend = std::unique_ptr<Backend> (*)(int threads);
 std::unique_ptr<Backend> cpu_backend(int threads);  // train/cpu/
-// train/cuda/; throws std::runtime_error where this build has none (train/no_cuda.cpp), or this machine no GPU.
+// train/cuda/; throws std::runtime_error where this build has none (train/no_cuda.cpp), or, when its engine is first
+// asked for, where this machine has no GPU: to count what a run would take none is needed.
 std::unique_ptr<Backend> cuda_backend(int threads);
 bool has_cuda();  // a GPU that it can run on
 

@@ -6,21 +6,16 @@
 #include "train/cuda/layers.h"
 
 namespace scruple::train::cuda {
-namespace {
 
-constexpr const char* kNames[] = {"fp32", "bf16", "fp16"};  // in the order of Precision
-
-}  // namespace
-
-const scruple_format* format_of(Precision type) { return format_named(kNames[static_cast<int>(type)]); }
+const scruple_format* format_of(Precision type) { return format_named(kPrecisions[static_cast<int>(type)]); }
 
 Precision type_of(const scruple_format* format) {
   const std::string name = info_of(format).name;
-  const auto found = std::find(std::begin(kNames), std::end(kNames), name);
-  if (found == std::end(kNames))
+  const auto found = std::find(std::begin(kPrecisions), std::end(kPrecisions), name);
+  if (found == std::end(kPrecisions))
     throw std::runtime_error("a model on a GPU computes with weights of fp32, bf16 or fp16, and these are " +
                              name);
-  return static_cast<Precision>(found - std::begin(kNames));
+  return static_cast<Precision>(found - std::begin(kPrecisions));
 }
 
 }  // namespace scruple::train::cuda
