@@ -10,8 +10,11 @@ namespace scruple::train::cuda {
 inline constexpr int kHeadThreads = 256;
 inline constexpr int kHeadRows = 8;  // rows that a block works on at a time
 
-__device__ __forceinline__ Index qkv_width(const Turning& shape) {
+__host__ __device__ __forceinline__ Index qkv_width(const Turning& shape) {
   return static_cast<Index>(shape.heads + 2 * shape.kv_heads) * shape.head_width;
+}
+__host__ __device__ __forceinline__ bool has_norms(const Turning& shape) {
+  return shape.query_norm.data != nullptr || shape.key_norm.data != nullptr;
 }
 
 __device__ __forceinline__ Values norm_of(const Turning& shape, int head) {
@@ -73,7 +76,7 @@ template <class T, int V>
 __global__ void __launch_bounds__(kHeadThreads)
     turn_vectors(Turning shape, const T* from, T* to, int done, int lanes) {
   const int pairs = shape.head_width / 2, pair = static_cast<int>(threadIdx.x) % lanes * V;
-  const bool norms = shape.query_norm.data != nullptr || shape.key_norm.data != nullptr;
+  const bool norms = has_norms(shape);
   const auto one = [&](Index row, int head, bool there) {
     there = there && pair < pairs;
     const Index at = row * qkv_width(shape) + static_cast<Index>(head) * shape.head_width + pair;

@@ -234,10 +234,7 @@ inline bool in_vectors(Precision precision, Index width, std::initializer_list<c
 
 // Calls call(Lanes<T, V>()): T for the precision, V values at a time.
 template <class T, int V>
-struct Lanes {
-  using Type = T;
-  static constexpr int kCount = V;
-};
+struct Lanes {};
 template <class T, class Call>
 void with_lanes_of(bool vectors, const Call& call) {
   if (vectors)

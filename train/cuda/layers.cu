@@ -491,13 +491,6 @@ void bias_gradient(Precision precision, const void* dy, std::int64_t rows, std::
 
 namespace {
 
-Index width_of(const Turning& shape) {
-  return static_cast<Index>(shape.heads + 2 * shape.kv_heads) * shape.head_width;
-}
-bool normed(const Turning& shape) {
-  return shape.query_norm.data != nullptr || shape.key_norm.data != nullptr;
-}
-
 // Threads to a head, each with a vector of left and one of right values; 0: they do not fit.
 int lanes_of(Precision precision, const Turning& shape, const void* qkv, const void* to) {
   const Index n = 16 / bytes_of(precision), pairs = shape.head_width / 2;
@@ -514,8 +507,8 @@ int lanes_of(Precision precision, const Turning& shape, const void* qkv, const v
 void turn(Precision precision, const Turning& shape, const void* qkv, void* to, cudaStream_t stream) {
   if (shape.rows == 0) return;
   const bool copies = to != qkv;
-  if (!normed(shape) && shape.rotation == nullptr) {
-    const auto bytes = static_cast<std::size_t>(shape.rows * width_of(shape) * bytes_of(precision));
+  if (!has_norms(shape) && shape.rotation == nullptr) {
+    const auto bytes = static_cast<std::size_t>(shape.rows * qkv_width(shape) * bytes_of(precision));
     if (copies) check(cudaMemcpyAsync(to, qkv, bytes, cudaMemcpyDeviceToDevice, stream), "copying heads");
     return;
   }
@@ -538,8 +531,8 @@ std::int64_t turn_parts(const Turning& shape) {
 
 void turn_backward(Precision precision, const Turning& shape, const void* qkv, void* dqkv, float* sums,
                    cudaStream_t stream) {
-  if (shape.rows == 0 || (!normed(shape) && shape.rotation == nullptr)) return;
-  const void* x = normed(shape) ? qkv : nullptr;  // nobody reads it otherwise
+  if (shape.rows == 0 || (!has_norms(shape) && shape.rotation == nullptr)) return;
+  const void* x = has_norms(shape) ? qkv : nullptr;  // nobody reads it otherwise
   const int lanes = lanes_of(precision, shape, x, dqkv);
   const auto parts = static_cast<unsigned>(turn_parts(shape));
   with_lanes(precision, lanes > 0, [&]<class T, int V>(Lanes<T, V>) {
@@ -547,7 +540,7 @@ void turn_backward(Precision precision, const Turning& shape, const void* qkv, v
     if constexpr (V > 1) {
       turn_back_vectors<T, V><<<parts, kHeadThreads, 0, stream>>>(shape, from, d, lanes, sums);
     } else {
-      const auto shared = normed(shape) ? sizeof(float) * kHeadThreads / kWarp * shape.head_width : 0;
+      const auto shared = has_norms(shape) ? sizeof(float) * kHeadThreads / kWarp * shape.head_width : 0;
       turn_back_singles<T><<<parts, kHeadThreads, shared, stream>>>(shape, from, d, sums);
     }
   });

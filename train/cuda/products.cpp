@@ -3,8 +3,8 @@
 #include <cublasLt.h>
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <array>
+#include <map>
 #include <stdexcept>
 #include <string>
 
