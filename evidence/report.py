@@ -149,6 +149,31 @@ def summary(tasks):
     return "\n".join(out)
 
 
+def memory(tasks):
+    """Beside mixed precision with a master copy, of each task that has it: bytes per parameter, and peaks."""
+    rows_of = ("mixed", "scruple", "scruple, released", "scruple, compressed")
+    head = ("task", "state: `mixed`", "`scruple`", "with weights and gradients: `mixed`", "`scruple`", "released")
+    head += ("compressed", "peak, GiB: `mixed`", "`scruple`", "released", "compressed")
+    out = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+
+    def cells(values, form):
+        """With what each is below the first."""
+        lower = [f" (-{100 * (1 - value / values[0]):.0f} %)" * bool(i) if value else "" for i, value in enumerate(values)]
+        return [format(value, form) + less if value else "" for value, less in zip(values, lower)]
+
+    for task, rows in tasks.items():
+        if "mixed" not in rows or "scruple" not in rows:
+            continue
+        found = [rows.get(name, ([], {})) for name in rows_of]
+        kept = [runs[-1]["bytes"] if runs else None for runs, _ in found]
+        peaks = [times.get("peak_gib") for _, times in found]
+        line = [task, *cells([each["state"] for each in kept[:2]], ".2f")]
+        line += cells([each and sum(each.values()) for each in kept], ".2f")
+        line += cells(peaks, ".3g") if peaks[0] else [""] * len(peaks)
+        out.append("| " + " | ".join(line) + " |")
+    return "\n".join(out)
+
+
 def chart(title, curves, ends):
     """{name: [(x, y), ...]} as SVG; `ends` are what stands under the x axis. Who is far above the reference leaves it."""
     width, height, left, right, top, bottom = 760, 300, 50, 210, 16, 34
@@ -229,6 +254,7 @@ def main():
         put(task, f"{facts}.\n\n{table(rows)}\n\n![What the rows did](pictures/{name}.svg)\n{sheets}")
         pictures[HERE / "pictures" / f"{name}.svg"] = picture(task, rows)
     put("summary", summary(tasks) + "\n")
+    put("memory", memory(tasks) + "\n")
     if "--check" in sys.argv[1:]:
         stale = [path for path, svg in pictures.items() if not path.exists() or path.read_text() != svg]
         if text != before or stale:
