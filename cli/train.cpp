@@ -678,9 +678,9 @@ void add_options(CLI::App& command, Options& options) {
       .add_option("--gradient-format", options.choice.gradient, "format of stored or compressed gradients")
       ->type_name("FORMAT");
   command
-      .add_option(
-          "--activations", options.activations,
-          "fp32, bf16 or fp16 (default: as the weights are computed; on a GPU bf16 where that is fp32)")
+      .add_option("--activations", options.activations,
+                  either({std::begin(train::kPrecisions), std::end(train::kPrecisions)}) +
+                      " (default: as the weights are computed; on a GPU bf16 where that is fp32)")
       ->check(one_of(train::kPrecisions));
   command
       .add_option_function<std::string>(

@@ -388,10 +388,11 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
     throw UsageError(
         "--offload is for a GPU, and this run is on the CPU; leave it out, or say --device cuda");
   if (with_gpu && !serves_gpu(choice, recipe))
-    throw Error(SCRUPLE_UNSUPPORTED,
-                "weights of " + visible_weights(choice, recipe) +
-                    " are computed with on the CPU alone; choose --device cpu, or a --recipe or --weights of "
-                    "fp32, bf16 or fp16");
+    throw Error(
+        SCRUPLE_UNSUPPORTED,
+        "weights of " + visible_weights(choice, recipe) +
+            " are computed with on the CPU alone; choose --device cpu, or a --recipe or --weights of " +
+            either({std::begin(train::kPrecisions), std::end(train::kPrecisions)}));
   if (gradients.accumulation != "none") {
     const Optimizer optimizer = choice.make_optimizer();
     const scruple_tensor tensor = choice.describe(optimizer, recipe, kLarge);

@@ -93,6 +93,12 @@ def share(name, rows, key):
     return f"{100 * statistics.mean(gaps) / exact:+.2f} %" if gaps else ""
 
 
+def markdown(head, lines, texts=1):
+    """A table whose first `texts` columns are words, the others numbers."""
+    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+
+
 def table(rows):
     metrics = list(rows[REFERENCE][0][0]["metrics"])
     columns = {}  # {title: {row: cell}}
@@ -123,16 +129,14 @@ def table(rows):
             if seen:
                 put(title, name, f"{100 * statistics.mean(seen):.1f} %")
     columns.update({title: columns.pop(title) for title in ERRORS.values() if title in columns})  # the last ones
-    out = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
-    out += ["| " + " | ".join(cells.get(row, "") for cells in columns.values()) + " |" for row in rows]
-    return "\n".join(out)
+    return markdown(list(columns), [[cells.get(row, "") for cells in columns.values()] for row in rows])
 
 
 def summary(tasks):
     """Of each task with a scruple row: what a reader asks first."""
     head = ("task", "metric", "torch fp32 (seeds)", "gap of `scruple`", "in per cent", "of the training loss")
     head += ("bytes per parameter", "peak memory, GiB", "ms per step")
-    out = ["| " + " | ".join(head) + " |", "| --- | --- |" + " ---: |" * (len(head) - 2)]
+    lines = []
     for task, rows in tasks.items():
         if "scruple" not in rows:
             continue
@@ -145,8 +149,8 @@ def summary(tasks):
         for name, digits in (("peak_gib", 2), ("ms", 2)):
             known = name in times and name in our_times
             cells += [" → ".join(f"{kept[name]:.{digits}f}" for kept in (times, our_times)) if known else ""]
-        out.append("| " + " | ".join(cells) + " |")
-    return "\n".join(out)
+        lines.append(cells)
+    return markdown(head, lines, texts=2)
 
 
 def memory(tasks):
@@ -154,12 +158,13 @@ def memory(tasks):
     rows_of = ("mixed", "scruple", "scruple, released", "scruple, compressed")
     head = ("task", "state: `mixed`", "`scruple`", "with weights and gradients: `mixed`", "`scruple`", "released")
     head += ("compressed", "peak, GiB: `mixed`", "`scruple`", "released", "compressed")
-    out = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    lines = []
 
     def cells(values, form):
         """With what each is below the first."""
-        lower = [f" (-{100 * (1 - value / values[0]):.0f} %)" * bool(i) if value else "" for i, value in enumerate(values)]
-        return [format(value, form) + less if value else "" for value, less in zip(values, lower)]
+        first, *others = values
+        lower = [f"{value:{form}} (-{100 * (1 - value / first):.0f} %)" if first and value else "" for value in others]
+        return [f"{first:{form}}" if first else "", *lower]
 
     for task, rows in tasks.items():
         if "mixed" not in rows or "scruple" not in rows:
@@ -169,9 +174,8 @@ def memory(tasks):
         peaks = [times.get("peak_gib") for _, times in found]
         line = [task, *cells([each["state"] for each in kept[:2]], ".2f")]
         line += cells([each and sum(each.values()) for each in kept], ".2f")
-        line += cells(peaks, ".3g") if peaks[0] else [""] * len(peaks)
-        out.append("| " + " | ".join(line) + " |")
-    return "\n".join(out)
+        lines.append(line + cells(peaks, ".3g"))
+    return markdown(head, lines)
 
 
 def chart(title, curves, ends):

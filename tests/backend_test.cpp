@@ -146,6 +146,15 @@ TEST(Ledger, AFailedBlockIsGivenBack) {
   }
 }
 
+TEST(CheckSetup, ABatchHasFewerRowsThanAnIntCanCount) {
+  train::Setup setup;
+  setup.shape = gpt2({1, 32, 2, 1024, 256});
+  setup.batch = (1 << 21) - 1;
+  EXPECT_NO_THROW(check_setup(setup));
+  setup.batch = 1 << 21;
+  EXPECT_THROW(check_setup(setup), std::invalid_argument);
+}
+
 class BackendTest : public ::testing::TestWithParam<scruple_policy> {};
 
 TEST_P(BackendTest, TrainsInItsOwnMemoryAndFormats) {

@@ -541,7 +541,7 @@ TEST(Layers, NormaliseBackward) {
     check_normalise_backward(Precision::bf16, NormKind::layer, shape, 1);
 }
 
-// Workspaces are taken before widths and types are known.
+// One workspace serves all widths and types.
 TEST(Layers, PartsAreFewAndKnownFromTheRows) {
   for (Index rows : {Index{1}, Index{3}, Index{300}, Index{65536}, Index{1} << 31}) {
     EXPECT_GE(norm_parts(rows), 1);
