@@ -668,7 +668,7 @@ class CudaEngine final : public scruple_engine {
   DeviceTable view_of(const KernelTable& table) {
     return {workspace_->memory.at<const i64>(table.at),
             workspace_->memory.at<const DeviceRow>(table.at + table.begins_bytes()),
-            static_cast<int>(table.rows.size()), table.begins.back()};
+            static_cast<int>(table.rows.size()), table.begins.back(), 1};
   }
 
   struct BlockShape {
@@ -683,9 +683,9 @@ class CudaEngine final : public scruple_engine {
                            static_cast<std::size_t>(block.shared), stream_),
           "launching a kernel");
   }
-  // As many blocks as fit at once, several times over; each takes every n-th tile.
+  // As many blocks as fit at once, several times over.
   template <class... Arguments>
-  void launch_tiles(const KernelTable& table, const DeviceTable& view, const Arguments&... arguments) {
+  void launch_tiles(const KernelTable& table, DeviceTable view, const Arguments&... arguments) {
     if (view.tiles == 0) return;
     int& resident = resident_[table.kernel];
     if (resident == 0) {
@@ -695,7 +695,8 @@ class CudaEngine final : public scruple_engine {
             "sizing a launch");
     }
     const i64 most = static_cast<i64>(resident) * multiprocessors_ * kWaves;
-    launch(table.kernel, std::min(view.tiles, most), {kBlock, table.shared()}, view, arguments...);
+    view.each = tiles_of(view.tiles, most);
+    launch(table.kernel, tiles_of(view.tiles, view.each), {kBlock, table.shared()}, view, arguments...);
   }
   // More of it than a kernel gets without asking, and all of the multiprocessor's.
   static void allow_shared_memory(const void* kernel) {
@@ -710,7 +711,7 @@ class CudaEngine final : public scruple_engine {
   void launch_over(const KernelTable& table, const Arguments&... arguments) {
     launch_tiles(table, view_of(table), arguments...);
   }
-  static constexpr i64 kWaves = 256;
+  static constexpr i64 kWaves = 64;
 
   struct SourceKey {
     const scruple_optimizer* optimizer;

@@ -90,7 +90,7 @@ struct Stage {
   Values values[SCRUPLE_ARRAYS];
   Part mine;
 
-  // Two arrays have four warps each, three or four two, five one.
+  // One or two arrays have four warps each, three or four two, five one.
   __device__ void lay_out(const DeviceRow& row) {
     u32 count = 0, at = 0, rank = 0;
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) count += row.arrays[a].code_bits != 0 ? 1 : 0;
@@ -333,7 +333,8 @@ __global__ void __launch_bounds__(kBlock, 3)
   const DeviceRow& row = held.row;
   const Constants& c = held.constants;
   held.open();
-  for (i64 tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
+  const BlockTiles tiles(table);
+  for (i64 tile = tiles.first; tile < tiles.end; ++tile) {
     if (held.seek(table, tile, constants)) stage.lay_out(row);
     if (c.skip != 0) return;
     const i64 in_work = (tile - held.begin) * kBlockTile, first = work.first + in_work;

@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kBlock, 2) sum_squares(DeviceTable table, doub
   constexpr int kSegments = kChunk / kSegment;
   __shared__ double segments[kSegments];
   Cursor cursor;
-  for (i64 chunk = blockIdx.x; chunk < table.tiles; chunk += gridDim.x) {
+  const BlockTiles chunks(table);
+  for (i64 chunk = chunks.first; chunk < chunks.end; ++chunk) {
     cursor.seek(table, chunk);
     const DeviceRow& row = table.rows[cursor.row];
     with_gradient(row.arrays[SCRUPLE_GRADIENT], [&]<class C, Rounding R>() {

@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kBlock, blocks_at_once(Active))
   const DeviceRow& row = held.row;
   const Constants& c = held.constants;
   held.open();
-  for (i64 tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
+  const BlockTiles tiles(table);
+  for (i64 tile = tiles.first; tile < tiles.end; ++tile) {
     held.seek(table, tile, constants);
     if (c.skip != 0) return;
     const i64 first = (tile - held.begin) * N * kBlock, mine = first + static_cast<i64>(threadIdx.x) * N;

@@ -70,12 +70,12 @@ struct ConstantsSource {
   float multiplier;
 };
 
-// Tiles begins[i] to begins[i + 1] are those of row i.
+// Tiles begins[i] to begins[i + 1] are those of row i. A block takes `each` of them.
 struct DeviceTable {
   const i64* begins;
   const DeviceRow* rows;
   int count;
-  i64 tiles;
+  i64 tiles, each;
 };
 
 // ---- Kernels, as cudaLaunchKernel takes them ----

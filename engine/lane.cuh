@@ -310,7 +310,8 @@ struct Lane<Split<Half>, N> {
   static __device__ void encode(const float (&in)[N], const auto& a, int k, auto at, Coins coins) {
     Raw raw{};
     Words<N> bytes{};
-    [[maybe_unused]] u64 half[2] = {};  // four values each, where they are neither bytes nor pairs of them
+    [[maybe_unused]] Words<N / 2> nibbles{};
+    [[maybe_unused]] u64 fours[N / 4] = {};  // four values each, of other widths
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       // Weights of whole tiles are finite: others take the careful path (StepTile in engine/cuda_step.cu).
@@ -588,6 +589,13 @@ __device__ void make_canonical(Elements<N>& all) {
 struct Cursor {
   int row = 0;
   i64 tile = 0;  // within the row
+
+// The tiles of a block, next to each other: it meets few rows.
+struct BlockTiles {
+  i64 first, end;
+  __device__ explicit BlockTiles(const DeviceTable& table)
+      : first(blockIdx.x * table.each), end(min(first + table.each, table.tiles)) {}
+};
 
   // Each thread of a warp asks about one row, so that a thousand tensors take two rounds. (A block could do
   // it in one, but its barrier costs AdamW a fifth of its speed.)
