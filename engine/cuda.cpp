@@ -280,7 +280,9 @@ class CudaEngine final : public scruple_engine {
       row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
       row.aligned = is_aligned(incoming[i]) && is_aligned(t.arrays[SCRUPLE_GRADIENT]);
       const bool wide = row.arrays[0].code_bits == 32 || row.arrays[SCRUPLE_GRADIENT].code_bits == 32;
-      table_for(wide ? kernels.fold_wide : kernels.fold).add(row, i, (wide ? kLane : kFoldLane) * kBlock);
+      const int lane = wide ? kLane : kFoldLane, format = row.arrays[SCRUPLE_GRADIENT].format;
+      for (const FoldKernel& k : fold_kernels())
+        if (k.format == format && k.lane == lane) table_for(k.kernel).add(row, i, i64{lane} * kBlock);
     }
     commit(tensors);
     prepare(nullptr, nullptr, nullptr, steps);
@@ -514,10 +516,9 @@ class CudaEngine final : public scruple_engine {
           if (plane != nullptr) check_plane(plane, table.tensors[i], name_in(table, tensors, i, a));
     }
   }
-  static const char* name_in(const KernelTable& table, const scruple_tensor* tensors, std::size_t row,
-                             int array) {
-    const GradientKernels& kernels = gradient_kernels();
-    const bool folds = table.kernel == kernels.fold || table.kernel == kernels.fold_wide;
+  const char* name_in(const KernelTable& table, const scruple_tensor* tensors, std::size_t row,
+                      int array) const {
+    const bool folds = workspace_ == &workspaces_[kForFold];
     return folds && array == 0 ? "incoming gradient" : array_name(tensors[table.tensors[row]], array);
   }
   void check_readable(const void* pointer, const char* what) const {

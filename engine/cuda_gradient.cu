@@ -165,41 +165,63 @@ __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ No
 template <bool Whole, int N>
 __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
-  const Coins before = coins_of(row, SCRUPLE_GRADIENT, at.first), after = coins_of(row, kNextFold, at.first);
-  float sum[N], x[N] = {};
+  const Coins before = row.coins[SCRUPLE_GRADIENT].from(at.first),
+              after = row.coins[kNextFold].from(at.first);
+  constexpr bool kGroups = requires { C::group; };
+  // Both are on their way before either is decoded.
+  typename Lane<C, N>::Raw held{};
+  if (row.folds > 0) held = Lane<C, N>::template load<Whole>(total, 0, at);
+  float sum[N];
+  with_gradient(arriving, [&]<class G, Rounding Read>() {
+    if (std::is_same_v<G, Fp32> && N != kLane) return;  // never comes (FoldKernel)
+    const auto x = Lane<G, N>::template load<Whole>(arriving, 0, at);
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
-  if (row.folds > 0) read_gradient<Whole, N>(total, at, before, sum);
-  read_gradient<Whole, N>(arriving, at, before, x);
+    for (int i = 0; i < N; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
+    if (row.folds > 0)
+      with_reading<C>(total, [&]<class, Rounding R>() { decode_lane<C, R, N>(held, 0, before, sum); });
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum[i] = Whole || i < at.n ? canonical(fma(x[i], multiplier, sum[i])) : 0.0f;
-  switch (total.format) {
-#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                  \
-  case number:                                                                  \
-    if constexpr (serves(roles, 'a'))                                           \
-      with_rounding<Signed>(total, [&]<class C, Rounding R>() {                 \
-        FixedFormat<C, k, R, N>::template encode<Whole>(sum, total, at, after); \
-      });                                                                       \
-    return;
-#include "formats/formats.def"
-#undef SCRUPLE_FORMAT
-    default: return;
+    for (int i = 0; i < N; ++i) {
+      sum[i] = Whole || i < at.n ? fma(Lane<G, N>::template value<Read>(x, 0, before, i), multiplier, sum[i])
+                                 : 0.0f;
+      if constexpr (!kGroups) sum[i] = canonical(sum[i]);  // a group has one NaN, its scale
+    }
+  });
+  const auto encode = [&]<class, Rounding R>() {
+    Lane<C, N>::template encode<R, Whole>(sum, total, 0, at, after);
+  };
+  if constexpr (kGroups)
+    encode.template operator()<C, kNearest>();  // rounded by its coins, whatever they are
+  else
+    with_rounding<C>(total, encode);
+}
+
+// For the ends of tensors and odd addresses; called, so that its registers are nobody else's.
+template <class C, int N>
+__device__ __noinline__ void fold_carefully(const DeviceRow& row, float multiplier, Place at) {
+  fold_tile<C, N, false>(row, multiplier, at);
+}
+
+template <class C, int N>
+__global__ void __launch_bounds__(kBlock, 4) fold(DeviceTable table, float multiplier) {
+  __shared__ Held of_warps[kBlock / 32];
+  Held& held = of_warps[threadIdx.x / 32];
+  const DeviceRow& row = held.row;
+  held.open();
+  const BlockTiles tiles(table);
+  for (i64 tile = tiles.first; tile < tiles.end; ++tile) {
+    held.seek(table, tile, nullptr);
+    const i64 first = (tile - held.begin) * N * kBlock;
+    const Place at = place_of<N>(first + static_cast<i64>(threadIdx.x) * N, row.size);
+    if (row.aligned != 0 && first + N * kBlock <= row.size)
+      fold_tile<C, N, true>(row, multiplier, at);
+    else
+      fold_carefully<C, N>(row, multiplier, at);
   }
 }
 
-template <int N>
-__global__ void __launch_bounds__(kBlock) fold(DeviceTable table, float multiplier) {
-  Cursor cursor;
-  for (i64 tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
-    cursor.seek(table, tile);
-    const DeviceRow& row = table.rows[cursor.row];
-    const i64 first = cursor.tile * N * kBlock;
-    const Place at = place_of<N>(first + static_cast<i64>(threadIdx.x) * N, row.size);
-    if (row.aligned != 0 && first + N * kBlock <= row.size)
-      fold_tile<true, N>(row, multiplier, at);
-    else
-      fold_tile<false, N>(row, multiplier, at);
-  }
+template <class C, int N>
+FoldKernel fold_kernel(int format) {
+  return {format, N, reinterpret_cast<const void*>(&fold<C, N>)};
 }
 
 __global__ void advance(const __grid_constant__ Advance what) { advance_by(what); }
@@ -217,8 +239,22 @@ const GradientKernels& gradient_kernels() {
   static const GradientKernels kKernels = {
       reinterpret_cast<const void*>(&upload),      reinterpret_cast<const void*>(&prepare),
       reinterpret_cast<const void*>(&draw),        reinterpret_cast<const void*>(&sum_squares),
-      reinterpret_cast<const void*>(&finish_norm), reinterpret_cast<const void*>(&fold<kFoldLane>),
-      reinterpret_cast<const void*>(&fold<kLane>), reinterpret_cast<const void*>(&advance)};
+      reinterpret_cast<const void*>(&finish_norm), reinterpret_cast<const void*>(&advance)};
+  return kKernels;
+}
+
+const std::vector<FoldKernel>& fold_kernels() {
+  static const std::vector<FoldKernel> kKernels = [] {
+    std::vector<FoldKernel> list;
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                                              \
+  if constexpr (serves(roles, 'a')) {                                                                       \
+    list.push_back(fold_kernel<Signed, kLane>(number));                                                     \
+    if constexpr (Signed::layout(k).code_bits < 32) list.push_back(fold_kernel<Signed, kFoldLane>(number)); \
+  }
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+    return list;
+  }();
   return kKernels;
 }
 

@@ -126,12 +126,17 @@ struct GradientKernels {
   const void* draw;         // (DeviceRow*, int rows, const Constants*), a thread per row and array
   const void* sum_squares;  // (DeviceTable in chunks, double* sums)
   const void* finish_norm;  // (NormOutput), one block
-  // (DeviceTable, float multiplier); arrays[0] is what arrives. kFoldLane elements to a thread; kLane, where either
-  // array is of 32 bits, which a warp would not read side by side.
-  const void *fold, *fold_wide;
-  const void* advance;  // (Advance), one thread
+  const void* advance;      // (Advance), one thread
 };
 const GradientKernels& gradient_kernels();
+
+// (DeviceTable, float multiplier), for accumulators of one format; arrays[0] is what arrives.
+struct FoldKernel {
+  int format;
+  int lane;  // kFoldLane; kLane, where either array is of 32 bits, which a warp would not read side by side
+  const void* kernel;
+};
+const std::vector<FoldKernel>& fold_kernels();
 
 // What the general kernel does with a table: a step, or one array to or from fp32, from element `first` of the
 // only tensor on; values[0] is that element.

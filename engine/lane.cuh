@@ -484,15 +484,19 @@ constexpr bool serves(const char* roles, char role) {
 // that a whole tile takes together.
 __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
   switch (a.format) {
-#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                          \
-  case number:                                                                          \
-    if constexpr (serves(roles, 'g')) {                                                 \
-      if constexpr ((Signed::roundings >> kDither & 1u) != 0)                           \
-        if (a.rounding == kDither) return visit.template operator()<Signed, kDither>(); \
-      visit.template operator()<Signed, kNearest>();                                    \
-    }                                                                                   \
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)        \
+  case number:                                                        \
+    if constexpr (serves(roles, 'g')) with_reading<Signed>(a, visit); \
     return;
 #include "formats/formats.def"
+// The same for reading, to which only dither makes a difference where weights have no halves.
+template <class C>
+__device__ void with_reading(const DeviceArray& a, const auto& visit) {
+  if constexpr ((C::roundings >> kDither & 1u) != 0)
+    if (a.rounding == kDither) return visit.template operator()<C, kDither>();
+  visit.template operator()<C, kNearest>();
+}
+
 #undef SCRUPLE_FORMAT
     default: return;
   }
@@ -626,7 +630,7 @@ struct Held {
     if (threadIdx.x % 32 == 0) index = 0, end = 0;
     __syncwarp();
   }
-  // True if it is another row than before.
+  // True if it is another row than before. `all` may be null: no constants.
   __device__ bool seek(const DeviceTable& table, i64 tile, const Constants* all) {
     if (tile < end) return false;
     Cursor cursor{index};
@@ -639,7 +643,7 @@ struct Held {
       end = table.begins[cursor.row + 1];
     }
     copy(found, row);
-    copy(all[found.constants], constants);
+    if (all != nullptr) copy(all[found.constants], constants);
     __syncwarp();
     return true;
   }

@@ -26,7 +26,7 @@ struct Root8 {
   // k = floor(sqrt(y)); up where y stands above k^2 by more than the coin leaves of the gap 2 k + 1.
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
     const float scaled = magnitude(x) * gain, y = scaled < top ? scaled : top;
-    const float k = whole_root(y), above = fma(-k, k, y), gap = k + k + 1.0f;
+    const float k = whole_root(y), above = fma(-k, k, y), gap = fma(2.0f, k, 1.0f);
     const float rounded = above + coin_fraction(coin) * gap >= gap ? k + 1.0f : k;
     return bits_of(with_sign_of(x, rounded) + 0x1.8p23f) & 0xffu;  // an integer's last bits, as they are
   }
