@@ -102,7 +102,7 @@ struct Upload {
   i64 bytes;
   alignas(16) u8 data[kUploadBytes];
 };
-inline constexpr int kPreparedAtOnce = 256;
+inline constexpr int kPreparedAtOnce = 32;  // 4 KiB: what a launch carries without cost
 struct PrepareInput {
   Constants* to;
   int count;
