@@ -270,7 +270,6 @@ class CudaEngine final : public scruple_engine {
     const Call call(*this);
     begin(workspaces_[kForFold]);
     check_readable(steps, "steps");
-    const GradientKernels& kernels = gradient_kernels();
     for (i64 i = 0; i < count; ++i) {
       const scruple_tensor& t = tensors[i];
       if (t.size == 0) continue;

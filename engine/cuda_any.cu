@@ -13,9 +13,9 @@ namespace scruple {
 inline namespace SCRUPLE_UNIT {
 namespace {
 
-// A warp goes through its part of an array in runs of 8 elements to a thread.
-constexpr int N = 8, kRun = 32 * N, kRuns = kBlockTile / kRun, kWarps = kBlock / 32;
-static_assert(kWarps >= SCRUPLE_ARRAYS && kRuns % kWarps == 0);
+// A warp goes through its part of an array in runs of 16 elements to a thread.
+constexpr int N = 16, kRun = 32 * N, kRuns = kBlockTile / kRun, kWarps = kBlock / 32;
+static_assert(kWarps >= SCRUPLE_ARRAYS && kRuns == 4);
 
 __device__ u32 lane() { return threadIdx.x % 32; }
 
@@ -55,21 +55,27 @@ __device__ void take(u8* to, Staged from, int bytes) {
 }
 
 // The values of an array, in quads. Threads next to each other take quads next to each other, so that none waits
-// for another's bank: of a run's 64 quads the first 32 are the lower halves of the threads' elements.
+// for another's bank: of a run's 128 quads the first 32 are the first of the threads', and so on.
 struct Values {
+  static constexpr u32 kQuads = kBlockTile / 4, kOfThread = N / 4;
   Staged begin;
 
   __device__ float4& quad(u32 q) const { return (begin + 16 * q).as<float4>(); }
-  static __device__ u32 first_of(u32 q) { return q / 64 * kRun + q % 32 * N + q / 32 % 2 * 4; }
+  static __device__ u32 first_of(u32 q) {
+    return q / (32 * kOfThread) * kRun + q % 32 * N + q / 32 % kOfThread * 4;
+  }
 
   __device__ void put(u32 run, const float (&x)[N]) const {
-    quad(64 * run + lane()) = {x[0], x[1], x[2], x[3]};
-    quad(64 * run + lane() + 32) = {x[4], x[5], x[6], x[7]};
+#pragma unroll
+    for (u32 i = 0; i < kOfThread; ++i)
+      quad((kOfThread * run + i) * 32 + lane()) = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
   }
   __device__ void get(u32 run, float (&x)[N]) const {
-    const float4 low = quad(64 * run + lane()), high = quad(64 * run + lane() + 32);
-    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+#pragma unroll
+    for (u32 i = 0; i < kOfThread; ++i) {
+      const float4 four = quad((kOfThread * run + i) * 32 + lane());
+      x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+    }
   }
 };
 
@@ -90,16 +96,17 @@ struct Stage {
   Values values[SCRUPLE_ARRAYS];
   Part mine;
 
-  // One or two arrays have four warps each, three or four two, five one.
+  // One or two arrays have four warps each, three or four two, five one. Warps whose numbers differ by four run on
+  // one scheduler, and it is the instructions, more than anything, that they wait for: they serve one array.
   __device__ void lay_out(const DeviceRow& row) {
     u32 count = 0, at = 0, rank = 0;
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) count += row.arrays[a].code_bits != 0 ? 1 : 0;
-    const u32 each = count > 4 ? 1 : count > 2 ? 2 : count > 1 ? 4 : 8, warp = threadIdx.x / 32;
-    Part part{-1, warp % each * (kRuns / each), kRuns / each, {}, {}};
+    const u32 each = count > 4 ? 1 : count > 2 ? 2 : 4, kinds = kWarps / each, warp = threadIdx.x / 32;
+    Part part{-1, warp / kinds * (kRuns / each), kRuns / each, {}, {}};
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
       const DeviceArray& array = row.arrays[a];
       if (lane() == 0) values[a] = {{at}};
-      if (array.code_bits != 0 && rank++ == warp / each) {
+      if (array.code_bits != 0 && rank++ == warp % kinds) {
         const u32 codes = at + kStagedValues;
         part.array = a, part.values = {{at}};
         part.planes = {{codes}, {codes + static_cast<u32>(staged_codes(array))}};
@@ -119,9 +126,10 @@ __device__ StagedPlace place_in(u32 run, int n) {
 
 // ---- Which code serves an array ----
 
-// Extra bits that fill bytes get code of their own; other widths share one that reads K from the table.
+// Extra bits that fill bytes, or half of one, get code of their own; other widths share one that reads K from the
+// table.
 constexpr int kAnyWidth = -1;
-constexpr int fixed_width(int k) { return k % 8 == 0 ? k : kAnyWidth; }
+constexpr int fixed_width(int k) { return k % 8 == 0 || k == 4 ? k : kAnyWidth; }
 
 template <class A, class B>
 constexpr bool is_same_code =
@@ -222,8 +230,8 @@ struct StepValues {
   Values w, g, s0, s1, s2;
 };
 
-// Updates four elements of each thread, of which n are there. False, and nothing is written, where Math is
-// not sure of its bits.
+// Updates four elements of each thread. Of the tile's elements n are there; in haste all are. False, and nothing is
+// written, where Math is not sure of its bits.
 template <class Rule, unsigned Active, class Math>
 __device__ __forceinline__ bool update_quad(const DeviceRow& row, const Constants& constants,
                                             const StepValues& values, u32 q, int n) {
@@ -245,12 +253,11 @@ __device__ __forceinline__ bool update_quad(const DeviceRow& row, const Constant
     if constexpr (Active & 4) e.s[2] = before.s2[i];
   };
   Math math{row.spread};
-  // In haste what is beyond the end is updated too, and cleared below. Should it be odd, care is taken.
   constexpr bool kHasty = std::is_same_v<Math, FastMath>;
-  const bool odd = update_lane<Rule, Active, 4>(fetch, g, constants, kHasty ? 4 : n, math, after);
+  const int here = kHasty ? 4 : n - static_cast<int>(Values::first_of(q));
+  const bool odd = update_lane<Rule, Active, 4>(fetch, g, constants, here, math, after);
   if constexpr (kHasty) {
     if (odd || (math.used && !math.tame())) return false;
-    if (n < 4) clear_from<Active, 4>(after, n);
   } else {
     if (odd) make_canonical<Active, 4>(after);
   }
@@ -261,6 +268,7 @@ __device__ __forceinline__ bool update_quad(const DeviceRow& row, const Constant
   if constexpr (Active & 4) write(values.s2, after.s2);
   return true;
 }
+// For the ends of tensors and rare values.
 template <class Rule, unsigned Active>
 __device__ __noinline__ void update_carefully(const DeviceRow& row, const Constants& constants,
                                               const StepValues values, u32 q, int n) {
@@ -273,11 +281,9 @@ __device__ __forceinline__ void update_rule(const DeviceRow& row, const Constant
   if constexpr (can_be_active<Rule>(Active)) {
     if (row.active == Active) {
 #pragma unroll 1
-      for (u32 q = threadIdx.x; q < kBlockTile / 4; q += kBlock) {
-        const int left = n - static_cast<int>(Values::first_of(q));
-        if (!update_quad<Rule, Active, FastMath>(row, constants, values, q, left))
-          update_carefully<Rule, Active>(row, constants, values, q, left);
-      }
+      for (u32 q = threadIdx.x; q < Values::kQuads; q += kBlock)
+        if (n < kBlockTile || !update_quad<Rule, Active, FastMath>(row, constants, values, q, n))
+          update_carefully<Rule, Active>(row, constants, values, q, n);
       return;
     }
   }
@@ -299,7 +305,7 @@ __device__ __forceinline__ void update_any(const DeviceRow& row, const Constants
 // ---- One array to and from fp32: values[0] is the tile's first ----
 
 __device__ void fetch_values(const Values& to, const float* values, float otherwise, float overflow, int n) {
-  for (u32 q = threadIdx.x; q < kBlockTile / 4; q += kBlock) {
+  for (u32 q = threadIdx.x; q < Values::kQuads; q += kBlock) {
     const u32 first = Values::first_of(q);
     const int left = n - static_cast<int>(first);
     const auto value = [&](int i) {
@@ -310,7 +316,7 @@ __device__ void fetch_values(const Values& to, const float* values, float otherw
   }
 }
 __device__ void keep_values(const Values& from, float* values, int n) {
-  for (u32 q = threadIdx.x; q < kBlockTile / 4; q += kBlock) {
+  for (u32 q = threadIdx.x; q < Values::kQuads; q += kBlock) {
     const u32 first = Values::first_of(q);
     const int left = n - static_cast<int>(first);
     const float4 x = from.quad(q);

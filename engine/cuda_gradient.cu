@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ No
   write_measured(sum, out.options);
 }
 
-// ---- Folds ----
+// ---- Folds: a kernel for each format of accumulators, which needs half the registers of one for all ----
 
-template <bool Whole, int N>
+template <class C, int N, bool Whole>
 __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
   const Coins before = row.coins[SCRUPLE_GRADIENT].from(at.first),

@@ -287,6 +287,12 @@ struct Lane<Split<Half>, N> {
     } else if (k == 16) {
       raw.extra = scruple::load<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n);
     } else if constexpr (requires { a.aux.at; }) {
+      if (k == 4) {
+        const auto nibbles = scruple::load<N / 2, u8, Whole>(a.aux + at.over(2), N / 2);
+#pragma unroll
+        for (int i = 0; i < N; ++i) put<16, 0>(raw.extra, i, get<4>(nibbles, i));
+        return raw;
+      }
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const u32 bit = (at.first + i) * k;
@@ -322,7 +328,11 @@ struct Lane<Split<Half>, N> {
       } else if (k == 16) {
         put<16, 0>(raw.extra, i, h.extra);
       } else if constexpr (requires { a.aux.at; }) {
-        half[i / 4] |= static_cast<u64>((h.extra & 0xffffu) >> (16 - k)) << (i % 4 * k);
+        const u32 extra = (h.extra & 0xffffu) >> (16 - k);
+        if (k == 4)
+          put<4, 0>(nibbles, i, extra);
+        else
+          fours[i / 4] |= static_cast<u64>(extra) << (i % 4 * k);
       }
     }
     scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, raw.visible);
@@ -330,10 +340,13 @@ struct Lane<Split<Half>, N> {
     if (k == 16) scruple::store<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n, raw.extra);
     if constexpr (requires { a.aux.at; }) {
       if (k % 8 == 0) return;
-      static_assert(N == 8);
-      u64 low = half[0] | half[1] << (4 * k), high = half[1] >> (64 - 4 * k);
-      const Staged to = a.aux + at.first / 8 * k;
-      for (int b = 0; b < k; ++b, low = low >> 8 | high << 56, high >>= 8) to[b] = static_cast<u8>(low);
+      if (k == 4) return scruple::store<N / 2, u8, Whole>(a.aux + at.over(2), N / 2, nibbles);
+#pragma unroll
+      for (int i = 0; i < N / 4; i += 2) {
+        u64 low = fours[i] | fours[i + 1] << (4 * k), high = fours[i + 1] >> (64 - 4 * k);
+        const Staged to = a.aux + (at.first + 4 * i) / 8 * k;
+        for (int b = 0; b < k; ++b, low = low >> 8 | high << 56, high >>= 8) to[b] = static_cast<u8>(low);
+      }
     }
   }
 };
@@ -480,6 +493,14 @@ constexpr bool serves(const char* roles, char role) {
   return false;
 }
 
+// The same for reading, to which only dither makes a difference where weights have no halves.
+template <class C>
+__device__ void with_reading(const DeviceArray& a, const auto& visit) {
+  if constexpr ((C::roundings >> kDither & 1u) != 0)
+    if (a.rounding == kDither) return visit.template operator()<C, kDither>();
+  visit.template operator()<C, kNearest>();
+}
+
 // Gradients come in few formats, and in any of them to every kernel: reading them is inlined, behind a branch
 // that a whole tile takes together.
 __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
@@ -489,14 +510,6 @@ __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
     if constexpr (serves(roles, 'g')) with_reading<Signed>(a, visit); \
     return;
 #include "formats/formats.def"
-// The same for reading, to which only dither makes a difference where weights have no halves.
-template <class C>
-__device__ void with_reading(const DeviceArray& a, const auto& visit) {
-  if constexpr ((C::roundings >> kDither & 1u) != 0)
-    if (a.rounding == kDither) return visit.template operator()<C, kDither>();
-  visit.template operator()<C, kNearest>();
-}
-
 #undef SCRUPLE_FORMAT
     default: return;
   }
@@ -561,18 +574,6 @@ __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Consta
   return zero != 0;
 }
 
-template <unsigned Active, int N>
-__device__ void clear_from(Elements<N>& all, int n) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (i < n) continue;
-    all.w[i] = 0;
-    if constexpr (Active & 1) all.s0[i] = 0;
-    if constexpr (Active & 2) all.s1[i] = 0;
-    if constexpr (Active & 4) all.s2[i] = 0;
-  }
-}
-
 // A NaN anywhere shows in the weight (optim/optimizer.h), so only then are there any to make canonical. Asked
 // for in another way than above, lest the compiler keep all those answers.
 template <unsigned Active, int N>
@@ -589,17 +590,17 @@ __device__ void make_canonical(Elements<N>& all) {
 
 // ---- The table ----
 
-// Row and tile of it that a block works on.
-struct Cursor {
-  int row = 0;
-  i64 tile = 0;  // within the row
-
 // The tiles of a block, next to each other: it meets few rows.
 struct BlockTiles {
   i64 first, end;
   __device__ explicit BlockTiles(const DeviceTable& table)
       : first(blockIdx.x * table.each), end(min(first + table.each, table.tiles)) {}
 };
+
+// Row and tile of it that a block works on.
+struct Cursor {
+  int row = 0;
+  i64 tile = 0;  // within the row
 
   // Each thread of a warp asks about one row, so that a thousand tensors take two rounds. (A block could do
   // it in one, but its barrier costs AdamW a fifth of its speed.)
