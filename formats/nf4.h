@@ -27,15 +27,21 @@ struct Nf4 {
   static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, 1.0f); }
   static SCRUPLE_HD float gain(float, Scale scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
   static SCRUPLE_HD float unit(Scale scale) { return scale; }
-  // Between two levels the threshold lies where the coin puts it: midway for nearest.
+  // Between two levels the threshold lies where the coin puts it: midway for nearest, the upper one at most.
+  static SCRUPLE_HD float threshold(u32 i, float share) {
+    return fma(share, level(i + 1) - level(i), level(i));
+  }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
     const float y = x * gain, share = 1.0f - coin_fraction(coin & 0xffff0000u);
     u32 code = 0;
-    for (u32 i = 0; i < 15; ++i) {
-      const float threshold = fma(share, level(i + 1) - level(i), level(i));
-      code += y >= threshold ? 1u : 0u;
-    }
+#if defined(__CUDA_ARCH__)  // the level below y by halving; vectors rather pass all thresholds
+    for (u32 half = 8; half > 0; half /= 2) code += y >= level(code + half) ? half : 0u;
+    const u32 below = code < 14u ? code : 14u;
+    return below + (y >= threshold(below, share) ? 1u : 0u);
+#else
+    for (u32 i = 0; i < 15; ++i) code += y >= threshold(i, share) ? 1u : 0u;
     return code;
+#endif
   }
   static SCRUPLE_HD float decode(u32 code, float scale) { return level(code & 15u) * scale; }
 };

@@ -97,6 +97,17 @@ struct HalfDecode {
   }
 };
 
+// nf4 by halving, against passing all thresholds; a coin for each float.
+struct Nf4Code {
+  static __device__ bool right(u64 i) {
+    const float y = float_of(static_cast<u32>(i));
+    const u32 coin = static_cast<u32>(i) * 0x9e3779b1u;
+    u32 want = 0;
+    for (u32 t = 0; t < 15; ++t) want += y >= Nf4::threshold(t, 1.0f - coin_fraction(coin & 0xffff0000u));
+    return Nf4::encode(y, 1.0f, coin) == want;
+  }
+};
+
 template <class Property>
 __global__ void count_wrong(u64 count, unsigned long long* wrong) {
   const u64 stride = static_cast<u64>(gridDim.x) * blockDim.x;
@@ -128,6 +139,7 @@ TEST(FastMath, OverRootInTheUsualRange) { expect_right<OverRoot<false>>(kPairs);
 TEST(FastMath, HalfPositionOfEveryFloat) { expect_right<HalfPosition>(u64{1} << 32); }
 TEST(FastMath, ValueOfEveryHalfPosition) { expect_right<HalfValue>(u64{1} << 32); }
 TEST(FastMath, EveryHalf) { expect_right<HalfDecode>(1 << 16); }
+TEST(FastMath, Nf4OfEveryFloat) { expect_right<Nf4Code>(u64{1} << 32); }
 TEST(FastMath, OverRootOfAnything) { expect_right<OverRoot<true>>(kPairs); }
 
 }  // namespace
