@@ -711,7 +711,7 @@ class CudaEngine final : public scruple_engine {
   void launch_over(const KernelTable& table, const Arguments&... arguments) {
     launch_tiles(table, view_of(table), arguments...);
   }
-  static constexpr i64 kWaves = 64;
+  static constexpr i64 kWaves = 128;
 
   struct SourceKey {
     const scruple_optimizer* optimizer;
