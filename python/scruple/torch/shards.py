@@ -1,5 +1,6 @@
 """What a rank holds of a parameter: all of it, or under FSDP2 a shard of a DTensor."""
 
+import functools
 import math
 import sys
 
@@ -8,10 +9,15 @@ import torch
 ROW = 128  # every format's group divides it
 
 
-def is_sharded(tensor):
-    # Importing DTensor takes a second, and before somebody has, there is none.
+@functools.cache
+def _are_sharded(kind):
+    # Importing DTensor takes a second, and before somebody has, no kind of tensor is one.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return module is not None and issubclass(kind, module.DTensor)
+
+
+def is_sharded(tensor):
+    return _are_sharded(type(tensor))
 
 
 def _place(param):
