@@ -296,7 +296,7 @@ class Run:
         import scruple.torch
 
         parameters = parameters_of(self.large, torch.bfloat16, self.device)
-        gradients = {p: p.grad for p in parameters}
+        gradients = {i: p.grad for i, p in enumerate(parameters)}
         opt = scruple.torch.AdamW(parameters, lr=1e-3)
         path = scruple.torch.release_gradients(
             torch.nn.ParameterList(parameters), opt, "compressed", accumulate=4096, accumulator=accumulator

@@ -7,6 +7,7 @@ loss scaling, accumulation) is the library's sink, docs/gradients.md.
 """
 
 import ctypes
+import functools
 import gc
 import math
 import sys
@@ -167,11 +168,11 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
         )
 
 
-def by_device(params):
-    """{device: its parameters}."""
+def by_device(tensors):
+    """{device: those there}, of parameters or gradients by the parameters' numbers in the handle."""
     found = {}
-    for p in params:
-        found.setdefault(local(p).device, []).append(p)
+    for i, tensor in tensors.items():
+        found.setdefault(local(tensor).device, {})[i] = tensor
     return found
 
 
@@ -179,7 +180,7 @@ class Steps:
     """Plain release: a bucket is a table of the optimizer's own."""
 
     def __init__(self, opt, params):
-        self.opt = opt
+        self.opt, self.params = opt, params
         opt._settle()
         opt._update_rules()
         for p in params:  # now, while memory is whole; inside backward it would lie between activations
@@ -190,9 +191,9 @@ class Steps:
         self.opt._update_rules()
 
     def add(self, gradients):
-        for device, params in by_device(gradients).items():
-            key = device, tuple(self.opt._number[p][0] for p in params)
-            table = self.opt._filled(key, params, [gradients[p] for p in params])
+        for device, found in by_device(gradients).items():
+            params = [self.params[i] for i in found]
+            table = self.opt._filled((device, *found), params, list(found.values()))
             self.opt._take([table], None, None, None)
 
     def end(self):
@@ -205,11 +206,11 @@ class Sinks:
     """Everything that needs memory of gradients or norms: one sink of the library per device."""
 
     def __init__(self, opt, params, options, accumulator, scaler, sums):
-        self.opt, self.options, self.accumulator = opt, options, accumulator
+        self.opt, self.params, self.options, self.accumulator = opt, params, options, accumulator
         self.sums = sums  # gradients add up until opt.step()
         self.released = options["policy"] == _abi.RELEASED
         self.scaler = scaler if scaler and scaler.is_enabled() else None
-        self.devices = by_device(params)
+        self.devices = by_device(dict(enumerate(params)))
         opt._settle()
         opt._update_rules()
         self._check(params)
@@ -224,7 +225,7 @@ class Sinks:
 
     def _make_sinks(self):
         self.batches = 0  # of this step, so far
-        self.came = {}  # parameters that had a gradient in them
+        self.came = {}  # numbers of parameters that had a gradient in them
         self.sinks = {
             device: Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
             for device, held in self.devices.items()
@@ -271,9 +272,10 @@ class Sinks:
         self.came.update(dict.fromkeys(gradients))
         # The sink divides every part. What it keeps of a sum it multiplies again, by the loss scale.
         times = self.options["micro_batches"] if self.sums and self.released else 1
-        for device, params in by_device(gradients).items():
-            found = [(p, local(gradients[p])) for p in params]
-            self.sinks[device].add([(p, g * times) for p, g in found] if times > 1 else found)
+        for device, found in by_device(gradients).items():
+            if times > 1:
+                found = {i: local(g) * times for i, g in found.items()}
+            self.sinks[device].add(found)
 
     def end(self):
         self.batches += 1
@@ -297,8 +299,8 @@ class Sinks:
         for _ in range(came, parts - 1):
             self._end_sinks()
         if self.released and came < parts:  # the last part moves the weights
-            for p in list(self.came):
-                self.add({p: torch.zeros_like(p)})
+            for i in list(self.came):
+                self.add({i: torch.zeros_like(self.params[i])})
         self._step()
 
     def _end_sinks(self):
@@ -309,8 +311,7 @@ class Sinks:
         self._end_sinks()
         self.batches = 0
         self.came.clear()
-        for params in self.devices.values():
-            increment_version(params)
+        increment_version(self.params)
         if self.scaler is not None:
             # As after scaler.unscale_: scaler.step and scaler.update find the flag here.
             state = self.scaler._per_optimizer_states[id(self.opt)]
@@ -333,9 +334,10 @@ class Sinks:
 class Sink:
     """A scruple_sink over some parameters of one device, with memory from torch's allocator."""
 
-    def __init__(self, opt, device, params, options, accumulator, scaler):
+    def __init__(self, opt, device, numbered, options, accumulator, scaler):
+        params = list(numbered.values())
         self.opt, self.device, self.params, self.scaler = opt, device, params, scaler
-        self.index = {p: i for i, p in enumerate(params)}
+        self.index = {number: i for i, number in enumerate(numbered)}
         entries = [opt._entry(p) for p in params]
         self.addresses = [entry.address for entry in entries]
         rows = (_abi.Tensor * len(params))(*(entry.row for entry in entries))
@@ -403,10 +405,11 @@ class Sink:
         else:
             self.scale.fill_(share)
 
-    def add(self, found):
-        pieces, kept = (_abi.Piece * len(found))(), []
-        for piece, (p, g) in zip(pieces, found):
-            i = self.index[p]
+    def add(self, gradients):
+        pieces, kept = (_abi.Piece * len(gradients))(), []
+        for piece, (number, g) in zip(pieces, gradients.items()):
+            i = self.index[number]
+            p, g = self.params[i], local(g)
             weight = local(p)
             check_gradient(weight, g)
             if weight.data_ptr() != self.addresses[i]:
@@ -468,12 +471,16 @@ class Handle:
         self._opt, self._path, self._lock = opt, path, threading.RLock()
         self._group, self._knows_scaler = process_group, knows_scaler
         self._task = None  # the backward pass that is running
-        self._waiting, self._size = {}, 0  # gradients that have come, by parameter
-        self._used = set()  # parameters whose gradients of this backward have been used
+        self._lengths = [local(p).numel() for p in params]
+        self._waiting, self._size = {}, 0  # gradients that have come, by their parameters' numbers here
+        self._used = set()  # numbers of parameters whose gradients of this backward have been used
         self._flying = {}, []  # gradients that are being averaged over ranks, and what to wait for
         opt._settle()
         opt._handle = self
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrive) for p in params]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._arrive, i))
+            for i, p in enumerate(params)
+        ]
         if getattr(path, "sums", False):
             self._hooks.append(opt.register_step_post_hook(lambda *_: self.flush()))
 
@@ -508,31 +515,33 @@ class Handle:
 
     # ---- Inside backward ----
 
-    @torch.no_grad()
-    def _arrive(self, p):
+    def _arrive(self, i, p):  # without no_grad around it, which costs as much as all the rest
         with self._lock:
             # Not left in p.grad: what a failed backward leaves there would be added to the next one's.
             gradient, p.grad = p.grad, None
             if gradient is None:
                 return
-            self._begin()
-            if p in self._used:
+            if torch._C._current_graph_task_id() != self._task:
+                self._begin()
+            if i in self._used:
                 raise UsageError(
                     f"a second gradient of one backward came for a parameter of shape {tuple(p.shape)}, "
                     "after the first was used: it is shared by blocks under checkpoint(..., "
                     "use_reentrant=True); use use_reentrant=False"
                 )
-            if p in self._waiting:
-                self._waiting[p] = self._waiting[p] + gradient
+            if i in self._waiting:
+                with torch.no_grad():
+                    self._waiting[i] = self._waiting[i] + gradient
                 return
-            self._waiting[p] = gradient
-            self._size += local(gradient).numel() * gradient.element_size()
+            self._waiting[i] = gradient
+            self._size += self._lengths[i] * gradient.itemsize
             if self._size >= BUCKET:
                 self._hand_over()
 
+    @torch.no_grad()
     def _begin(self):
-        task = torch._C._current_graph_task_id()
-        if self._task is not None and (task == self._task or _is_nested()):
+        """For the first gradient of a backward, or of one inside it."""
+        if self._task is not None and _is_nested():
             return
         if not self._knows_scaler:
             _refuse_scaled_losses()
@@ -545,7 +554,7 @@ class Handle:
                 "its end cannot be seen from there; use checkpoint(..., use_reentrant=False)"
             )
         self._path.begin()
-        self._task = task
+        self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._near_end)
 
     def _abandon(self):
@@ -567,6 +576,7 @@ class Handle:
             self._used.clear()
             self._task = None
 
+    @torch.no_grad()
     def _hand_over(self):
         gradients, self._waiting, self._size = self._waiting, {}, 0
         self._used.update(gradients)
