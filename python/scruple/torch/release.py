@@ -9,10 +9,10 @@ loss scaling, accumulation) is the library's sink, docs/gradients.md.
 import ctypes
 import functools
 import gc
+import inspect
 import math
 import sys
 import threading
-import traceback
 import weakref
 from ctypes import byref
 
@@ -33,6 +33,7 @@ from .table import check_gradient
 POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
 BUCKET = 32 << 20  # bytes of gradients that are collected before a call
+_REENTRANT = inspect.unwrap(torch.utils.checkpoint.CheckpointFunction.backward).__code__
 KNOWN = weakref.WeakSet()  # scalers that were given to release_gradients
 
 
@@ -610,9 +611,10 @@ def _refuse_scaled_losses():
 
 def _is_nested():
     """Whether this runs in a backward that a reentrant checkpoint started inside another."""
-    place = torch.utils.checkpoint.__file__, "backward"
-    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
-    return any((code.co_filename, code.co_name) == place for code in codes)
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _average(gradients, group):
