@@ -26,9 +26,8 @@ from .. import _abi
 from .._abi import UsageError, library
 from .engines import engine_for
 from .optimizer import Optimizer
-from .planes import NAMES
 from .shards import groups_of, is_sharded, local
-from .table import check_gradient
+from .table import Pieces, Rows
 
 POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
@@ -258,7 +257,7 @@ class Sinks:
 
     def begin(self):
         self.opt._update_rules()
-        if self.batches == 0 and any(sink.has_moved() for sink in self.sinks.values()):
+        if self.batches == 0 and any(sink.all.moved() for sink in self.sinks.values()):
             self.abandon()  # as fully_shard does it with uneven shards before torch 2.8
         parts = self.options["micro_batches"]
         if self.batches == parts:
@@ -340,12 +339,12 @@ class Sink:
         self.opt, self.device, self.params, self.scaler = opt, device, params, scaler
         self.index = {number: i for i, number in enumerate(numbered)}
         entries = [opt._entry(p) for p in params]
-        self.addresses = [entry.address for entry in entries]
-        rows = (_abi.Tensor * len(params))(*(entry.row for entry in entries))
+        self.all = Rows(params, [entry.row for entry in entries], [entry.address for entry in entries])
+        self.pieces = {}  # by the number of the first: those that were added together
         form = _abi.format_named(accumulator)
         # Unbiased, so that small gradients add up over micro-batches: the best of what the format can.
         rounding = max(r for r in (_abi.NEAREST, _abi.STOCHASTIC, _abi.DITHER) if form.rounds(r))
-        for row in rows:
+        for row in self.all.rows:
             row.arrays[_abi.GRADIENT] = _abi.Array(form.handle, None, None, rounding)
         self.adagc = options["adagc"] > 0
         self.blocks = {}
@@ -366,7 +365,7 @@ class Sink:
             norms = (ctypes.c_double * len(params))(*(opt.state[p].get("adagc_norm", 0.0) for p in params))
             made.adagc_norms = ctypes.cast(norms, ctypes.c_void_p)
         self.handle = ctypes.c_void_p()
-        library.sink_create(engine_for(device), rows, len(params), byref(made), byref(self.handle))
+        library.sink_create(engine_for(device), self.all.rows, len(params), byref(made), byref(self.handle))
 
     def __del__(self):
         if getattr(self, "handle", None):
@@ -378,8 +377,9 @@ class Sink:
             block = torch.empty(size, dtype=torch.uint8, device=self.device)
         except RuntimeError:  # out of memory; the library says so
             return None
-        self.blocks[block.data_ptr()] = block
-        return block.data_ptr()
+        address = block.data_ptr()
+        self.blocks[address] = block
+        return address
 
     def _free(self, _, address, __):
         self.blocks.pop(address, None)
@@ -394,9 +394,6 @@ class Sink:
             self.problem = problem
             return 1
 
-    def has_moved(self):
-        return [local(p).data_ptr() for p in self.params] != self.addresses
-
     def begin(self, share):
         engine_for(self.device)
         if self.scale is None:
@@ -407,23 +404,22 @@ class Sink:
             self.scale.fill_(share)
 
     def add(self, gradients):
-        pieces, kept = (_abi.Piece * len(gradients))(), []
-        for piece, (number, g) in zip(pieces, gradients.items()):
-            i = self.index[number]
-            p, g = self.params[i], local(g)
-            weight = local(p)
-            check_gradient(weight, g)
-            if weight.data_ptr() != self.addresses[i]:
-                raise UsageError(
-                    f"the parameter of shape {tuple(p.shape)} has moved in memory since release_gradients; "
-                    "handle.remove(), and call it again"
-                )
-            g = g.contiguous()
-            kept.append(g)
-            piece.tensor, piece.first, piece.size = i, 0, g.numel()
-            piece.gradient = _abi.Array(_abi.format_named(NAMES[g.dtype]).handle, g.data_ptr())
+        found = self._pieces([self.index[number] for number in gradients])
+        for p in found.moved():
+            raise UsageError(
+                f"the parameter of shape {tuple(p.shape)} has moved in memory since release_gradients; "
+                "handle.remove(), and call it again"
+            )
+        kept = found.lend(list(gradients.values()))  # noqa: F841 - alive until the call has been queued
         engine_for(self.device)
-        library.sink_add(self.handle, pieces, len(pieces))
+        library.sink_add(self.handle, found.pieces, len(found.pieces))
+
+    def _pieces(self, numbers):
+        found = self.pieces.get(numbers[0])
+        if found is None or found.numbers != numbers:
+            rows = ([held[i] for i in numbers] for held in (self.params, self.all.rows, self.all.addresses))
+            found = self.pieces[numbers[0]] = Pieces(numbers, *rows)
+        return found
 
     def end(self):
         try:

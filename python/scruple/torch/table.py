@@ -1,6 +1,6 @@
 """The rows of one library call: the parameters of one device that have a gradient in this step.
 
-A table lives as long as the same parameters come; then a step only writes addresses and step numbers into it.
+They live as long as the same parameters come; then a step only writes addresses and step numbers into them.
 """
 
 import array
@@ -15,9 +15,11 @@ from .engines import engine_for
 from .planes import NAMES
 from .shards import is_sharded, local
 
+# Places in 8-byte words.
 _WORDS, _STEP = ctypes.sizeof(_abi.Tensor) // 8, _abi.Tensor.step.offset // 8
-_GRADIENT = _abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array)
-_CODES = (_GRADIENT + _abi.Array.codes.offset) // 8
+_GRADIENT = (_abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array)) // 8
+_PIECE_WORDS, _PIECE_GRADIENT = ctypes.sizeof(_abi.Piece) // 8, _abi.Piece.gradient.offset // 8
+_FORMAT, _CODES = _abi.Array.format.offset // 8, _abi.Array.codes.offset // 8
 # Torch's table of functions that show a tensor to C; older versions have none.
 _exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 if _exchange is not None:
@@ -46,55 +48,91 @@ def check_gradient(param, gradient):
         )
 
 
-class Table:
-    """`entries` are in the order of `params`, which are all on one device."""
+class Rows:
+    """Rows of parameters of one device: over weights at `addresses`, and over gradients that are lent."""
 
-    def __init__(self, key, params, entries):
-        self.key, self.device, self.params, self.entries = key, local(params[0]).device, params, entries
-        # Rows by their 8-byte fields: one slice is a field of all of them.
-        self.words = array.array("q", b"".join(bytes(entry.row) for entry in entries))
+    def __init__(self, params, rows, addresses):
+        self.params, self.addresses = params, addresses
+        # By their 8-byte fields: one slice is a field of all of them.
+        self.words = array.array("q", b"".join(map(bytes, rows)))
         self.rows = (_abi.Tensor * len(params)).from_buffer(self.words)
-        self.first = self.words[_STEP::_WORDS]  # the steps that these begin with
-        self.together = len(set(self.first)) == 1
-        self.taken = self.told = 0  # steps since then, and when the states were last written
-        self.counter = None  # of those that only the device knows to have been taken
-        self.any_sharded = any(is_sharded(p) for p in params)
-        self.addresses = [entry.address for entry in entries]
-        # The first plane of each stands for all: who replaces state replaces that too.
-        with_planes = [entry for entry in entries if entry.planes]
-        self.states = [entry.state for entry in with_planes]
-        self.names = [entry.layout.planes[0].name for entry in with_planes]
-        self.planes = identities(entry.planes[0] for entry in with_planes)
-        self.dtypes = [None] * len(params)  # of the last gradients
-        self.strided = [i for i, entry in enumerate(entries) if entry.strided]
-        self.kept = None  # the gradients, until the call has been queued
+        self.any_sharded = any(map(is_sharded, params))
+        self.kinds = [None] * len(params)  # of the last gradients
 
-    def fill(self, gradients):
-        """Writes the addresses of this step's gradients. False: a weight or state is in another place now."""
-        weights = self.params
+    # Passes that run in C: with hundreds of small parameters the host is what a step waits for.
+    def moved(self):
+        """The parameters that are in another place now."""
+        weights = map(local, self.params) if self.any_sharded else self.params
+        now = list(map(torch.Tensor.data_ptr, weights))
+        if now == self.addresses:
+            return []
+        return [p for p, here, before in zip(self.params, now, self.addresses) if here != before]
+
+    def lend(self, gradients):
+        """Writes the addresses of these gradients; what it returns must live until the call is queued."""
         if self.any_sharded:
-            gradients, weights = [local(g) for g in gradients], [local(p) for p in weights]
-        # Passes that run in C: with hundreds of small parameters the host is what a step waits for.
-        moved = list(map(torch.Tensor.data_ptr, weights)) != self.addresses
-        if moved or identities(map(dict.get, self.states, self.names)) != self.planes:
-            return False
+            gradients = list(map(local, gradients))
         try:
             known = library.borrow_gradients(self.rows, len(self.rows), identities(gradients), _exchange)
         except Exception:  # one that cannot be shown, such as a sparse one
             known = 0
         if known < len(self.rows):
-            same = not _exchange and [g.dtype for g in gradients] == self.dtypes
+            same = not _exchange and [(g.dtype, g.numel()) for g in gradients] == self.kinds
             if not same or not all(map(torch.Tensor.is_contiguous, gradients)):
-                gradients = [self._adopt(i, g, p) for i, (g, p) in enumerate(zip(gradients, weights))]
-            self.words[_CODES::_WORDS] = array.array("q", list(map(torch.Tensor.data_ptr, gradients)))
-        self.kept = gradients
-        return True
+                gradients = list(map(self._adopt, range(len(gradients)), gradients))
+            addresses = list(map(torch.Tensor.data_ptr, gradients))
+            self.words[_GRADIENT + _CODES :: _WORDS] = array.array("q", addresses)
+        return gradients
 
-    def _adopt(self, i, gradient, param):
-        check_gradient(param, gradient)
+    def _adopt(self, i, gradient):
+        check_gradient(local(self.params[i]), gradient)
         self.rows[i].arrays[_abi.GRADIENT].format = _abi.format_named(NAMES[gradient.dtype]).handle
-        self.dtypes[i] = gradient.dtype
+        self.kinds[i] = gradient.dtype, gradient.numel()
         return gradient.contiguous()
+
+
+class Pieces(Rows):
+    """Whole gradients of some of a sink's parameters: of those with these numbers in it."""
+
+    def __init__(self, numbers, *rows):
+        super().__init__(*rows)
+        self.numbers, self.piece_words = numbers, array.array("q", [0]) * (_PIECE_WORDS * len(numbers))
+        self.pieces = (_abi.Piece * len(numbers)).from_buffer(self.piece_words)
+        for piece, number, row in zip(self.pieces, numbers, self.rows):
+            piece.tensor, piece.size = number, row.size
+
+    def lend(self, gradients):
+        kept = super().lend(gradients)
+        for field in _FORMAT, _CODES:
+            lent = self.words[_GRADIENT + field :: _WORDS]
+            self.piece_words[_PIECE_GRADIENT + field :: _PIECE_WORDS] = lent
+        return kept
+
+
+class Table(Rows):
+    """`entries` are in the order of `params`, which are all on one device."""
+
+    def __init__(self, key, params, entries):
+        super().__init__(params, [entry.row for entry in entries], [entry.address for entry in entries])
+        self.key, self.device, self.entries = key, local(params[0]).device, entries
+        self.first = self.words[_STEP::_WORDS]  # the steps that these begin with
+        self.together = len(set(self.first)) == 1
+        self.taken = self.told = 0  # steps since then, and when the states were last written
+        self.counter = None  # of those that only the device knows to have been taken
+        # The first plane of each stands for all: who replaces state replaces that too.
+        with_planes = [entry for entry in entries if entry.planes]
+        self.states = [entry.state for entry in with_planes]
+        self.names = [entry.layout.planes[0].name for entry in with_planes]
+        self.planes = identities(entry.planes[0] for entry in with_planes)
+        self.strided = [i for i, entry in enumerate(entries) if entry.strided]
+        self.kept = None  # the gradients, until the call has been queued
+
+    def fill(self, gradients):
+        """Lends it the gradients of this step. False: a weight or state is in another place now."""
+        if self.moved() or identities(map(dict.get, self.states, self.names)) != self.planes:
+            return False
+        self.kept = self.lend(gradients)
+        return True
 
     def step(self, options, counted):
         """`counted`: whether the step takes place is known to the device alone."""
