@@ -6,11 +6,13 @@ import contextlib
 import copy
 import itertools
 import unittest
+from unittest import mock
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from scruple.torch import release as release_module
+from scruple.torch import table
 from support import DEVICE, STORAGE, Case, cuda_only, loss_of, mlp, parameter, picture, same, st, tensor
 
 ADAMW, SGD = (st.AdamW, dict(lr=1e-2)), (st.SGD, dict(lr=5e-2, momentum=0.9, weight_decay=0.01))
@@ -48,6 +50,22 @@ def buckets_of(size):
         yield
     finally:
         release_module.BUCKET = before
+
+
+def changing(change):
+    """A model, the gradient of one of whose weights somebody changes in the third and fifth backward."""
+    model, passes = mlp(torch.bfloat16), itertools.count()
+
+    def hook(p):
+        if next(passes) in (2, 4):
+            changed = change(p.grad)
+            if changed is None:
+                p.grad = None
+            else:
+                p.grad.data = changed
+
+    model[2].weight.register_post_accumulate_grad_hook(hook)
+    return model
 
 
 class Same(Case):
@@ -156,6 +174,56 @@ class Same(Case):
                 b["state"]["state"] = {i: s for i, s in b["state"]["state"].items() if int(s["step"])}
                 self.assertSame(a, b)
                 self.assertEqual(sorted({int(s["step"]) for s in a["state"]["state"].values()}), [3, 5])
+
+    def test_gradients_that_change_between_steps(self):
+        """Another dtype, another order in memory, one that is not there."""
+        changes = [
+            ("a wider dtype", lambda g: g.float()),
+            ("a dtype of the same width", lambda g: g.half()),
+            ("transposed", lambda g: g.t().contiguous().t()),
+            ("absent", lambda g: None),
+        ]
+
+        ways = itertools.product(EXACT, changes, {table._exchange, None})
+        for (policy, release), (label, change), exchange in ways:
+            with self.subTest(policy, change=label, exchange=exchange):
+                with mock.patch.object(table, "_exchange", exchange):
+                    plain, run = (
+                        Run(model=changing(change), lr=1e-2, release=how).steps(0, 6)
+                        for how in (None, release)
+                    )
+                    self.assertSame(plain.picture(), run.picture())
+
+    def test_a_gradient_of_another_size(self):
+        for (policy, release), exchange in itertools.product(EXACT, {table._exchange, None}):
+            with self.subTest(policy, exchange=exchange), mock.patch.object(table, "_exchange", exchange):
+                run = Run(model=changing(lambda g: g[:12].clone()), lr=1e-2, release=release).steps(0, 2)
+                with self.refused("a gradient of shape (12, 24)", "shape (24, 24)"):
+                    run.steps(2, 1)
+
+    def test_weights_that_move_in_memory(self):
+        """Between steps they may; between the micro-batches of one, a sink has begun with the old place."""
+        for policy, release in EXACT:
+            with self.subTest(policy):
+                plain, run = Run(lr=1e-2).steps(0, 2), Run(lr=1e-2, release=release).steps(0, 2)
+                run.model[2].weight.data = run.model[2].weight.data.clone()
+                self.assertSame(plain.steps(2, 2).picture(), run.steps(2, 2).picture())
+        run = Run(lr=1e-2, release=dict(policy="compressed", accumulate=2)).steps(0, 3)
+        run.model[2].weight.data = run.model[2].weight.data.clone()
+        with self.refused("shape (24, 24) has moved", "handle.remove()"):
+            loss_of(run.model, 3).backward()
+
+    def test_gradients_with_graphs(self):
+        """create_graph: hooks run where autograd records, and nothing of the step is recorded."""
+        for policy, release in EXACT:
+            with self.subTest(policy), buckets_of(1000):
+                plain, run = (Run(dtype=torch.float32, lr=1e-2, release=how) for how in (None, release))
+                for step, each in itertools.product(range(3), (plain, run)):
+                    loss_of(each.model, step).backward(create_graph=True)
+                    each.opt.step()
+                    each.opt.zero_grad()
+                self.assertSame(plain.picture(), run.picture())
+                self.assertTrue(all(p.is_leaf for p in run.model.parameters()))
 
     def test_parameters_of_no_model(self):
         """What the optimizer has besides the model goes on with opt.step()."""
