@@ -23,5 +23,5 @@ def engine_for(device):
             _engines[key] = Engine(*key[:2])
         handle = _engines[key].handle
     if not cpu:
-        library.engine_set_stream(handle, torch.cuda.current_stream(device).cuda_stream or None)
+        library.engine_set_stream(handle, torch._C._cuda_getCurrentRawStream(device.index) or None)
     return handle
