@@ -30,6 +30,13 @@ _NONE = identities([None])
 _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
 
 
+@functools.cache
+def _named_alike(rule):
+    """Hyperparameters with the library's names; lr apart, and max_lr: OneCycleLR keeps one of its own in the
+    groups, ours is decay_lr."""
+    return [name for name in _abi.rules()[rule][2] if name not in ("lr", "max_lr")]
+
+
 class Entry(NamedTuple):
     """One parameter as the library sees it; made anew when its memory has moved."""
 
@@ -151,10 +158,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _hypers(self, group):
         """Hyperparameters by the library's names; lr apart."""
-        apart = "lr", "max_lr"  # OneCycleLR keeps a max_lr of its own in the groups: ours is decay_lr
-        named = {
-            name: group[name] for name in _abi.rules()[self.rule][2] if name in group and name not in apart
-        }
+        named = {name: group[name] for name in _named_alike(self.rule) if name in group}
         if "decay_lr" in self.defaults:
             named["max_lr"] = group["decay_lr"]
         if "betas" in self.defaults:
@@ -162,23 +166,24 @@ class Optimizer(torch.optim.Optimizer):
         return named
 
     def _new_rule(self, group):
-        for name, value in {**self._hypers(group), "lr": group["lr"], "seed": group["seed"]}.items():
+        hypers = self._hypers(group)
+        for name, value in {**hypers, "lr": group["lr"], "seed": group["seed"]}.items():
             if not isinstance(value, (numbers.Real, torch.Tensor)):
                 raise UsageError(f"{name} is {value!r}, a {type(value).__name__}; it must be a number")
         rule = _abi.Rule(self.rule)
-        self._update_rule(rule, group, None)
+        self._update_rule(rule, group, hypers, None)
         return rule
 
-    def _update_rule(self, rule, group, device):
-        values, lr, cell = self._hypers(group), group["lr"], None
+    def _update_rule(self, rule, group, hypers, device):
+        lr, cell = group["lr"], None
         if isinstance(lr, torch.Tensor) and device is not None and "cpu" not in (device.type, lr.device.type):
             # It stays on the device: a scheduler's tensor may be written by a captured graph.
             if rule not in self._cells:
                 self._cells[rule] = torch.empty((), dtype=torch.float64, device=device)
             cell = self._cells[rule].copy_(lr, non_blocking=True)
         else:
-            values["lr"] = lr
-        rule.tell(values, int(group["seed"]), _address(cell))
+            hypers = {**hypers, "lr": lr}
+        rule.tell(hypers, int(group["seed"]), _address(cell))
 
     # ---- What is remembered between steps, and can be made anew from state and groups ----
 
@@ -198,25 +203,26 @@ class Optimizer(torch.optim.Optimizer):
         return self._rules[key]
 
     def _update_rules(self):
-        if self._has_changed():
+        hypers = list(map(self._hypers, self.param_groups))
+        if self._has_changed(hypers):
             self._settle()
             self._forget_tables()
-            self._make_buckets()
+            self._make_buckets(hypers)
             self._check_kept()
         for (index, device), rule in self._rules.items():
-            self._update_rule(rule, self.param_groups[index], device)
+            self._update_rule(rule, self.param_groups[index], hypers[index], device)
 
-    def _has_changed(self):
+    def _has_changed(self, hypers):
         """Whether somebody has moved the model, changed a group's parameters or formats, taken state away, or
         given a hyperparameter a value for which the rule keeps another slot."""
         if self._buckets is None or len(self._state) < len(self._owner):
             return True
         moved = any(local(params[0]).device != device for device, params in self._buckets.items())
-        return moved or list(map(self._asks, self.param_groups)) != self._seen
+        return moved or list(map(self._asks, self.param_groups, hypers)) != self._seen
 
-    def _asks(self, group):
+    def _asks(self, group, hypers):
         """What of a group decides rows, slots and formats."""
-        slots = list(map(bool, self._hypers(group).values()))
+        slots = list(map(bool, hypers.values()))
         return identities(group["params"]), slots, [group.get(name) for name in _SETTINGS]
 
     def _check_kept(self):
@@ -242,10 +248,10 @@ class Optimizer(torch.optim.Optimizer):
                     "master_weights() with set_master_weights"
                 )
 
-    def _make_buckets(self):
+    def _make_buckets(self, hypers):
         """The parameters that can go into one call: those of one device."""
         self._buckets, self._number = {}, {}
-        self._seen = copy.deepcopy(list(map(self._asks, self.param_groups)))
+        self._seen = copy.deepcopy(list(map(self._asks, self.param_groups, hypers)))
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
                 self._number[p] = len(self._number), index
@@ -286,11 +292,11 @@ class Optimizer(torch.optim.Optimizer):
     def _layout(self, p):
         """Formats of a parameter, whether it has state or not."""
         if self._buckets is None:
-            self._make_buckets()
-        index = self._number[p][1]
-        rule = self._rule(index, local(p).device)
-        self._update_rule(rule, self.param_groups[index], local(p).device)
-        return Layout(rule, self.param_groups[index], p.dtype, p.numel())
+            self._make_buckets(list(map(self._hypers, self.param_groups)))
+        index, device = self._number[p][1], local(p).device
+        rule, group = self._rule(index, device), self.param_groups[index]
+        self._update_rule(rule, group, self._hypers(group), device)
+        return Layout(rule, group, p.dtype, p.numel())
 
     # ---- Tables ----
 
