@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <ostream>
@@ -197,6 +198,7 @@ class CudaEngine final : public scruple_engine {
   explicit CudaEngine(int device) : CudaEngine(device, "cuda:" + std::to_string(device)) {
     const CurrentDevice current(device_);
     multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
+    if (const char* most = std::getenv("SCRUPLE_CUDA_BLOCKS")) most_blocks_ = std::atoll(most);
     shares_host_memory_ = attribute(cudaDevAttrPageableMemoryAccessUsesHostPageTables, device_) != 0;
     check(cudaEventCreateWithFlags(&last_use_, cudaEventDisableTiming), "creating an event");
     for (Workspace& workspace : workspaces_) {
@@ -279,9 +281,8 @@ class CudaEngine final : public scruple_engine {
       row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
       row.aligned = is_aligned(incoming[i]) && is_aligned(t.arrays[SCRUPLE_GRADIENT]);
       const bool wide = row.arrays[0].code_bits == 32 || row.arrays[SCRUPLE_GRADIENT].code_bits == 32;
-      const int lane = wide ? kLane : kFoldLane, format = row.arrays[SCRUPLE_GRADIENT].format;
-      for (const FoldKernel& k : fold_kernels())
-        if (k.format == format && k.lane == lane) table_for(k.kernel).add(row, i, i64{lane} * kBlock);
+      const FoldKernel& kernel = fold_kernel(t.arrays[SCRUPLE_GRADIENT], wide ? kWideFoldLane : kFoldLane);
+      table_for(kernel.kernel).add(row, i, i64{kernel.lane} * kBlock);
     }
     commit(tensors);
     prepare(nullptr, nullptr, nullptr, steps);
@@ -479,6 +480,12 @@ class CudaEngine final : public scruple_engine {
     return {any_kernel(), kBlockTile};
   }
 
+  static const FoldKernel& fold_kernel(const scruple_array& total, int lane) {
+    for (const FoldKernel& kernel : fold_kernels())
+      if (kernel.format == total.format->index && kernel.lane == lane) return kernel;
+    fail(SCRUPLE_UNSUPPORTED, total.format->name, " is no format that a GPU folds gradients into");
+  }
+
   // Places the tables one behind the other and uploads what does not stand there yet.
   void commit(const scruple_tensor* tensors) {
     i64 end = 0;
@@ -668,7 +675,7 @@ class CudaEngine final : public scruple_engine {
   DeviceTable view_of(const KernelTable& table) {
     return {workspace_->memory.at<const i64>(table.at),
             workspace_->memory.at<const DeviceRow>(table.at + table.begins_bytes()),
-            static_cast<int>(table.rows.size()), table.begins.back(), 1};
+            static_cast<int>(table.rows.size()), table.begins.back()};
   }
 
   struct BlockShape {
@@ -694,8 +701,8 @@ class CudaEngine final : public scruple_engine {
                                                           static_cast<std::size_t>(table.shared())),
             "sizing a launch");
     }
-    const i64 most = static_cast<i64>(resident) * multiprocessors_ * kWaves;
-    view.each = tiles_of(view.tiles, most);
+    const i64 several = static_cast<i64>(resident) * multiprocessors_ * kWaves;
+    view.each = tiles_of(view.tiles, std::max<i64>(1, std::min(several, most_blocks_)));
     launch(table.kernel, tiles_of(view.tiles, view.each), {kBlock, table.shared()}, view, arguments...);
   }
   // More of it than a kernel gets without asking, and all of the multiprocessor's.
@@ -727,6 +734,7 @@ class CudaEngine final : public scruple_engine {
   const int device_;
   const std::string name_;
   int multiprocessors_ = 0;
+  i64 most_blocks_ = i64{1} << 30;  // of a launch; a test sets few, so that each has many tiles of many rows
   bool shares_host_memory_ = false;
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;

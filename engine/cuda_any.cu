@@ -96,8 +96,9 @@ struct Stage {
   Values values[SCRUPLE_ARRAYS];
   Part mine;
 
-  // One or two arrays have four warps each, three or four two, five one. Warps whose numbers differ by four run on
-  // one scheduler, and it is the instructions, more than anything, that they wait for: they serve one array.
+  // One or two arrays have four warps each, three or four two, five one. Warps whose numbers differ by four
+  // run on one scheduler, and it is instructions, more than anything, that they wait for: they serve one
+  // array, where it has several warps.
   __device__ void lay_out(const DeviceRow& row) {
     u32 count = 0, at = 0, rank = 0;
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) count += row.arrays[a].code_bits != 0 ? 1 : 0;
@@ -126,8 +127,8 @@ __device__ StagedPlace place_in(u32 run, int n) {
 
 // ---- Which code serves an array ----
 
-// Extra bits that fill bytes, or half of one, get code of their own; other widths share one that reads K from the
-// table.
+// Extra bits that fill bytes, or half of one, get code of their own; other widths share one that reads K from
+// the table.
 constexpr int kAnyWidth = -1;
 constexpr int fixed_width(int k) { return k % 8 == 0 || k == 4 ? k : kAnyWidth; }
 
@@ -230,8 +231,8 @@ struct StepValues {
   Values w, g, s0, s1, s2;
 };
 
-// Updates four elements of each thread. Of the tile's elements n are there; in haste all are. False, and nothing is
-// written, where Math is not sure of its bits.
+// Updates four elements of each thread. Of the tile's elements n are there; in haste all are. False, and
+// nothing is written, where Math is not sure of its bits.
 template <class Rule, unsigned Active, class Math>
 __device__ __forceinline__ bool update_quad(const DeviceRow& row, const Constants& constants,
                                             const StepValues& values, u32 q, int n) {
@@ -341,7 +342,10 @@ __global__ void __launch_bounds__(kBlock, 3)
   held.open();
   const BlockTiles tiles(table);
   for (i64 tile = tiles.first; tile < tiles.end; ++tile) {
-    if (held.seek(table, tile, constants)) stage.lay_out(row);
+    if (held.seek(table, tile, constants)) {
+      __syncthreads();  // the row before may lie otherwise, and a warp may still write it
+      stage.lay_out(row);
+    }
     if (c.skip != 0) return;
     const i64 in_work = (tile - held.begin) * kBlockTile, first = work.first + in_work;
     const int n = static_cast<int>(min(static_cast<i64>(kBlockTile), row.size - first));

@@ -79,7 +79,7 @@ __device__ double segment_sum(const DeviceRow& row, i64 first) {
   double sums[N] = {};
   const auto add = [&](int r, const typename Lane<C, N>::Raw& raw) {
     float x[N];
-    decode_lane<C, R, N>(raw, 0, coins_of(row, SCRUPLE_GRADIENT, place(r).first), x);
+    decode_lane<C, R, N>(raw, 0, row.coins[SCRUPLE_GRADIENT].from(place(r).first), x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (!Whole && i >= place(r).n) continue;
@@ -160,20 +160,30 @@ __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ No
   write_measured(sum, out.options);
 }
 
-// ---- Folds: a kernel for each format of accumulators, which needs half the registers of one for all ----
+// ---- Folds: a kernel for each format of accumulators ----
+
+// visit.template operator()<C, R>() for the codec that writes an array. Groups are rounded by their coins,
+// whatever those are, and fp32 is not.
+template <class C>
+__device__ void with_writing(const DeviceArray& a, const auto& visit) {
+  if constexpr (!requires { C::group; } && !std::is_same_v<C, Fp32>) {
+    if (a.rounding == kTruncate) return visit.template operator()<C, kTruncate>();
+    if (a.rounding == kStochastic) return visit.template operator()<C, kStochastic>();
+  }
+  visit.template operator()<C, kNearest>();
+}
 
 template <class C, int N, bool Whole>
 __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
   const Coins before = row.coins[SCRUPLE_GRADIENT].from(at.first),
               after = row.coins[kNextFold].from(at.first);
-  constexpr bool kGroups = requires { C::group; };
   // Both are on their way before either is decoded.
   typename Lane<C, N>::Raw held{};
   if (row.folds > 0) held = Lane<C, N>::template load<Whole>(total, 0, at);
   float sum[N];
   with_gradient(arriving, [&]<class G, Rounding Read>() {
-    if (std::is_same_v<G, Fp32> && N != kLane) return;  // never comes (FoldKernel)
+    if (Read == kDither || (std::is_same_v<G, Fp32> && N != kWideFoldLane)) return;  // never comes
     const auto x = Lane<G, N>::template load<Whole>(arriving, 0, at);
 #pragma unroll
     for (int i = 0; i < N; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
@@ -181,18 +191,13 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
       with_reading<C>(total, [&]<class, Rounding R>() { decode_lane<C, R, N>(held, 0, before, sum); });
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      sum[i] = Whole || i < at.n ? fma(Lane<G, N>::template value<Read>(x, 0, before, i), multiplier, sum[i])
-                                 : 0.0f;
-      if constexpr (!kGroups) sum[i] = canonical(sum[i]);  // a group has one NaN, its scale
+      const float arrived = Lane<G, N>::template value<Read>(x, 0, Coins{}, i);
+      sum[i] = Whole || i < at.n ? fma(arrived, multiplier, sum[i]) : 0.0f;
+      if constexpr (!requires { C::group; }) sum[i] = canonical(sum[i]);  // a group's NaN is its scale
     }
   });
-  const auto encode = [&]<class, Rounding R>() {
-    Lane<C, N>::template encode<R, Whole>(sum, total, 0, at, after);
-  };
-  if constexpr (kGroups)
-    encode.template operator()<C, kNearest>();  // rounded by its coins, whatever they are
-  else
-    with_rounding<C>(total, encode);
+  with_writing<C>(
+      total, [&]<class, Rounding R>() { Lane<C, N>::template encode<R, Whole>(sum, total, 0, at, after); });
 }
 
 // For the ends of tensors and odd addresses; called, so that its registers are nobody else's.
@@ -248,7 +253,7 @@ const std::vector<FoldKernel>& fold_kernels() {
     std::vector<FoldKernel> list;
 #define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                                              \
   if constexpr (serves(roles, 'a')) {                                                                       \
-    list.push_back(fold_kernel<Signed, kLane>(number));                                                     \
+    list.push_back(fold_kernel<Signed, kWideFoldLane>(number));                                             \
     if constexpr (Signed::layout(k).code_bits < 32) list.push_back(fold_kernel<Signed, kFoldLane>(number)); \
   }
 #include "formats/formats.def"

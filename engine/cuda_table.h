@@ -11,10 +11,8 @@
 
 namespace scruple {
 
-inline constexpr int kBlock = 256;  // threads
-inline constexpr int kLane = 8;  // consecutive elements of one thread, except where StepKernel says otherwise
-inline constexpr int kFoldLane = 16;
-inline constexpr int kBlockTile = kLane * kBlock;
+inline constexpr int kBlock = 256;       // threads
+inline constexpr int kBlockTile = 2048;  // elements of a tile of the general kernel
 
 struct DeviceArray {
   u8* codes;
@@ -75,7 +73,7 @@ struct DeviceTable {
   const i64* begins;
   const DeviceRow* rows;
   int count;
-  i64 tiles, each;
+  i64 tiles, each = 1;
 };
 
 // ---- Kernels, as cudaLaunchKernel takes them ----
@@ -102,7 +100,7 @@ struct Upload {
   i64 bytes;
   alignas(16) u8 data[kUploadBytes];
 };
-inline constexpr int kPreparedAtOnce = 32;  // 4 KiB: what a launch carries without cost
+inline constexpr int kPreparedAtOnce = 32;
 struct PrepareInput {
   Constants* to;
   int count;
@@ -111,7 +109,7 @@ struct PrepareInput {
   u32 part, keep_weight;
   ConstantsSource sources[kPreparedAtOnce];
 };
-static_assert(sizeof(Upload) <= 32764 && sizeof(PrepareInput) <= 32764);
+static_assert(sizeof(Upload) <= 32764 && sizeof(PrepareInput) <= 4096);  // 4 KiB travel at no cost
 
 struct NormOutput {
   const double* sums;  // of chunks
@@ -130,10 +128,12 @@ struct GradientKernels {
 };
 const GradientKernels& gradient_kernels();
 
-// (DeviceTable, float multiplier), for accumulators of one format; arrays[0] is what arrives.
+// (DeviceTable, float multiplier), for accumulators of one format; arrays[0] is what arrives. Elements of one
+// thread: fewer where either array is of 32 bits, which a warp would not read side by side.
+inline constexpr int kFoldLane = 16, kWideFoldLane = 8;
 struct FoldKernel {
   int format;
-  int lane;  // kFoldLane; kLane, where either array is of 32 bits, which a warp would not read side by side
+  int lane;
   const void* kernel;
 };
 const std::vector<FoldKernel>& fold_kernels();

@@ -46,15 +46,6 @@ struct StagedArray {
   Staged codes, aux;
 };
 
-// ---- Coins ----
-
-// Those of an array from element `first` on. No kernel that reads them writes rows, and saying so lets the
-// load go ahead of stores.
-__device__ inline Coins coins_of(const DeviceRow& row, int array, i64 first) {
-  const uint2 drawn = __ldg(reinterpret_cast<const uint2*>(&row.coins[array]));
-  return Coins{drawn.x, drawn.y}.from(first);
-}
-
 // ---- Bytes ----
 // A thread's part of a plane: Bytes of them, in elements of a Unit. All are there and the plane is aligned:
 // they move up to 16 at a time. Otherwise by elements, or by bytes. Whole: it is known that they are.
@@ -444,8 +435,8 @@ __device__ void fill_levels() {
   levels<C>()[threadIdx.x] = C::decode(threadIdx.x, 1.0f);
 }
 
-// An array whose format and rounding are fixed when the kernel is compiled. The general kernel reads
-// both from the table (with_rounding, below).
+// An array whose format and rounding are fixed when the kernel is compiled. The general kernel reads both
+// from the table.
 template <class C, int K, Rounding R, int N>
 struct FixedFormat {
   using Codec = C;
@@ -473,27 +464,14 @@ struct FixedFormat {
   }
 };
 
-// visit.template operator()<C, R>() for the codec and rounding that an array has.
-template <class C>
-__device__ void with_rounding(const DeviceArray& a, const auto& visit) {
-  if constexpr ((C::roundings >> kTruncate & 1u) != 0)
-    if (a.rounding == kTruncate) return visit.template operator()<C, kTruncate>();
-  if constexpr ((C::roundings >> kStochastic & 1u) != 0)
-    if (a.rounding == kStochastic) return visit.template operator()<C, kStochastic>();
-  if constexpr ((C::roundings >> kDither & 1u) != 0)
-    if (a.rounding == kDither) return visit.template operator()<C, kDither>();
-  if constexpr ((C::roundings >> kWide & 1u) != 0)
-    if (a.rounding == kWide) return visit.template operator()<C, kWide>();
-  if constexpr (C::roundings != 0) visit.template operator()<C, kNearest>();
-}
-
 constexpr bool serves(const char* roles, char role) {
   for (; *roles != 0; ++roles)
     if (*roles == role) return true;
   return false;
 }
 
-// The same for reading, to which only dither makes a difference where weights have no halves.
+// visit.template operator()<C, R>() for the codec that reads an array, and the rounding that it was written with
+// where that matters: dither.
 template <class C>
 __device__ void with_reading(const DeviceArray& a, const auto& visit) {
   if constexpr ((C::roundings >> kDither & 1u) != 0)

@@ -2,6 +2,7 @@
 #include "formats/codec.h"
 
 #include "formats/companded8.h"
+#include "formats/nf4.h"
 #include "tests/support.h"
 
 namespace scruple_tests {
@@ -26,6 +27,16 @@ TEST(Codec, AQuotientFromTheReciprocalIsTheDivision) {
     }
     EXPECT_EQ(wrong, 0u) << "over " << b;
   }
+}
+
+// Whatever the coin: so a GPU finds a code from the levels, and then looks at one threshold.
+TEST(Codec, ThresholdsOfNf4StandBetweenTheirLevels) {
+  for (std::uint32_t coin = 0; coin < 0x10000u; ++coin)
+    for (std::uint32_t i = 0; i < 15; ++i) {
+      const float t = scruple::Nf4::threshold(i, 1.0f - scruple::coin_fraction(coin << 16));
+      ASSERT_LE(scruple::Nf4::level(i), t) << i << ", coin " << coin;
+      ASSERT_LE(t, scruple::Nf4::level(i + 1)) << i << ", coin " << coin;
+    }
 }
 
 // What stands on a level of companded8 stays there, whatever the coin: an EMA that does not move is not moved by

@@ -258,6 +258,15 @@ class Cuda : public testing::Test {
 };
 class CudaParity : public Cuda {};
 class CudaFormats : public Cuda {};
+// A block has many tiles, and meets one row after the other, as in tables of hundreds of millions of elements.
+class CudaFewBlocks : public Cuda {
+ protected:
+  void SetUp() override {
+    setenv("SCRUPLE_CUDA_BLOCKS", "3", 1);
+    Cuda::SetUp();
+    unsetenv("SCRUPLE_CUDA_BLOCKS");
+  }
+};
 class CudaNorm : public Cuda {};
 class CudaLoop : public Cuda {};
 class CudaMemory : public Cuda {};
@@ -357,8 +366,7 @@ TEST_F(CudaParity, AThousandTensors) {
   }
 }
 
-// Rules, recipes, hyperparameters, gradients and steps of their own, side by side in one table.
-TEST_F(CudaParity, EveryRuleAndRecipeInOneTable) {
+std::vector<Config> every_rule_and_recipe() {
   std::vector<Config> configs;
   std::size_t turn = 0;
   for (const bool busy : {true, false})
@@ -368,13 +376,17 @@ TEST_F(CudaParity, EveryRuleAndRecipeInOneTable) {
                             ? with_gradient(recipe, kind)
                             : recipe);
     }
+  return configs;
+}
+// Side by side in one table, each with steps of its own.
+void expect_same_in_one_table(Lab& lab, const std::vector<Config>& configs, std::int64_t largest) {
   Shape shape{{}, {0, 3}};
   for (std::size_t i = 0; i < configs.size() * (quick() ? 1 : 11); ++i)
-    shape.sizes.push_back(static_cast<std::int64_t>(i * 193 % 1700));
+    shape.sizes.push_back(static_cast<std::int64_t>(i) * 193 % largest);
   shape.sizes[7] = 66000;
   const int steps = steps_of(10);
-  Gradients gradients(lab().device, shape.sizes, steps + 1);
-  Pair pair(lab(), lab().memory, configs, shape);
+  Gradients gradients(lab.device, shape.sizes, steps + 1);
+  Pair pair(lab, lab.memory, configs, shape);
   for (int t = 1; t <= steps; ++t) {
     pair.take_gradients(t, gradients);
     for (std::size_t i = 0; i < pair.rows.size(); ++i)
@@ -382,6 +394,12 @@ TEST_F(CudaParity, EveryRuleAndRecipeInOneTable) {
     pair.step();
   }
   EXPECT_EQ(pair.difference(), "");
+}
+TEST_F(CudaParity, EveryRuleAndRecipeInOneTable) {
+  expect_same_in_one_table(lab(), every_rule_and_recipe(), 1700);
+}
+TEST_F(CudaFewBlocks, EveryRuleAndRecipeInOneTable) {
+  expect_same_in_one_table(lab(), every_rule_and_recipe(), 9000);
 }
 
 TEST_F(CudaParity, FiveStepsHereAndFiveThereAreTenOnEither) {
@@ -700,10 +718,8 @@ TEST_F(CudaFormats, MixturesThatNoRecipeNames) {
 }
 
 // Any format in any array of any rule, by lot.
-TEST_F(CudaFormats, MixturesByLot) {
-  const Shape shape{some_lengths(), {0, 1, 6}};
-  const int steps = steps_of(4);
-  Gradients gradients(lab().device, shape.sizes, steps + 1);
+std::vector<Config> mixtures_by_lot() {
+  std::vector<Config> mixtures;
   const std::vector<Case> cases = all_cases();
   Random random(77);
   const auto draw = [&](int role) {
@@ -739,10 +755,20 @@ TEST_F(CudaFormats, MixturesByLot) {
         choose(SCRUPLE_SLOT + s, slot.role);
     }
     choose(SCRUPLE_GRADIENT, SCRUPLE_ROLE_GRADIENT);
+    mixtures.push_back(config);
+  }
+  return mixtures;
+}
+TEST_F(CudaFormats, MixturesByLot) {
+  const Shape shape{some_lengths(), {0, 1, 6}};
+  const int steps = steps_of(4);
+  Gradients gradients(lab().device, shape.sizes, steps + 1);
+  for (const Config& config : mixtures_by_lot()) {
     expect_same(lab(), config, shape, gradients, steps);
     if (HasFatalFailure()) return;
   }
 }
+TEST_F(CudaFewBlocks, MixturesInOneTable) { expect_same_in_one_table(lab(), mixtures_by_lot(), 9000); }
 
 // Encoding from host and device memory, decoding to both.
 TEST_F(CudaFormats, EncodeAndDecode) {

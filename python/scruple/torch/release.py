@@ -9,7 +9,6 @@ loss scaling, accumulation) is the library's sink, docs/gradients.md.
 import ctypes
 import functools
 import gc
-import inspect
 import math
 import sys
 import threading
@@ -32,7 +31,6 @@ from .table import Pieces, Rows
 POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
 BUCKET = 32 << 20  # bytes of gradients that are collected before a call
-_REENTRANT = inspect.unwrap(torch.utils.checkpoint.CheckpointFunction.backward).__code__
 KNOWN = weakref.WeakSet()  # scalers that were given to release_gradients
 
 
@@ -340,7 +338,7 @@ class Sink:
         self.index = {number: i for i, number in enumerate(numbered)}
         entries = [opt._entry(p) for p in params]
         self.all = Rows(params, [entry.row for entry in entries], [entry.address for entry in entries])
-        self.pieces = {}  # by the number of the first: those that were added together
+        self.pieces = {}  # by the place of the first in `all`: those that were added together
         form = _abi.format_named(accumulator)
         # Unbiased, so that small gradients add up over micro-batches: the best of what the format can.
         rounding = max(r for r in (_abi.NEAREST, _abi.STOCHASTIC, _abi.DITHER) if form.rounds(r))
@@ -405,20 +403,20 @@ class Sink:
 
     def add(self, gradients):
         found = self._pieces([self.index[number] for number in gradients])
-        for p in found.moved():
+        if moved := found.moved():
             raise UsageError(
-                f"the parameter of shape {tuple(p.shape)} has moved in memory since release_gradients; "
+                f"the parameter of shape {tuple(moved[0].shape)} has moved in memory since release_gradients; "
                 "handle.remove(), and call it again"
             )
         kept = found.lend(list(gradients.values()))  # noqa: F841 - alive until the call has been queued
         engine_for(self.device)
         library.sink_add(self.handle, found.pieces, len(found.pieces))
 
-    def _pieces(self, numbers):
-        found = self.pieces.get(numbers[0])
-        if found is None or found.numbers != numbers:
-            rows = ([held[i] for i in numbers] for held in (self.params, self.all.rows, self.all.addresses))
-            found = self.pieces[numbers[0]] = Pieces(numbers, *rows)
+    def _pieces(self, places):
+        found = self.pieces.get(places[0])
+        if found is None or found.places != places:
+            rows = ([held[i] for i in places] for held in (self.params, self.all.rows, self.all.addresses))
+            found = self.pieces[places[0]] = Pieces(places, *rows)
         return found
 
     def end(self):
@@ -607,8 +605,8 @@ def _refuse_scaled_losses():
 
 def _is_nested():
     """Whether this runs in a backward that a reentrant checkpoint started inside another."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not _REENTRANT:
+    frame, place = sys._getframe(), (torch.utils.checkpoint.__file__, "backward")
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != place:
         frame = frame.f_back
     return frame is not None
 
@@ -617,15 +615,15 @@ def _average(gradients, group):
     """Starts the means, one message for all gradients of a dtype: views of them, and what to wait for."""
     share = 1.0 / torch.distributed.get_world_size(group)
     kinds, means, works = {}, {}, []
-    for p, g in gradients.items():
-        kinds.setdefault((g.dtype, g.device), {})[p] = g
+    for i, g in gradients.items():
+        kinds.setdefault((g.dtype, g.device), {})[i] = g
     for found in kinds.values():
         flat = [g.contiguous().view(-1) for g in found.values()]
         flat = torch.cat(flat) if len(flat) > 1 else flat[0]
         flat.mul_(share)
         works.append(torch.distributed.all_reduce(flat, group=group, async_op=True))
         parts = flat.split([g.numel() for g in found.values()])
-        means.update({p: part.view(g.shape) for (p, g), part in zip(found.items(), parts)})
+        means.update({i: part.view(g.shape) for (i, g), part in zip(found.items(), parts)})
     return means, works
 
 

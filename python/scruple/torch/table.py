@@ -77,7 +77,7 @@ class Rows:
         except Exception:  # one that cannot be shown, such as a sparse one
             known = 0
         if known < len(self.rows):
-            same = not _exchange and [(g.dtype, g.numel()) for g in gradients] == self.kinds
+            same = not _exchange and [(g.dtype, g.shape) for g in gradients] == self.kinds
             if not same or not all(map(torch.Tensor.is_contiguous, gradients)):
                 gradients = list(map(self._adopt, range(len(gradients)), gradients))
             addresses = list(map(torch.Tensor.data_ptr, gradients))
@@ -87,19 +87,19 @@ class Rows:
     def _adopt(self, i, gradient):
         check_gradient(local(self.params[i]), gradient)
         self.rows[i].arrays[_abi.GRADIENT].format = _abi.format_named(NAMES[gradient.dtype]).handle
-        self.kinds[i] = gradient.dtype, gradient.numel()
+        self.kinds[i] = gradient.dtype, gradient.shape
         return gradient.contiguous()
 
 
 class Pieces(Rows):
-    """Whole gradients of some of a sink's parameters: of those with these numbers in it."""
+    """Whole gradients of some of a sink's parameters: of those in these places in it."""
 
-    def __init__(self, numbers, *rows):
+    def __init__(self, places, *rows):
         super().__init__(*rows)
-        self.numbers, self.piece_words = numbers, array.array("q", [0]) * (_PIECE_WORDS * len(numbers))
-        self.pieces = (_abi.Piece * len(numbers)).from_buffer(self.piece_words)
-        for piece, number, row in zip(self.pieces, numbers, self.rows):
-            piece.tensor, piece.size = number, row.size
+        self.places, self.piece_words = places, array.array("q", [0]) * (_PIECE_WORDS * len(places))
+        self.pieces = (_abi.Piece * len(places)).from_buffer(self.piece_words)
+        for piece, place, row in zip(self.pieces, places, self.rows):
+            piece.tensor, piece.size = place, row.size
 
     def lend(self, gradients):
         kept = super().lend(gradients)
