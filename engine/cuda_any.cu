@@ -97,8 +97,7 @@ struct Stage {
   Part mine;
 
   // One or two arrays have four warps each, three or four two, five one. Warps whose numbers differ by four
-  // run on one scheduler, and it is instructions, more than anything, that they wait for: they serve one
-  // array, where it has several warps.
+  // run on one scheduler: they serve one array, where it has several warps, and so share its code.
   __device__ void lay_out(const DeviceRow& row) {
     u32 count = 0, at = 0, rank = 0;
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) count += row.arrays[a].code_bits != 0 ? 1 : 0;
