@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "text.h"
 
 namespace scruple::cli {
 
@@ -26,6 +27,10 @@ std::optional<Enum> value_named(const Names<n>& names, const std::string& name) 
 template <std::size_t n>
 CLI::Validator one_of(const Names<n>& names) {
   return one_of(std::vector<std::string>(std::begin(names), std::end(names)));
+}
+template <std::size_t n>
+std::string either(const Names<n>& names) {
+  return either(std::vector<std::string>(std::begin(names), std::end(names)));
 }
 
 }  // namespace scruple::cli

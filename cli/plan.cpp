@@ -108,14 +108,11 @@ void add_run_options(CLI::App& command, Options& options) {
       ->envname(kDeviceVariable)
       ->check(a_device());
   options.recompute = train::kRecomputes[0];
-  command
-      .add_option("--recompute", options.recompute,
-                  either({std::begin(train::kRecomputes), std::end(train::kRecomputes)}) + ", beside --batch")
+  command.add_option("--recompute", options.recompute, either(train::kRecomputes) + ", beside --batch")
       ->check(one_of(train::kRecomputes));
   command
       .add_option("--activations", options.activations,
-                  either({std::begin(train::kPrecisions), std::end(train::kPrecisions)}) +
-                      " (default: as train), beside --batch")
+                  either(train::kPrecisions) + " (default: as train), beside --batch")
       ->check(one_of(train::kPrecisions));
   command.add_flag("--offload", options.offload, "as train, beside --batch");
 }

@@ -679,7 +679,7 @@ void add_options(CLI::App& command, Options& options) {
       ->type_name("FORMAT");
   command
       .add_option("--activations", options.activations,
-                  either({std::begin(train::kPrecisions), std::end(train::kPrecisions)}) +
+                  either(train::kPrecisions) +
                       " (default: as the weights are computed; on a GPU bf16 where that is fp32)")
       ->check(one_of(train::kPrecisions));
   command

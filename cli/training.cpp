@@ -392,7 +392,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
         SCRUPLE_UNSUPPORTED,
         "weights of " + visible_weights(choice, recipe) +
             " are computed with on the CPU alone; choose --device cpu, or a --recipe or --weights of " +
-            either({std::begin(train::kPrecisions), std::end(train::kPrecisions)}));
+            either(train::kPrecisions));
   if (gradients.accumulation != "none") {
     const Optimizer optimizer = choice.make_optimizer();
     const scruple_tensor tensor = choice.describe(optimizer, recipe, kLarge);
