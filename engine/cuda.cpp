@@ -101,20 +101,16 @@ DeviceArray device_array(const scruple_array& array, bool nonneg) {
   out.nonneg = nonneg ? 1 : 0;
   out.rounding = static_cast<u8>(array.rounding);
   out.k = static_cast<u8>(array.format->k);
-  const Layout& layout = array.format->layout;
-  out.code = static_cast<u8>(any_code(array.format->index));
-  out.code_bits = static_cast<u8>(layout.code_bits);
-  out.aux_bits = static_cast<u8>(layout.aux_bits);
-  out.group_log2 = static_cast<u8>(std::countr_zero(static_cast<unsigned>(layout.group)));
+  out.codec = any_codec(array.format->index);
   return out;
 }
 
 // Whether a thread may move 16 bytes at a time; scales are read one by one.
 bool is_aligned(const scruple_array& array) {
   const auto address = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
-  const std::size_t aux = static_cast<std::size_t>(array.format->layout.aux_bits) / 8;
+  const int aux = array.format->layout.aux_bits, wanted = array.format->aux_is_scale ? aux / 8 : 16;
   if (address(array.codes) % 16 != 0) return false;
-  return aux == 0 || address(array.aux) % (array.format->aux_is_scale ? aux : 16) == 0;
+  return aux == 0 || address(array.aux) % static_cast<std::size_t>(wanted) == 0;
 }
 
 // The tensors of a call that go to one kernel. A step of 100 `scruple` and 20 `mixed` tensors has two of these,
@@ -125,24 +121,17 @@ struct KernelTable {
   std::vector<DeviceRow> rows;
   std::vector<u32> tensors;  // of each row, for messages
   const void* kernel = nullptr;
-  int staged = 0;  // bytes of shared memory that the general kernel needs for any of the rows
-  i64 at = 0;      // in the workspace
+  i64 at = 0;  // in the workspace
 
   void clear() {
     begins.assign(1, 0);
     rows.clear();
     tensors.clear();
-    staged = 0;
   }
-  bool is_general() const { return kernel == any_kernel(); }
-  int shared() const { return is_general() ? staged : 0; }
   void add(const DeviceRow& row, i64 tensor, i64 tile) {
     begins.push_back(begins.back() + tiles_of(row.size, tile));
     rows.push_back(row);
     tensors.push_back(static_cast<u32>(tensor));
-    int bytes = 16;  // strings of bits are read a word ahead
-    for (const DeviceArray& array : row.arrays) bytes += staged_bytes(array);
-    staged = std::max(staged, bytes);
   }
   i64 begins_bytes() const { return round_up(static_cast<i64>(begins.size() * sizeof(i64)), 16); }
   i64 bytes() const { return begins_bytes() + static_cast<i64>(rows.size() * sizeof(DeviceRow)); }
@@ -237,10 +226,7 @@ class CudaEngine final : public scruple_engine {
             options.part + 1 < options.parts);
     for (const KernelTable& table : tables()) {
       draw(table);
-      if (table.is_general())
-        launch_over(table, static_cast<const Constants*>(constants()), AnyWork{});
-      else
-        launch_over(table, static_cast<const Constants*>(constants()));
+      launch_over(table, static_cast<const Constants*>(constants()));
     }
   }
 
@@ -264,7 +250,7 @@ class CudaEngine final : public scruple_engine {
     check_readable(what.found_inf, "found_inf");
     check_readable(what.scaler, "scaler");
     check_readable(what.steps, "steps");
-    launch(gradient_kernels().advance, 1, {1}, what);
+    launch(gradient_kernels().advance, 1, 1, what);
   }
 
   void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier,
@@ -277,11 +263,12 @@ class CudaEngine final : public scruple_engine {
       if (t.size == 0) continue;
       DeviceRow row = row_of(t);
       row.constants = constants_of(t, false, 1);
-      row.arrays[0] = device_array(incoming[i], false);
-      row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
-      row.aligned = is_aligned(incoming[i]) && is_aligned(t.arrays[SCRUPLE_GRADIENT]);
-      const bool wide = row.arrays[0].code_bits == 32 || row.arrays[SCRUPLE_GRADIENT].code_bits == 32;
-      const FoldKernel& kernel = fold_kernel(t.arrays[SCRUPLE_GRADIENT], wide ? kWideFoldLane : kFoldLane);
+      const scruple_array &arriving = incoming[i], &total = t.arrays[SCRUPLE_GRADIENT];
+      row.arrays[0] = device_array(arriving, false);
+      row.arrays[SCRUPLE_GRADIENT] = device_array(total, false);
+      row.aligned = is_aligned(arriving) && is_aligned(total);
+      const bool wide = arriving.format->layout.code_bits == 32 || total.format->layout.code_bits == 32;
+      const FoldKernel& kernel = fold_kernel(total, wide ? kWideFoldLane : kFoldLane);
       table_for(kernel.kernel).add(row, i, i64{kernel.lane} * kBlock);
     }
     commit(tensors);
@@ -561,7 +548,7 @@ class CudaEngine final : public scruple_engine {
       upload_.to = workspace_->memory.at<u8>(at + done);
       upload_.bytes = round_up(n, 16);
       std::memcpy(upload_.data, from + done, static_cast<std::size_t>(n));
-      launch(gradient_kernels().upload, 1, {512}, upload_);
+      launch(gradient_kernels().upload, 1, 512, upload_);
       std::memcpy(shadow, from + done, static_cast<std::size_t>(n));
     }
   }
@@ -579,7 +566,7 @@ class CudaEngine final : public scruple_engine {
       prepare_.to = constants() + first;
       prepare_.count = static_cast<int>(n);
       std::copy_n(sources_.begin() + static_cast<std::ptrdiff_t>(first), n, prepare_.sources);
-      launch(gradient_kernels().prepare, 1, {kPreparedAtOnce}, prepare_);
+      launch(gradient_kernels().prepare, 1, kPreparedAtOnce, prepare_);
     }
   }
 
@@ -588,7 +575,7 @@ class CudaEngine final : public scruple_engine {
   void draw(const KernelTable& table) {
     const int rows = static_cast<int>(table.rows.size());
     if (rows == 0) return;
-    launch(gradient_kernels().draw, tiles_of(i64{rows} * (SCRUPLE_ARRAYS + 1), kBlock), {kBlock},
+    launch(gradient_kernels().draw, tiles_of(i64{rows} * (SCRUPLE_ARRAYS + 1), kBlock), kBlock,
            workspace_->memory.at<DeviceRow>(table.at + table.begins_bytes()), rows,
            static_cast<const Constants*>(constants()));
   }
@@ -620,7 +607,7 @@ class CudaEngine final : public scruple_engine {
     prepare(nullptr, nullptr, nullptr, options.steps);
     draw(table);
     launch_over(table, sums + 1);
-    launch(gradient_kernels().finish_norm, 1, {kBlock}, NormOutput{sums + 1, chunks, sums, options});
+    launch(gradient_kernels().finish_norm, 1, kBlock, NormOutput{sums + 1, chunks, sums, options});
     return sums;
   }
 
@@ -628,7 +615,7 @@ class CudaEngine final : public scruple_engine {
   void one_array(const scruple_tensor& t, int array, float* values, bool encoding, float otherwise) {
     if (t.size == 0) return;
     begin(workspaces_[kForArray]);
-    KernelTable& table = table_for(any_kernel());
+    KernelTable& table = table_for(array_kernel());
     DeviceRow row = row_of(t);
     row.constants = constants_of(t, false, 1);
     row.arrays[array] = device_array(t.arrays[array], is_nonneg(t, array));
@@ -640,8 +627,7 @@ class CudaEngine final : public scruple_engine {
     DeviceTable view = view_of(table);
     const auto run = [&](i64 first, i64 n, float* at) {
       view.tiles = tiles_of(n, kBlockTile);
-      launch_tiles(table, view, static_cast<const Constants*>(constants()),
-                   AnyWork{encoding ? AnyWork::encode : AnyWork::decode, array, first, at, otherwise});
+      launch_tiles(table, view, ArrayWork{encoding, array, first, at, otherwise});
     };
     cudaPointerAttributes found{};
     if (values != nullptr) check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
@@ -678,16 +664,11 @@ class CudaEngine final : public scruple_engine {
             static_cast<int>(table.rows.size()), table.begins.back()};
   }
 
-  struct BlockShape {
-    int threads;
-    int shared = 0;  // bytes
-  };
   template <class... Arguments>
-  void launch(const void* kernel, i64 blocks, BlockShape block, const Arguments&... arguments) {
+  void launch(const void* kernel, i64 blocks, int threads, const Arguments&... arguments) {
     const void* pointers[] = {&arguments...};
-    check(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)),
-                           dim3(static_cast<unsigned>(block.threads)), const_cast<void**>(pointers),
-                           static_cast<std::size_t>(block.shared), stream_),
+    check(cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                           const_cast<void**>(pointers), 0, stream_),
           "launching a kernel");
   }
   // As many blocks as fit at once, several times over.
@@ -696,23 +677,12 @@ class CudaEngine final : public scruple_engine {
     if (view.tiles == 0) return;
     int& resident = resident_[table.kernel];
     if (resident == 0) {
-      if (table.is_general()) allow_shared_memory(table.kernel);
-      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, table.kernel, kBlock,
-                                                          static_cast<std::size_t>(table.shared())),
+      check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, table.kernel, kBlock, 0),
             "sizing a launch");
     }
     const i64 several = static_cast<i64>(resident) * multiprocessors_ * kWaves;
     view.each = tiles_of(view.tiles, std::max<i64>(1, std::min(several, most_blocks_)));
-    launch(table.kernel, tiles_of(view.tiles, view.each), {kBlock, table.shared()}, view, arguments...);
-  }
-  // More of it than a kernel gets without asking, and all of the multiprocessor's.
-  static void allow_shared_memory(const void* kernel) {
-    constexpr int kMost = 96 << 10;  // every GPU from Ampere on has it; the widest formats need 86 KiB
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost),
-          "asking for shared memory");
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                               cudaSharedmemCarveoutMaxShared),
-          "asking for shared memory");
+    launch(table.kernel, tiles_of(view.tiles, view.each), kBlock, view, arguments...);
   }
   template <class... Arguments>
   void launch_over(const KernelTable& table, const Arguments&... arguments) {

@@ -162,17 +162,6 @@ __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ No
 
 // ---- Folds: a kernel for each format of accumulators ----
 
-// visit.template operator()<C, R>() for the codec that writes an array. Groups are rounded by their coins,
-// whatever those are, and fp32 is not.
-template <class C>
-__device__ void with_writing(const DeviceArray& a, const auto& visit) {
-  if constexpr (!requires { C::group; } && !std::is_same_v<C, Fp32>) {
-    if (a.rounding == kTruncate) return visit.template operator()<C, kTruncate>();
-    if (a.rounding == kStochastic) return visit.template operator()<C, kStochastic>();
-  }
-  visit.template operator()<C, kNearest>();
-}
-
 template <class C, int N, bool Whole>
 __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
@@ -188,7 +177,7 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
 #pragma unroll
     for (int i = 0; i < N; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
     if (row.folds > 0)
-      with_reading<C>(total, [&]<class, Rounding R>() { decode_lane<C, R, N>(held, 0, before, sum); });
+      with_rounding<true, C>(total, [&]<class, Rounding R>() { decode_lane<C, R, N>(held, 0, before, sum); });
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float arrived = Lane<G, N>::template value<Read>(x, 0, Coins{}, i);
@@ -196,7 +185,7 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
       if constexpr (!requires { C::group; }) sum[i] = canonical(sum[i]);  // a group's NaN is its scale
     }
   });
-  with_writing<C>(
+  with_rounding<false, C>(
       total, [&]<class, Rounding R>() { Lane<C, N>::template encode<R, Whole>(sum, total, 0, at, after); });
 }
 

@@ -15,23 +15,11 @@ inline constexpr int kBlock = 256;       // threads
 inline constexpr int kBlockTile = 2048;  // elements of a tile of the general kernel
 
 struct DeviceArray {
-  u8* codes;
+  u8* codes;  // null: the array is not there
   u8* aux;
   u8 format, nonneg, rounding, k;
-  u8 code_bits, aux_bits, group_log2;  // the format's layout; no code bits: the array is not there
-  u8 code;                             // which of the general kernel's codecs
+  u32 codec;  // which of the general kernel's
 };
-
-// Bytes of n elements in each plane, and of a tile in the general kernel's shared memory: values, codes, aux.
-SCRUPLE_HD int codes_bytes(const DeviceArray& a, int n) { return (n * a.code_bits + 7) / 8; }
-SCRUPLE_HD int aux_bytes(const DeviceArray& a, int n) {
-  return (((n + (1 << a.group_log2) - 1) >> a.group_log2) * a.aux_bits + 7) / 8;
-}
-inline constexpr int kStagedValues = kBlockTile * 4;
-SCRUPLE_HD int staged_codes(const DeviceArray& a) { return (codes_bytes(a, kBlockTile) + 15) / 16 * 16; }
-SCRUPLE_HD int staged_bytes(const DeviceArray& a) {
-  return a.code_bits == 0 ? 0 : kStagedValues + staged_codes(a) + (aux_bytes(a, kBlockTile) + 15) / 16 * 16;
-}
 
 // One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants, or
 // written on the device: the coins.
@@ -41,7 +29,7 @@ struct DeviceRow {
   u32 id, folds;
   u32 constants;  // index
   u16 active;     // slots in use, as a bit mask
-  u16 aligned;    // 1: every plane can be read 16 bytes (and every scale, whole) at a time
+  u16 aligned;  // 1: planes begin at multiples of 16 bytes, scales at whole ones, so whole tiles need no care
   float spread;
   float overflow;  // of a gradient that is encoded
   DeviceArray arrays[SCRUPLE_ARRAYS];
@@ -138,17 +126,18 @@ struct FoldKernel {
 };
 const std::vector<FoldKernel>& fold_kernels();
 
-// What the general kernel does with a table: a step, or one array to or from fp32, from element `first` of the
-// only tensor on; values[0] is that element.
-struct AnyWork {
-  enum { step, encode, decode } what = step;
-  int array = 0;
-  i64 first = 0;
-  float* values = nullptr;  // encode: null for `otherwise` everywhere
-  float otherwise = 0;
+const void* any_kernel();  // (DeviceTable, const Constants*), as a StepKernel of any formats
+
+// One array to or from fp32, from element `first` of the only tensor on; values[0] is that element.
+struct ArrayWork {
+  bool encodes;
+  int array;
+  i64 first;
+  float* values;  // encode: null for `otherwise` everywhere
+  float otherwise;
 };
-const void* any_kernel();  // (DeviceTable, const Constants*, AnyWork)
-int any_code(int format);  // its codec there: the first format that has the same
+const void* array_kernel();  // (DeviceTable, ArrayWork)
+u32 any_codec(int format);   // its codec in both: the number of the first format that has the same
 
 int least_architecture();  // that the kernels were compiled for, such as 800
 

@@ -23,29 +23,6 @@ struct Place {
   }
 };
 
-// The same in a tile whose planes a warp has brought into shared memory (engine/cuda_any.cu).
-struct StagedPlace {
-  u32 first;
-  int n;
-  __device__ u32 over(int divisor) const { return first / static_cast<u32>(divisor); }
-};
-__device__ inline u8* shared_memory() {
-  extern __shared__ uint4 memory[];
-  return reinterpret_cast<u8*>(memory);
-}
-struct Staged {
-  u32 at;
-  __device__ Staged operator+(u32 bytes) const { return {at + bytes}; }
-  __device__ u8& operator[](int i) const { return shared_memory()[at + static_cast<u32>(i)]; }
-  template <class T>
-  __device__ T& as() const {
-    return *reinterpret_cast<T*>(shared_memory() + at);
-  }
-};
-struct StagedArray {
-  Staged codes, aux;
-};
-
 // ---- Bytes ----
 // A thread's part of a plane: Bytes of them, in elements of a Unit. All are there and the plane is aligned:
 // they move up to 16 at a time. Otherwise by elements, or by bytes. Whole: it is known that they are.
@@ -75,17 +52,8 @@ template <class T>
 __device__ void keep(u8* to, T value) {
   __stcs(reinterpret_cast<T*>(to), value);
 }
-template <class T>
-__device__ T fetch(Staged from) {
-  return from.as<T>();
-}
-template <class T>
-__device__ void keep(Staged to, T value) {
-  to.as<T>() = value;
-}
-
 template <int Bytes, class Access>
-__device__ void load_as(auto from, int valid, Words<Bytes>& to) {
+__device__ void load_as(const u8* from, int valid, Words<Bytes>& to) {
   constexpr int kSize = static_cast<int>(sizeof(Access));
 #pragma unroll
   for (int b = 0; b < Bytes; b += kSize) {
@@ -101,7 +69,7 @@ __device__ void load_as(auto from, int valid, Words<Bytes>& to) {
 }
 
 template <int Bytes, class Access>
-__device__ void store_as(auto to, int valid, const Words<Bytes>& from) {
+__device__ void store_as(u8* to, int valid, const Words<Bytes>& from) {
   constexpr int kSize = static_cast<int>(sizeof(Access));
 #pragma unroll
   for (int b = 0; b < Bytes; b += kSize) {
@@ -141,16 +109,26 @@ __device__ void store(u8* to, int valid, const Words<Bytes>& from) {
     store_as<Bytes, u8>(to, valid, from);
 }
 
-// In shared memory all of them are there, and aligned.
+// The planes of an array, to be moved byte by byte: little code, for what is rare (engine/cuda_any.cu).
+struct Bytes1 {
+  u8* at;
+  __device__ Bytes1 operator+(i64 bytes) const { return {at + bytes}; }
+};
+struct Bytewise {
+  Bytes1 codes, aux;
+  __device__ explicit Bytewise(const DeviceArray& a) : codes{a.codes}, aux{a.aux} {}
+};
 template <int Bytes, class Unit, bool Whole>
-__device__ Words<Bytes> load(Staged from, int) {
+__device__ Words<Bytes> load(Bytes1 from, int valid) {
   Words<Bytes> to{};
-  load_as<Bytes, Widest<Bytes>>(from, Bytes, to);
+#pragma unroll 1
+  for (int b = 0; b < valid; ++b) to.w[b / 4] |= static_cast<u32>(from.at[b]) << (8 * (b % 4));
   return to;
 }
 template <int Bytes, class Unit, bool Whole>
-__device__ void store(Staged to, int, const Words<Bytes>& from) {
-  store_as<Bytes, Widest<Bytes>>(to, Bytes, from);
+__device__ void store(Bytes1 to, int valid, const Words<Bytes>& from) {
+#pragma unroll 1
+  for (int b = 0; b < valid; ++b) to.at[b] = static_cast<u8>(from.w[b / 4] >> (8 * (b % 4)));
 }
 
 // Value i of a little-endian string of Bits-bit values; i is known when the loop is unrolled.
@@ -191,8 +169,9 @@ __device__ int bytes_for(int n) {
 }
 
 // ---- Codecs over a thread's elements ----
-// Raw is what load brings: all loads of a tile are on their way before the first is used. It is decoded value
-// by value, where one is needed, since N values of four arrays are more than there are registers for.
+// Raw is what load brings: all loads of a tile are on their way before the first is used. A step of fixed
+// formats decodes it value by value, where one is needed: 16 values of four arrays are more than there are
+// registers for.
 
 template <class C, int N>
 struct Lane;
@@ -201,7 +180,7 @@ template <int N>
 struct Lane<Fp32, N> {
   using Raw = Words<4 * N>;
   template <bool Whole>
-  static __device__ Raw load(const auto& a, int, auto at) {
+  static __device__ Raw load(const auto& a, int, Place at) {
     return scruple::load<4 * N, u32, Whole>(a.codes + 4 * at.first, 4 * at.n);
   }
   template <Rounding>
@@ -209,7 +188,7 @@ struct Lane<Fp32, N> {
     return float_of(raw.w[i]);
   }
   template <Rounding, bool Whole>
-  static __device__ void encode(const float (&in)[N], const auto& a, int, auto at, Coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int, Place at, Coins) {
     Raw raw;
 #pragma unroll
     for (int i = 0; i < N; ++i) raw.w[i] = bits_of(in[i]);
@@ -221,7 +200,7 @@ template <class Half, int N>
 struct Lane<Rounded<Half>, N> {
   using Raw = Words<2 * N>;
   template <bool Whole>
-  static __device__ Raw load(const auto& a, int, auto at) {
+  static __device__ Raw load(const auto& a, int, Place at) {
     return scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n);
   }
   template <Rounding>
@@ -229,7 +208,7 @@ struct Lane<Rounded<Half>, N> {
     return Half::decode(static_cast<u16>(get<16>(raw, i)));
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const auto& a, int, auto at, Coins coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int, Place at, Coins coins) {
     Raw raw{};
 #pragma unroll
     for (int i = 0; i < N; ++i) put<16, 0>(raw, i, Rounded<Half>::template encode<R>(in[i], coins[i]));
@@ -241,7 +220,7 @@ template <class Half, int N>
 struct Lane<Master<Half>, N> {
   using Raw = Words<4 * N>;
   template <bool Whole>
-  static __device__ Raw load(const auto& a, int, auto at) {
+  static __device__ Raw load(const auto& a, int, Place at) {
     return scruple::load<4 * N, u32, Whole>(a.aux + 4 * at.first, 4 * at.n);
   }
   template <Rounding>
@@ -249,7 +228,7 @@ struct Lane<Master<Half>, N> {
     return float_of(raw.w[i]);
   }
   template <Rounding, bool Whole>
-  static __device__ void encode(const float (&in)[N], const auto& a, int, auto at, Coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int, Place at, Coins) {
     Raw master;
     Words<2 * N> visible{};
 #pragma unroll
@@ -265,33 +244,32 @@ struct Lane<Master<Half>, N> {
 template <class Half, int N>
 struct Lane<Split<Half>, N> {
   struct Raw {
-    Words<2 * N> visible, extra;  // extra: bytes if k is 8, else 16 bits each
+    Words<2 * N> visible, extra;  // as they lie in memory
   };
-  // Widths other than 8 and 16 are staged: k bytes hold the extra bits of 8 values.
   template <bool Whole>
-  static __device__ Raw load(const auto& a, int k, auto at) {
+  static __device__ Raw load(const auto& a, int k, Place at) {
     Raw raw{scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n), {}};
-    if (k == 8) {
-      const auto bytes = scruple::load<N, u8, Whole>(a.aux + at.first, at.n);
-#pragma unroll
-      for (int i = 0; i < N / 4; ++i) raw.extra.w[i] = bytes.w[i];
-    } else if (k == 16) {
-      raw.extra = scruple::load<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n);
-    } else if constexpr (requires { a.aux.at; }) {
-      if (k == 4) {
-        const auto nibbles = scruple::load<N / 2, u8, Whole>(a.aux + at.over(2), N / 2);
-#pragma unroll
-        for (int i = 0; i < N; ++i) put<16, 0>(raw.extra, i, get<4>(nibbles, i));
-        return raw;
-      }
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const u32 bit = (at.first + i) * k;
-        const auto* words = &(a.aux + bit / 32 * 4).template as<u32>();
-        put<16, 0>(raw.extra, i, __funnelshift_r(words[0], words[1], bit % 32) & ((1u << k) - 1u));
-      }
-    }
+    const auto take = [&](const auto& words) { __builtin_memcpy(&raw.extra, &words, sizeof words); };
+    if (k == 16)
+      take(scruple::load<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n));
+    else if (k == 8)
+      take(scruple::load<N, u8, Whole>(a.aux + at.first, at.n));
+    else if (k == 4)
+      take(scruple::load<N / 2, u8, Whole>(a.aux + at.over(2), bytes_for<4>(at.n)));
+    else if constexpr (N == 8)
+      take(scruple::load<2 * N, u8, false>(a.aux + at.over(8) * k, (at.n * k + 7) / 8));
     return raw;
+  }
+  static __device__ u32 extra_of(const Raw& raw, int k, int i) {
+    if (k == 16) return get<16>(raw.extra, i);
+    if (k == 8) return get<8>(raw.extra, i);
+    if (k == 4) return get<4>(raw.extra, i);
+    // A string of values that begin anywhere: in the lower or the upper half, or in both.
+    const u64 low = raw.extra.w[0] | static_cast<u64>(raw.extra.w[1]) << 32;
+    const u64 high = raw.extra.w[2] | static_cast<u64>(raw.extra.w[3]) << 32;
+    const int bit = i * k;
+    const u64 from = bit == 0 ? low : bit < 64 ? low >> bit | high << (64 - bit) : high >> (bit - 64);
+    return static_cast<u32>(from) & ((1u << k) - 1u);
   }
   template <Rounding R>
   static __device__ float value(const Raw& raw, int k, Coins, int i) {
@@ -300,44 +278,41 @@ struct Lane<Split<Half>, N> {
   // Hasty: a zero beside extra bits that point below it comes out as NaN (split.h would read it as zero).
   template <Rounding R, bool Careful>
   static __device__ float joined(const Raw& raw, int k, int i) {
-    const u32 extra = k == 8 ? get<8>(raw.extra, i) : get<16>(raw.extra, i);
-    return Half::template value<Careful>(join<R, Careful>(get<16>(raw.visible, i), extra, k), k);
+    return Half::template value<Careful>(join<R, Careful>(get<16>(raw.visible, i), extra_of(raw, k, i), k),
+                                         k);
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const auto& a, int k, auto at, Coins coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int k, Place at, Coins coins) {
     Raw raw{};
     Words<N> bytes{};
-    [[maybe_unused]] Words<N / 2> nibbles{};
-    [[maybe_unused]] u64 fours[N / 4] = {};  // four values each, of other widths
+    Words<N / 2> nibbles{};
+    [[maybe_unused]] u64 fours[2] = {};  // four values each, of other widths
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      // Weights of whole tiles are finite: others take the careful path (StepTile in engine/cuda_step.cu).
+      // Weights of whole tiles are finite: others take the careful path (run_carefully in engine/cuda_step.cu and cuda_any.cu).
       const Halves h = split_in_place<R>(Half::template position<Whole>(in[i]), k, coins[i]);
       put<16, 16>(raw.visible, i, h.visible);
-      if (k == 8) {
+      if (k == 8)
         put<8, 8>(bytes, i, h.extra);
-      } else if (k == 16) {
+      else if (k == 16)
         put<16, 0>(raw.extra, i, h.extra);
-      } else if constexpr (requires { a.aux.at; }) {
-        const u32 extra = (h.extra & 0xffffu) >> (16 - k);
-        if (k == 4)
-          put<4, 0>(nibbles, i, extra);
-        else
-          fours[i / 4] |= static_cast<u64>(extra) << (i % 4 * k);
-      }
+      else if (k == 4)
+        put<4, 0>(nibbles, i, (h.extra & 0xffffu) >> 12);
+      else if constexpr (N == 8)
+        fours[i / 4] |= static_cast<u64>((h.extra & 0xffffu) >> (16 - k)) << (i % 4 * k);
     }
     scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, raw.visible);
-    if (k == 8) scruple::store<N, u8, Whole>(a.aux + at.first, at.n, bytes);
-    if (k == 16) scruple::store<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n, raw.extra);
-    if constexpr (requires { a.aux.at; }) {
-      if (k % 8 == 0) return;
-      if (k == 4) return scruple::store<N / 2, u8, Whole>(a.aux + at.over(2), N / 2, nibbles);
-#pragma unroll
-      for (int i = 0; i < N / 4; i += 2) {
-        u64 low = fours[i] | fours[i + 1] << (4 * k), high = fours[i + 1] >> (64 - 4 * k);
-        const Staged to = a.aux + (at.first + 4 * i) / 8 * k;
-        for (int b = 0; b < k; ++b, low = low >> 8 | high << 56, high >>= 8) to[b] = static_cast<u8>(low);
-      }
+    if (k == 8) {
+      scruple::store<N, u8, Whole>(a.aux + at.first, at.n, bytes);
+    } else if (k == 16) {
+      scruple::store<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n, raw.extra);
+    } else if (k == 4) {
+      scruple::store<N / 2, u8, Whole>(a.aux + at.over(2), bytes_for<4>(at.n), nibbles);
+    } else if constexpr (N == 8) {  // k bytes
+      const u64 low = fours[0] | fours[1] << (4 * k), high = fours[1] >> (64 - 4 * k);
+      const Words<16> string{{static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high),
+                              static_cast<u32>(high >> 32)}};
+      scruple::store<16, u8, false>(a.aux + at.over(8) * k, (at.n * k + 7) / 8, string);
     }
   }
 };
@@ -357,7 +332,7 @@ struct Lane {
   };
 
   template <bool Whole>
-  static __device__ Raw load(const auto& a, int, auto at) {
+  static __device__ Raw load(const auto& a, int, Place at) {
     Raw raw{scruple::load<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n)), 0};
     const auto scale = scruple::load<kScaleBytes, ScaleBits, Whole>(a.aux + at.over(G) * kScaleBytes,
                                                                     Whole || at.n > 0 ? kScaleBytes : 0);
@@ -373,7 +348,7 @@ struct Lane {
       return C::decode(get<kBits>(raw.codes, i), unit);
   }
   template <Rounding R, bool Whole>
-  static __device__ void encode(const float (&in)[N], const auto& a, int, auto at, Coins coins) {
+  static __device__ void encode(const float (&in)[N], const auto& a, int, Place at, Coins coins) {
     u32 largest = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) largest = max(largest, magnitude_bits(in[i]));
@@ -439,6 +414,8 @@ __device__ void fill_levels() {
 // from the table.
 template <class C, int K, Rounding R, int N>
 struct FixedFormat {
+  // Extra bits of other widths are strings of 8 values.
+  static_assert(N == 8 || K == 4 || C::layout(K).aux_bits % 8 == 0);
   using Codec = C;
   using Raw = typename Lane<C, N>::Raw;
   template <bool Whole>
@@ -470,22 +447,42 @@ constexpr bool serves(const char* roles, char role) {
   return false;
 }
 
-// visit.template operator()<C, R>() for the codec that reads an array, and the rounding that it was written with
-// where that matters: dither.
-template <class C>
-__device__ void with_reading(const DeviceArray& a, const auto& visit) {
-  if constexpr ((C::roundings >> kDither & 1u) != 0)
+// The roundings that a codec reads, or writes, in different ways. Group formats are written by their coins
+// alone, and only dither is read with them; a wide weight is read as a nearest one.
+template <class C, bool Reading>
+constexpr unsigned distinct_roundings() {
+  constexpr bool kHalves = (C::roundings >> kWide & 1u) != 0;
+  if constexpr (requires { C::group; })
+    return (Reading ? C::roundings & 1u << kDither : 0u) | 1u << kNearest;
+  else if constexpr (Reading)
+    return kHalves ? C::roundings & ~(1u << kWide) : C::roundings & 1u << kNearest;
+  else
+    return std::is_same_v<C, Fp32> ? 1u << kNearest : C::roundings;
+}
+
+// visit.template operator()<C, R>() for the rounding of an array that has codec C.
+template <bool Reading, class C>
+__device__ __forceinline__ void with_rounding(const DeviceArray& a, const auto& visit) {
+  constexpr unsigned kDistinct = distinct_roundings<C, Reading>();
+  const auto has = [](Rounding r) { return (kDistinct >> r & 1u) != 0; };
+  if constexpr (has(kTruncate))
+    if (a.rounding == kTruncate) return visit.template operator()<C, kTruncate>();
+  if constexpr (has(kStochastic))
+    if (a.rounding == kStochastic) return visit.template operator()<C, kStochastic>();
+  if constexpr (has(kDither))
     if (a.rounding == kDither) return visit.template operator()<C, kDither>();
-  visit.template operator()<C, kNearest>();
+  if constexpr (has(kWide))
+    if (a.rounding == kWide) return visit.template operator()<C, kWide>();
+  if constexpr (C::roundings != 0) visit.template operator()<C, kNearest>();
 }
 
 // Gradients come in few formats, and in any of them to every kernel: reading them is inlined, behind a branch
 // that a whole tile takes together.
 __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
   switch (a.format) {
-#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)        \
-  case number:                                                        \
-    if constexpr (serves(roles, 'g')) with_reading<Signed>(a, visit); \
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)               \
+  case number:                                                               \
+    if constexpr (serves(roles, 'g')) with_rounding<true, Signed>(a, visit); \
     return;
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
@@ -609,9 +606,9 @@ struct Held {
     if (threadIdx.x % 32 == 0) index = 0, end = 0;
     __syncwarp();
   }
-  // True if it is another row than before. `all` may be null: no constants.
-  __device__ bool seek(const DeviceTable& table, i64 tile, const Constants* all) {
-    if (tile < end) return false;
+  // `all` may be null: no constants.
+  __device__ void seek(const DeviceTable& table, i64 tile, const Constants* all) {
+    if (tile < end) return;
     Cursor cursor{index};
     cursor.seek(table, tile);
     const DeviceRow& found = table.rows[cursor.row];
@@ -624,7 +621,6 @@ struct Held {
     copy(found, row);
     if (all != nullptr) copy(all[found.constants], constants);
     __syncwarp();
-    return true;
   }
 
  private:

@@ -17,12 +17,13 @@ struct FormatRow<kNoFormat> {
   using Nonneg = None;
   static constexpr int k = 0;
 };
-#define SCRUPLE_FORMAT(number, name, roles, K, S, N) \
-  template <>                                        \
-  struct FormatRow<number> {                         \
-    using Signed = S;                                \
-    using Nonneg = N;                                \
-    static constexpr int k = K;                      \
+#define SCRUPLE_FORMAT(number, name, letters, K, S, N) \
+  template <>                                          \
+  struct FormatRow<number> {                           \
+    using Signed = S;                                  \
+    using Nonneg = N;                                  \
+    static constexpr int k = K;                        \
+    static constexpr const char* roles = letters;      \
   };
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT

@@ -112,12 +112,6 @@ void meet_block() {
 
 }  // namespace emulator
 
-namespace scruple {
-inline namespace device {
-thread_local uint4 memory[(96 << 10) / sizeof(uint4)];  // what a launch asks for beside a kernel's own
-}
-}  // namespace scruple
-
 // ---- The CUDA runtime ----
 
 using namespace scruple;
@@ -141,8 +135,8 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
     emulator::launch<NormOutput>(kernel, grid, block, arguments);
   else if (kernel == some.advance)
     emulator::launch<Advance>(kernel, grid, block, arguments);
-  else if (kernel == any_kernel())
-    emulator::launch<DeviceTable, const Constants*, AnyWork>(kernel, grid, block, arguments);
+  else if (kernel == array_kernel())
+    emulator::launch<DeviceTable, ArrayWork>(kernel, grid, block, arguments);
   else if (std::ranges::any_of(fold_kernels(), is_fold))
     emulator::launch<DeviceTable, float>(kernel, grid, block, arguments);
   else
@@ -216,7 +210,6 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return done();
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return done(); }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return done(); }
 cudaError_t cudaSetDevice(int) { return done(); }
 cudaError_t cudaEventDestroy(cudaEvent_t) { return done(); }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return done(); }

@@ -92,9 +92,6 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
     out |= static_cast<unsigned>(both >> 8 * (which >> 4 * i & 7u) & 0xffu) << 8 * i;
   return out;
 }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
-  return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> bits % 32);
-}
 template <class T>
 T __ldcs(const T* from) {
   emulator::check_aligned(from);
