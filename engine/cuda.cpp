@@ -98,10 +98,9 @@ DeviceArray device_array(const scruple_array& array, bool nonneg) {
   out.codes = static_cast<u8*>(array.codes);
   out.aux = array.format->layout.aux_bits == 0 ? nullptr : static_cast<u8*>(array.aux);
   out.format = static_cast<u8>(array.format->index);
-  out.nonneg = nonneg ? 1 : 0;
   out.rounding = static_cast<u8>(array.rounding);
   out.k = static_cast<u8>(array.format->k);
-  out.codec = any_codec(array.format->index);
+  set_any_ways(array.format->index, nonneg, array.rounding, out.ways);
   return out;
 }
 

@@ -39,24 +39,88 @@ constexpr FirstLike all_first(std::integer_sequence<int, Numbers...> all) {
 }
 constexpr FirstLike kFirst = all_first(std::make_integer_sequence<int, kFormatCount>());
 
-// Of the formats that serve one of the roles.
-template <bool Reading, char... Roles>
-__device__ __forceinline__ void with_codec(const DeviceArray& a, const auto& visit) {
-  switch (a.codec) {
-#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                    \
-  case number:                                                                    \
-    if constexpr (kFirst.of[number] == number && (serves(roles, Roles) || ...)) { \
-      const auto visit_k = [&]<class C, Rounding R>() {                           \
-        visit.template operator()<C, R, fixed_width(k)>();                        \
-      };                                                                          \
-      if (a.nonneg != 0) return with_rounding<Reading, Nonneg>(a, visit_k);       \
-      with_rounding<Reading, Signed>(a, visit_k);                                 \
-    }                                                                             \
-    return;
+// How an array is loaded, decoded or encoded: a codec, and a rounding where that makes a difference. The table
+// has the numbers of its ways; kernels find the code by halving.
+enum Act { kLoads, kDecodes, kEncodes };
+struct Way {
+  int number, format;
+  bool nonneg;
+  int rounding;
+};
+struct Ways {
+  Way list[3 * kFormatCount]{};
+  int count = 0;
+
+  template <Act act, class C>
+  constexpr void add(int format, bool nonneg) {
+    constexpr unsigned kDistinct = act == kLoads ? 1u << kNearest : distinct_roundings<C, act == kDecodes>();
+    for (int rounding = 0; rounding < kRoundings && C::roundings != 0; ++rounding)
+      if ((kDistinct >> rounding & 1u) != 0) list[count] = {count, format, nonneg, rounding}, ++count;
+  }
+  constexpr int find(int format, bool nonneg, int rounding) const {
+    for (const bool sign : {nonneg, false})
+      for (const int r : {rounding, +kNearest})
+        for (const Way& way : list)
+          if (way.format == format && way.nonneg == sign && way.rounding == r && way.number < count)
+            return way.number;
+    return 0;
+  }
+};
+template <Act act>
+constexpr Ways all_ways() {
+  Ways ways;
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                          \
+  if (kFirst.of[number] == number) {                                                    \
+    ways.add<act, Signed>(number, false);                                               \
+    if constexpr (!std::is_same_v<Signed, Nonneg>) ways.add<act, Nonneg>(number, true); \
+  }
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
-    default: return;
+  return ways;
+}
+constexpr bool is_for(int format, char role) {
+  switch (format) {
+#define SCRUPLE_FORMAT(number, name, roles, ...) \
+  case number:                                   \
+    return serves(roles, role);
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+    default: return false;
   }
+}
+// Those of formats that serve one of the roles.
+template <Act act, char... Roles>
+constexpr Ways some_ways() {
+  const Ways all = all_ways<act>();
+  Ways some;
+  for (int i = 0; i < all.count; ++i)
+    if ((is_for(all.list[i].format, Roles) || ...)) some.list[some.count++] = all.list[i];
+  return some;
+}
+template <Act act, char... Roles>
+constexpr Ways kWays = some_ways<act, Roles...>();
+
+// visit.template operator()<C, R, K>() for the codec, the rounding and the extra bits of a way. Those from Low to
+// High are left.
+template <int Low, int High, Act act, char... Roles>
+__device__ __forceinline__ void with_way(u32 number, const auto& visit) {
+  if constexpr (High - Low == 1) {
+    constexpr Way kWay = kWays<act, Roles...>.list[Low];
+    using Row = FormatRow<kWay.format>;
+    using C = std::conditional_t<kWay.nonneg, typename Row::Nonneg, typename Row::Signed>;
+    visit.template operator()<C, static_cast<Rounding>(kWay.rounding), fixed_width(Row::k)>();
+  } else {
+    constexpr int kMiddle = (Low + High) / 2;
+    constexpr u32 kFrom = kWays<act, Roles...>.list[kMiddle].number;
+    if (number < kFrom)
+      with_way<Low, kMiddle, act, Roles...>(number, visit);
+    else
+      with_way<kMiddle, High, act, Roles...>(number, visit);
+  }
+}
+template <Act act, char... Roles>
+__device__ __forceinline__ void with_way_of(const DeviceArray& a, const auto& visit) {
+  with_way<0, kWays<act, Roles...>.count, act, Roles...>(a.ways[act], visit);
 }
 
 // ---- Arrays ----
@@ -66,11 +130,9 @@ struct Bits {
   u32 w[N];
 };
 template <class Raw>
-__device__ Bits packed(const Raw& raw) {
+__device__ void pack(const Raw& raw, Bits& bits) {
   static_assert(sizeof(Raw) <= sizeof(Bits));
-  Bits bits{};
   __builtin_memcpy(&bits, &raw, sizeof raw);
-  return bits;
 }
 template <class Raw>
 __device__ Raw unpacked(const Bits& bits) {
@@ -82,30 +144,28 @@ __device__ Raw unpacked(const Bits& bits) {
 // In whole tiles. What needs care comes out as NaN, which shows in the weight.
 template <char... Roles>
 __device__ __forceinline__ void load_any(const DeviceArray& a, Place at, Bits& to) {
-  with_codec<true, Roles...>(a, [&]<class C, Rounding, int K>() {
-    to = packed(Lane<C, N>::template load<true>(a, K == kAnyWidth ? a.k : K, at));
+  with_way_of<kLoads, Roles...>(a, [&]<class C, Rounding, int K>() {
+    pack(Lane<C, N>::template load<true>(a, K == kAnyWidth ? a.k : K, at), to);
   });
 }
 template <char... Roles>
-__device__ __forceinline__ void decode_any(const DeviceArray& a, const Bits& bits, float (&x)[N]) {
-  with_codec<true, Roles...>(a, [&]<class C, Rounding R, int K>() {
+__device__ __forceinline__ void decode_any(const DeviceArray& a, const Bits& bits, const auto& coins,
+                                           float (&x)[N]) {
+  with_way_of<kDecodes, Roles...>(a, [&]<class C, Rounding R, int K>() {
     using L = Lane<C, N>;
-    if constexpr (R != kDither) {  // which gradients alone have
-      const auto raw = unpacked<typename L::Raw>(bits);
-      const int k = K == kAnyWidth ? a.k : K;
+    const auto raw = unpacked<typename L::Raw>(bits);
+    const int k = K == kAnyWidth ? a.k : K;
+    if constexpr (requires { L::template joined<R, false>(raw, k, 0); }) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if constexpr (requires { L::template joined<R, false>(raw, k, i); })
-          x[i] = L::template joined<R, false>(raw, k, i);
-        else
-          x[i] = L::template value<R>(raw, k, Coins{}, i);
-      }
+      for (int i = 0; i < N; ++i) x[i] = L::template joined<R, false>(raw, k, i);
+    } else {
+      decode_lane<C, R, N>(raw, k, R == kDither ? coins() : Coins{}, x);
     }
   });
 }
 template <char... Roles>
 __device__ __forceinline__ void encode_any(const DeviceArray& a, const float (&x)[N], Place at, Coins coins) {
-  with_codec<false, Roles...>(a, [&]<class C, Rounding R, int K>() {
+  with_way_of<kEncodes, Roles...>(a, [&]<class C, Rounding R, int K>() {
     Lane<C, N>::template encode<R, true>(x, a, K == kAnyWidth ? a.k : K, at, coins);
   });
 }
@@ -113,14 +173,14 @@ __device__ __forceinline__ void encode_any(const DeviceArray& a, const float (&x
 // Anywhere, and any format in any role, byte by byte; called, with values in local memory: one copy for all
 // arrays.
 __device__ __noinline__ void decode_anywhere(const DeviceArray& a, Place at, Coins coins, float (&x)[N]) {
-  with_codec<true, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
+  with_way_of<kDecodes, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
     const int k = K == kAnyWidth ? a.k : K;
     decode_lane<C, R, N>(Lane<C, N>::template load<false>(Bytewise(a), k, at), k, coins, x);
   });
 }
 __device__ __noinline__ void encode_anywhere(const DeviceArray& a, Place at, Coins coins,
                                              const float (&x)[N]) {
-  with_codec<false, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
+  with_way_of<kEncodes, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
     Lane<C, N>::template encode<R, false>(x, Bytewise(a), K == kAnyWidth ? a.k : K, at, coins);
   });
 }
@@ -169,21 +229,24 @@ __device__ __forceinline__ bool update_any(const DeviceRow& row, const Constants
 __device__ __forceinline__ bool run(const DeviceRow& row, const Constants& constants, Place at) {
   const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
   const DeviceArray &weight = a[SCRUPLE_WEIGHT], &slot0 = a[SCRUPLE_SLOT], &slot1 = a[SCRUPLE_SLOT + 1],
-                    &slot2 = a[SCRUPLE_SLOT + 2];
+                    &slot2 = a[SCRUPLE_SLOT + 2], &gradient = a[SCRUPLE_GRADIENT];
   const auto coins = [&](int array) { return row.coins[array].from(at.first); };
+  const auto no_coins = [] { return Coins{}; };
   const bool has0 = (row.active & 1) != 0, has1 = (row.active & 2) != 0, has2 = (row.active & 4) != 0;
-  Bits w, s0, s1, s2;
+  Bits w, s0, s1, s2, from;
   load_any<'w'>(weight, at, w);
   if (has0) load_any<'s', 'n', 'x'>(slot0, at, s0);
   if (has1) load_any<'s', 'n', 'x'>(slot1, at, s1);
   if (has2) load_any<'s', 'n', 'x'>(slot2, at, s2);
-  float g[N];
-  read_gradient<true, N>(a[SCRUPLE_GRADIENT], at, coins(SCRUPLE_GRADIENT), g);
+  load_any<'g'>(gradient, at, from);
   Elements<N> e;
-  decode_any<'w'>(weight, w, e.w);
-  if (has0) decode_any<'s', 'n', 'x'>(slot0, s0, e.s0);
-  if (has1) decode_any<'s', 'n', 'x'>(slot1, s1, e.s1);
-  if (has2) decode_any<'s', 'n', 'x'>(slot2, s2, e.s2);
+  float g[N];
+  decode_any<'w'>(weight, w, no_coins, e.w);
+  if (has0) decode_any<'s', 'n', 'x'>(slot0, s0, no_coins, e.s0);
+  if (has1) decode_any<'s', 'n', 'x'>(slot1, s1, no_coins, e.s1);
+  if (has2) decode_any<'s', 'n', 'x'>(slot2, s2, no_coins, e.s2);
+  decode_any<'g'>(
+      gradient, from, [&] { return coins(SCRUPLE_GRADIENT); }, g);
   if (__any_sync(0xffffffffu, update_any<FastMath>(row, constants, g, N, e))) return true;
   if (constants.keep_weight == 0) encode_any<'w'>(weight, e.w, at, coins(SCRUPLE_WEIGHT));
   if (has0) encode_any<'s', 'n', 'x'>(slot0, e.s0, at, coins(SCRUPLE_SLOT));
@@ -258,5 +321,9 @@ __global__ void __launch_bounds__(kBlock) array(DeviceTable table, const __grid_
 
 const void* any_kernel() { return reinterpret_cast<const void*>(&any); }
 const void* array_kernel() { return reinterpret_cast<const void*>(&array); }
-u32 any_codec(int format) { return kFirst.of[format]; }
+void set_any_ways(int format, bool nonneg, int rounding, u8 (&ways)[3]) {
+  static constexpr Ways kAll[] = {all_ways<kLoads>(), all_ways<kDecodes>(), all_ways<kEncodes>()};
+  for (const Act act : {kLoads, kDecodes, kEncodes})
+    ways[act] = static_cast<u8>(kAll[act].find(kFirst.of[format], nonneg, rounding));
+}
 }  // namespace scruple

@@ -17,8 +17,9 @@ inline constexpr int kBlockTile = 2048;  // elements of a tile of the general ke
 struct DeviceArray {
   u8* codes;  // null: the array is not there
   u8* aux;
-  u8 format, nonneg, rounding, k;
-  u32 codec;  // which of the general kernel's
+  u8 format, rounding, k;
+  u8 ways[3];  // how the general kernel loads, decodes and encodes it
+  u16 zero;
 };
 
 // One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants, or
@@ -136,8 +137,8 @@ struct ArrayWork {
   float* values;  // encode: null for `otherwise` everywhere
   float otherwise;
 };
-const void* array_kernel();  // (DeviceTable, ArrayWork)
-u32 any_codec(int format);   // its codec in both: the number of the first format that has the same
+const void* array_kernel();                                               // (DeviceTable, ArrayWork)
+void set_any_ways(int format, bool nonneg, int rounding, u8 (&ways)[3]);  // of both, for a DeviceArray
 
 int least_architecture();  // that the kernels were compiled for, such as 800
 
