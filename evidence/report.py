@@ -36,7 +36,7 @@ def setup(line):
 
 def read(folder):
     """{task: {row: ([runs by seed], its times or {})}}, rows in the order of the harness. Of a task that was set up
-    anew only what came last counts, and of two runs of one seed the later."""
+    anew only what came last counts, of times the later, and of several runs of one seed their mean."""
     tasks = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in lines_of(path):
@@ -48,8 +48,11 @@ def read(folder):
         for line in sorted(lines, key=lambda line: line["place"]):
             start = begin if line.get("seed") is None else line.get("begin")  # times are the same from any weights
             if (*setup(line)[:2], start) == (steps, device, begin):
-                rows.setdefault(line["row"], {})[line.get("seed")] = line
-        kept = {row: ([runs[seed] for seed in sorted(runs.keys() - {None})], runs.get(None, {})) for row, runs in rows.items()}
+                rows.setdefault(line["row"], {}).setdefault(line.get("seed"), []).append(line)
+        kept = {
+            row: ([joined(runs[seed]) for seed in sorted(runs.keys() - {None})], runs.get(None, [{}])[-1])
+            for row, runs in rows.items()
+        }
         kept = {row: both for row, both in kept.items() if both[0]}
         if REFERENCE in kept:  # a table without it says nothing
             found[task] = kept
@@ -57,6 +60,16 @@ def read(folder):
             for run in (run for runs, _ in kept.values() for run in runs):
                 run["lead"], run["last"] = run["metrics"][lead], last_of(run["losses"])
     return found
+
+
+def joined(runs):
+    """Runs of one seed as one."""
+
+    def middle(values):
+        return None if None in values else statistics.mean(values)
+
+    metrics = {name: middle([run["metrics"][name] for run in runs]) for name in runs[-1]["metrics"]}
+    return {**runs[-1], "metrics": metrics, "losses": [*map(middle, zip(*(run["losses"] for run in runs)))]}
 
 
 def last_of(losses):

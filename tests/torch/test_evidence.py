@@ -91,6 +91,24 @@ class Evidence(unittest.TestCase):
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("UCI data set Adult", done.stderr)
 
+    def test_what_counts(self):
+        """The mean of the runs of a seed, the last set-up alone, the later of two times."""
+        head = {"task": "t", "row": "torch fp32", "place": 0, "device": "d", "steps": 4, "begin": None, "errors": []}
+        lines = [
+            {**head, "steps": 3, "seed": 0, "metrics": {"loss": 9.0}, "losses": [9.0, 9.0]},
+            {**head, "seed": 0, "metrics": {"loss": 1.0}, "losses": [2.0, 1.0]},
+            {**head, "seed": 1, "metrics": {"loss": 5.0}, "losses": [5.0, 5.0]},
+            {**head, "seed": 0, "metrics": {"loss": 2.0}, "losses": [2.0, None]},
+            {**head, "ms": 7.0},
+            {**head, "ms": 8.0},
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            done = run("-c", f"import sys, pathlib; sys.path.insert(0, {str(EVIDENCE)!r}); import report; "
+                       f"runs, times = report.read(pathlib.Path({folder!r}))['t']['torch fp32']; "
+                       "print([(run['seed'], run['lead'], run['losses']) for run in runs], times['ms'])")
+        self.assertEqual(done.stdout.strip(), "[(0, 1.5, [2.0, None]), (1, 5.0, [5.0, 5.0])] 8.0", done.stderr)
+
     def test_page(self):
         done = run(EVIDENCE / "report.py", "--check")
         self.assertEqual(done.returncode, 0, done.stderr)
