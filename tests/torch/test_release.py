@@ -404,6 +404,37 @@ class Failures(Case):
             plain.steps(3, 4), run.steps(3, 4)
         self.assertSame(plain.picture(), run.picture())
 
+    def test_a_backward_that_fails_before_one_that_begins_in_a_checkpoint(self):
+        """The first gradients of the second come from a reentrant checkpoint, which must not be taken for a part
+        of the first."""
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.block, self.tail = torch.nn.Linear(12, 5), torch.nn.Linear(5, 5)
+
+            def forward(self, x, tail=True):
+                x = checkpoint(self.block, Failures.Broken.apply(x), use_reentrant=True)
+                return self.tail(x) if tail else x
+
+        x = torch.ones(3, 12, device=DEVICE, requires_grad=True)
+        ends = []
+        for fails in (False, True):
+            torch.manual_seed(0)
+            run = Run(model=Net().to(DEVICE), lr=1e-2, release=dict(policy="released"))
+            run.model(x).sum().backward()
+            Failures.Broken.armed = True
+            try:
+                if fails:
+                    with buckets_of(1 << 30), self.assertRaisesRegex(RuntimeError, "out of luck"):
+                        run.model(x).sum().backward()
+            finally:
+                Failures.Broken.armed = False
+            for _ in range(2):
+                run.model(x, tail=False).sum().backward()
+            ends.append(run.picture())
+        self.assertSame(*ends)
+
     def test_a_gradient_that_is_refused(self):
         """A sparse gradient raises inside backward, and the next one works."""
         for policy, release in EXACT:

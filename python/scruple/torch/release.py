@@ -536,21 +536,23 @@ class Handle:
     @torch.no_grad()
     def _begin(self):
         """For the first gradient of a backward, or of one inside it."""
-        if self._task is not None and _is_nested():
+        if self._task is not None and self._called() is not None and _is_nested():
             return
         if not self._knows_scaler:
             _refuse_scaled_losses()
             self._knows_scaler = True
         if self._task is not None:
             self._abandon()
-        elif _is_nested() and not isinstance(self._path, Steps):
+        if _is_nested() and not isinstance(self._path, Steps):
             raise UsageError(
                 "backward runs inside a reentrant checkpoint before any parameter outside it has come, and "
                 "its end cannot be seen from there; use checkpoint(..., use_reentrant=False)"
             )
         self._path.begin()
         self._task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._near_end)
+        callback = functools.partial(self._near_end)
+        self._called = weakref.ref(callback)  # the backward holds it until its end, whichever that is
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _abandon(self):
         """The last backward ended in an exception."""
