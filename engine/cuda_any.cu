@@ -44,6 +44,7 @@ constexpr FirstLike kFirst = all_first(std::make_integer_sequence<int, kFormatCo
 enum Act { kLoads, kDecodes, kEncodes };
 struct Way {
   int number, format;
+  const char* roles;
   bool nonneg;
   int rounding;
 };
@@ -52,10 +53,10 @@ struct Ways {
   int count = 0;
 
   template <Act act, class C>
-  constexpr void add(int format, bool nonneg) {
+  constexpr void add(int format, const char* roles, bool nonneg) {
     constexpr unsigned kDistinct = act == kLoads ? 1u << kNearest : distinct_roundings<C, act == kDecodes>();
     for (int rounding = 0; rounding < kRoundings && C::roundings != 0; ++rounding)
-      if ((kDistinct >> rounding & 1u) != 0) list[count] = {count, format, nonneg, rounding}, ++count;
+      if ((kDistinct >> rounding & 1u) != 0) list[count] = {count, format, roles, nonneg, rounding}, ++count;
   }
   constexpr int find(int format, bool nonneg, int rounding) const {
     for (const bool sign : {nonneg, false})
@@ -69,24 +70,14 @@ struct Ways {
 template <Act act>
 constexpr Ways all_ways() {
   Ways ways;
-#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                          \
-  if (kFirst.of[number] == number) {                                                    \
-    ways.add<act, Signed>(number, false);                                               \
-    if constexpr (!std::is_same_v<Signed, Nonneg>) ways.add<act, Nonneg>(number, true); \
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                                 \
+  if (kFirst.of[number] == number) {                                                           \
+    ways.add<act, Signed>(number, roles, false);                                               \
+    if constexpr (!std::is_same_v<Signed, Nonneg>) ways.add<act, Nonneg>(number, roles, true); \
   }
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
   return ways;
-}
-constexpr bool is_for(int format, char role) {
-  switch (format) {
-#define SCRUPLE_FORMAT(number, name, roles, ...) \
-  case number:                                   \
-    return serves(roles, role);
-#include "formats/formats.def"
-#undef SCRUPLE_FORMAT
-    default: return false;
-  }
 }
 // Those of formats that serve one of the roles.
 template <Act act, char... Roles>
@@ -94,7 +85,7 @@ constexpr Ways some_ways() {
   const Ways all = all_ways<act>();
   Ways some;
   for (int i = 0; i < all.count; ++i)
-    if ((is_for(all.list[i].format, Roles) || ...)) some.list[some.count++] = all.list[i];
+    if ((serves(all.list[i].roles, Roles) || ...)) some.list[some.count++] = all.list[i];
   return some;
 }
 template <Act act, char... Roles>
