@@ -350,7 +350,7 @@ i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
       most_of1 = larger(most_of1, max1);
     }
     const Words absmax0 = largest_of_each(most0), absmax1 = largest_of_each(most1);
-    if (largest(larger(larger(absmax0, absmax1), magnitude_bits(sum - sum))) >= 0x7f800000u) return first;
+    if (reaches(larger(larger(absmax0, absmax1), magnitude_bits(sum - sum)), 0x7f800000u)) return first;
     const auto gain0 = Slot0::scale(float_of(absmax0), work.slots[0].planes, first);
     const auto gain1 = Slot1::scale(float_of(absmax1), work.slots[1].planes, first);
     Weight::encode(w, work.weight.planes, first, work.weight.coins.from(first));

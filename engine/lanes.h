@@ -138,7 +138,8 @@ SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(vcvtq_f32_s32(int32
 SCRUPLE_HD Words round_by(Floats x, Words coin) {
   return Words::Native(vreinterpretq_u32_s32(vcvtmq_s32_f32(float32x4_t((x + coin_fraction(coin)).v))));
 }
-SCRUPLE_HD u32 largest(Words a) { return vmaxvq_u32(uint32x4_t(a.v)); }
+// Whether a word is `least` or more.
+SCRUPLE_HD bool reaches(Words a, u32 least) { return vmaxvq_u32(uint32x4_t(a.v)) >= least; }
 // The largest of each in a lane of its own.
 template <int N>
 SCRUPLE_HD Words largest_of_each(const Words (&a)[N]) {
@@ -220,38 +221,60 @@ SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(_mm512_cvtepi32_ps(
 SCRUPLE_HD Words round_by(Floats x, Words coin) {
   return Words::Native(_mm512_cvttps_epi32(_mm512_floor_ps(__m512((x + coin_fraction(coin)).v))));
 }
-SCRUPLE_HD u32 largest(Words a) { return static_cast<u32>(_mm512_reduce_max_epu32(__m512i(a.v))); }
+SCRUPLE_HD bool reaches(Words a, u32 least) {
+  return _mm512_cmpge_epu32_mask(__m512i(a.v), __m512i(Words(least).v)) != 0;
+}
 template <int N>
 SCRUPLE_HD Words largest_of_each(const Words (&a)[N]) {
-  Words::Native each{};
-  for (int i = 0; i < N; ++i) each[i] = largest(a[i]);
-  return each;
+  static_assert(N == 1 || N == 2 || N == 4);
+  const auto at = [&](int i) { return a[i % N]; };
+  const auto halves = [](Words x, Words y) {  // of 8 words for each
+    return larger(Words::Native(_mm512_shuffle_i64x2(__m512i(x.v), __m512i(y.v), 0x44)),
+                  Words::Native(_mm512_shuffle_i64x2(__m512i(x.v), __m512i(y.v), 0xee)));
+  };
+  const __m512i x = __m512i(halves(at(0), at(1)).v), y = __m512i(halves(at(2), at(3)).v);
+  Words of_four = larger(Words::Native(_mm512_shuffle_i64x2(x, y, 0x88)),
+                         Words::Native(_mm512_shuffle_i64x2(x, y, 0xdd)));
+  of_four = larger(of_four, Words::Native(_mm512_shuffle_epi32(__m512i(of_four.v), _MM_PERM_BADC)));
+  of_four = larger(of_four, Words::Native(_mm512_shuffle_epi32(__m512i(of_four.v), _MM_PERM_CDAB)));
+  return Words::Native(_mm512_permutexvar_epi32(__m512i((lane_numbers() * 4u).v), __m512i(of_four.v)));
 }
 
+// Halves and bytes find their places by permutations: shifts have one port of two, and narrowing takes two steps.
 using Halves16 = __m256i;
 SCRUPLE_HD Halves16 load_halves(const u8* from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 SCRUPLE_HD Words upper_halves(Halves16 x, int) {
-  return Words(Words::Native(_mm512_cvtepu16_epi32(x))) << 16;
+  const Words from = lane_numbers() << 16;
+  return Words::Native(
+      _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, __m512i(from.v), _mm512_castsi256_si512(x)));
 }
 using Bytes16 = __m128i;
 SCRUPLE_HD Bytes16 load_bytes(const u8* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
 }
-SCRUPLE_HD Words upper_bytes(Bytes16 x, int) { return Words::Native(_mm512_cvtepu8_epi32(x)) << 24; }
+SCRUPLE_HD Words upper_bytes(Bytes16 x, int) {
+  const Words from = (lane_numbers() << 24) + 0x808080u;  // 0x80: a zero
+  return Words::Native(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(x), __m512i(from.v)));
+}
 SCRUPLE_HD Words upper_halves_and_signed_bytes(Halves16 x, Bytes16 y, int) {
   return upper_halves(x, 0) + (Words::Native(_mm512_cvtepi8_epi32(y)) << 8);
 }
 SCRUPLE_HD void store_upper_halves(const Words (&x)[kParts], u8* to) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(__m512i((x[0] >> 16).v)));
+  const Words from = lane_numbers() * 0x40004u + 0x30001u;  // the odd halves
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm512_castsi512_si256(_mm512_permutexvar_epi16(__m512i(from.v), __m512i(x[0].v))));
 }
-SCRUPLE_HD void store_upper_bytes(const Words (&x)[kParts], u8* to) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(__m512i((x[0] >> 24).v)));
+// Byte `which` of each word: those of 128 bits side by side, then these.
+SCRUPLE_HD void store_bytes(Words x, u32 which, u8* to) {
+  const Words from = 0x0c080400u + which * 0x1010101u, groups = lane_numbers() * 4u;
+  const __m512i bytes = _mm512_shuffle_epi8(__m512i(x.v), __m512i(from.v));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm512_castsi512_si128(_mm512_permutexvar_epi32(__m512i(groups.v), bytes)));
 }
-SCRUPLE_HD void store_second_bytes(const Words (&x)[kParts], u8* to) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(__m512i((x[0] >> 8).v)));
-}
+SCRUPLE_HD void store_upper_bytes(const Words (&x)[kParts], u8* to) { store_bytes(x[0], 3, to); }
+SCRUPLE_HD void store_second_bytes(const Words (&x)[kParts], u8* to) { store_bytes(x[0], 1, to); }
 
 #else  // AVX2
 
@@ -272,16 +295,21 @@ SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(_mm256_cvtepi32_ps(
 SCRUPLE_HD Words round_by(Floats x, Words coin) {
   return Words::Native(_mm256_cvttps_epi32(_mm256_floor_ps(__m256((x + coin_fraction(coin)).v))));
 }
-SCRUPLE_HD u32 largest(Words a) {
-  u32 most = 0;
-  for (int i = 0; i < kLanes; ++i) most = a.v[i] > most ? a.v[i] : most;
-  return most;
+SCRUPLE_HD bool reaches(Words a, u32 least) {
+  return _mm256_movemask_ps(_mm256_castsi256_ps(__m256i((a >= least).v))) != 0;
 }
 template <int N>
 SCRUPLE_HD Words largest_of_each(const Words (&a)[N]) {
-  Words::Native each{};
-  for (int i = 0; i < N; ++i) each[i] = largest(a[i]);
-  return each;
+  static_assert(N == 1 || N == 2 || N == 4);
+  const auto at = [&](int i) { return __m256i(a[i % N].v); };
+  const auto halves = [](__m256i x, __m256i y) {  // of 4 words for each
+    return _mm256_max_epu32(_mm256_permute2x128_si256(x, y, 0x20), _mm256_permute2x128_si256(x, y, 0x31));
+  };
+  const __m256i x = halves(at(0), at(1)), y = halves(at(2), at(3));
+  const __m256i of_two =
+      _mm256_max_epu32(_mm256_unpacklo_epi64(x, y), _mm256_unpackhi_epi64(x, y));  // 0 2, 1 3
+  const __m256i each = _mm256_max_epu32(of_two, _mm256_shuffle_epi32(of_two, 0xb1));
+  return Words::Native(_mm256_permutevar8x32_epi32(each, _mm256_setr_epi32(0, 4, 2, 6, 0, 4, 2, 6)));
 }
 
 SCRUPLE_HD __m128i load_128(const u8* from) {
