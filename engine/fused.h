@@ -255,10 +255,9 @@ struct GroupSpan {
   static SCRUPLE_HD void encode(const float* in, Floats gain, Planes p, i64 at, Coins coins) {
     CoinLanes coin(coins);
     Codes codes;
-    u8* const to = C::bits == 8 ? p.codes + at : codes.of;
-    for (int g = 0; g < kGroups; ++g)
-      for (int i = g * C::group; i < (g + 1) * C::group; i += kBlock)
-        ByteCodec<C>::encode(in + i, gain.v[g], coin, to + i);
+    u8* to = C::bits == 8 ? p.codes + at : codes.of;
+    for (int g = 0; g < kGroups; ++g, in += C::group, to += C::group)
+      for (int i = 0; i < C::group; i += kBlock) ByteCodec<C>::encode(in + i, gain.v[g], coin, to + i);
     if constexpr (C::bits != 8) pack<C::bits>(codes.of, kSpan, p.codes + at / 8 * C::bits);
   }
 };

@@ -40,6 +40,11 @@ struct MuLaw {
   static SCRUPLE_HD U place(F x, F gain, U coin) {
     return bits_of(fma(magnitude(x), gain, 1.0f)) + ((coin & 0xffff0000u) >> 13);
   }
+  // The code in the uppermost byte: place - one, where the coin's bits and those of -one meet in one operation.
+  template <class F, class U>
+  static SCRUPLE_HD U upper_code(F magnitude, F gain, U coin) {
+    return (bits_of(fma(magnitude, gain, 1.0f)) + ((coin >> 13 & 0x7fff8u) | (0u - one))) << 5;
+  }
   // The code in the upper 8 bits of 16.
   static SCRUPLE_HD u16 code(u32 place) {
     return static_cast<u16>(static_cast<u16>(upper(place) - (one >> 16)) << 5);
@@ -71,7 +76,7 @@ struct Companded8 {
   // vectors.
   template <class F, class U>
   static SCRUPLE_HD U encode_upper(F x, F gain, U coin) {
-    return bits_of(with_sign_of(x, float_of((MuLaw::place(x, gain, coin) - MuLaw::one) << 5)));
+    return bits_of(with_sign_of(x, float_of(MuLaw::upper_code(magnitude(x), gain, coin))));
   }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
     const u16 sign = MuLaw::upper(bits_of(x));
@@ -122,11 +127,11 @@ struct Companded8Nonneg {
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   template <class F, class U>
   static SCRUPLE_HD U encode_upper(F v, F gain, U coin) {
-    return larger((MuLaw::place(v, gain, coin) - MuLaw::one) << 5, U(1u << 24));
+    return encode_lanes(magnitude(v), gain, coin);
   }
-  template <class F, class U>
+  template <class F, class U>  // none with a sign
   static SCRUPLE_HD U encode_lanes(F v, F gain, U coin) {
-    return encode_upper(v, gain, coin);
+    return larger(MuLaw::upper_code(v, gain, coin), U(1u << 24));
   }
   template <class F, class U>
   static SCRUPLE_HD F decode_lanes(U code, F unit) {
