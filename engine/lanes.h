@@ -240,7 +240,8 @@ SCRUPLE_HD Words largest_of_each(const Words (&a)[N]) {
   return Words::Native(_mm512_permutexvar_epi32(__m512i((lane_numbers() * 4u).v), __m512i(of_four.v)));
 }
 
-// Halves and bytes find their places by permutations: shifts have one port of two, and narrowing takes two steps.
+// Halves and bytes find their places by permutations: shifts have one port of two, and narrowing takes two
+// steps.
 using Halves16 = __m256i;
 SCRUPLE_HD Halves16 load_halves(const u8* from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));

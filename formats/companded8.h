@@ -40,7 +40,8 @@ struct MuLaw {
   static SCRUPLE_HD U place(F x, F gain, U coin) {
     return bits_of(fma(magnitude(x), gain, 1.0f)) + ((coin & 0xffff0000u) >> 13);
   }
-  // The code in the uppermost byte: place - one, where the coin's bits and those of -one meet in one operation.
+  // place - one, the code in the uppermost byte. The coin's bits are none of -one's, so that one operation
+  // masks and adds.
   template <class F, class U>
   static SCRUPLE_HD U upper_code(F magnitude, F gain, U coin) {
     return (bits_of(fma(magnitude, gain, 1.0f)) + ((coin >> 13 & 0x7fff8u) | (0u - one))) << 5;
@@ -129,7 +130,8 @@ struct Companded8Nonneg {
   static SCRUPLE_HD U encode_upper(F v, F gain, U coin) {
     return encode_lanes(magnitude(v), gain, coin);
   }
-  template <class F, class U>  // none with a sign
+  // Of values without a sign: fused loops leave others to the tiles.
+  template <class F, class U>
   static SCRUPLE_HD U encode_lanes(F v, F gain, U coin) {
     return larger(MuLaw::upper_code(v, gain, coin), U(1u << 24));
   }

@@ -405,8 +405,8 @@ class Failures(Case):
         self.assertSame(plain.picture(), run.picture())
 
     def test_a_backward_that_fails_before_one_that_begins_in_a_checkpoint(self):
-        """The first gradients of the second come from a reentrant checkpoint, which must not be taken for a part
-        of the first."""
+        """The first gradients of the second come from a reentrant checkpoint: no part of the first. Where its end
+        cannot be seen, it is refused."""
 
         class Net(torch.nn.Module):
             def __init__(self):
@@ -417,23 +417,32 @@ class Failures(Case):
                 x = checkpoint(self.block, Failures.Broken.apply(x), use_reentrant=True)
                 return self.tail(x) if tail else x
 
-        x = torch.ones(3, 12, device=DEVICE, requires_grad=True)
-        ends = []
-        for fails in (False, True):
+        def made(policy, fails):
             torch.manual_seed(0)
-            run = Run(model=Net().to(DEVICE), lr=1e-2, release=dict(policy="released"))
+            run = Run(model=Net().to(DEVICE), lr=1e-2, release=dict(policy=policy))
             run.model(x).sum().backward()
-            Failures.Broken.armed = True
+            Failures.Broken.armed = fails
             try:
                 if fails:
                     with buckets_of(1 << 30), self.assertRaisesRegex(RuntimeError, "out of luck"):
                         run.model(x).sum().backward()
             finally:
                 Failures.Broken.armed = False
+            return run
+
+        x = torch.ones(3, 12, device=DEVICE, requires_grad=True)
+        ends = []
+        for fails in (False, True):
+            run = made("released", fails)
             for _ in range(2):
                 run.model(x, tail=False).sum().backward()
             ends.append(run.picture())
         self.assertSame(*ends)
+
+        run = made("compressed", True)
+        with self.refused("reentrant checkpoint"):
+            run.model(x, tail=False).sum().backward()
+        run.model(x).sum().backward()
 
     def test_a_gradient_that_is_refused(self):
         """A sparse gradient raises inside backward, and the next one works."""

@@ -536,7 +536,7 @@ class Handle:
     @torch.no_grad()
     def _begin(self):
         """For the first gradient of a backward, or of one inside it."""
-        if self._task is not None and self._called() is not None and _is_nested():
+        if self._task is not None and self._callback() is not None and _is_nested():
             return
         if not self._knows_scaler:
             _refuse_scaled_losses()
@@ -550,8 +550,8 @@ class Handle:
             )
         self._path.begin()
         self._task = torch._C._current_graph_task_id()
-        callback = functools.partial(self._near_end)
-        self._called = weakref.ref(callback)  # the backward holds it until its end, whichever that is
+        callback = self._near_end
+        self._callback = weakref.ref(callback)  # the backward holds it until its end, whichever that is
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _abandon(self):
