@@ -156,7 +156,8 @@ def summary(tasks):
         (exact, times), (ours, our_times) = rows[REFERENCE], rows["scruple"]
         metric = next(iter(exact[0]["metrics"]))
         cells = [task, metric + ", more is better" * (metric in MORE_IS_BETTER)]
-        cells += [f"{mean(run['lead'] for run in exact)} ({len(exact)})", f"{gap('scruple', rows)} ({len(ours)})"]
+        pairs = len(gaps_of("scruple", rows))
+        cells += [f"{mean(run['lead'] for run in exact)} ({len(exact)})", f"{gap('scruple', rows)} ({pairs})"]
         cells += [share("scruple", rows, key) for key in ("lead", "last")]
         cells += [" → ".join(f"{sum(runs[-1]['bytes'].values()):.2f}" for runs in (exact, ours))]
         for name, digits in (("peak_gib", 2), ("ms", 2)):

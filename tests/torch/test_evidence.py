@@ -109,6 +109,19 @@ class Evidence(unittest.TestCase):
                        "print([(run['seed'], run['lead'], run['losses']) for run in runs], times['ms'])")
         self.assertEqual(done.stdout.strip(), "[(0, 1.5, [2.0, None]), (1, 5.0, [5.0, 5.0])] 8.0", done.stderr)
 
+    def test_gaps_are_of_pairs(self):
+        """A seed that the reference has not run is in its row's mean, and in no gap."""
+        head = {"task": "t", "place": 0, "device": "d", "steps": 4, "errors": [], "losses": [1.0]}
+        head["bytes"] = {"weights": 2.0, "state": 3.0, "gradients": 2.0}
+        runs = [("torch fp32", 0, 1.0), ("torch fp32", 1, 2.0), ("scruple", 0, 1.5), ("scruple", 1, 2.5), ("scruple", 2, 8.0)]
+        lines = [{**head, "row": row, "seed": seed, "metrics": {"loss": loss}} for row, seed, loss in runs]
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            done = run("-c", f"import sys, pathlib; sys.path.insert(0, {str(EVIDENCE)!r}); import report; "
+                       f"tasks = report.read(pathlib.Path({folder!r})); print(report.summary(tasks)); print(report.table(tasks['t']))")
+        self.assertIn("| +0.5000 ± 0.0000 (2) | +33.33 % |", done.stdout, done.stderr)
+        self.assertIn("| scruple (3) | 4.0000 ± 3.5000 | +0.5000 ± 0.0000 |", done.stdout)
+
     def test_page(self):
         done = run(EVIDENCE / "report.py", "--check")
         self.assertEqual(done.returncode, 0, done.stderr)
