@@ -1,6 +1,8 @@
 // Planes as the CPU's loops see them: values at any address, and strings of K bits.
 #pragma once
 
+#include <type_traits>
+
 #include "engine/lanes.h"
 #include "formats/codec.h"
 
@@ -25,27 +27,42 @@ SCRUPLE_HD u8* at_bit(u8* plane, i64 bit) { return plane + bit / 8; }
 // ---- Strings of K bits ----
 // Value i stands at bit i K of a little-endian string; 32 values are moved at a time.
 
-// 8 values of K bits next to each other, and each in a byte of its own.
+// What a value stands in while it is in no string.
 template <int K>
-SCRUPLE_HD u64 spread8(u64 x) {
+using ValueOf = std::conditional_t<(K < 8), u8, u16>;
+
+constexpr u64 repeated(u64 bits, int every) {
+  u64 all = 0;
+  for (int at = 0; at < 64; at += every) all |= bits << at;
+  return all;
+}
+
+// Values of K bits next to each other, and each in `Width` bits of its own, 64 in all. Half of them go or come
+// together, then half of these.
+template <int K, int Width>
+SCRUPLE_HD u64 spread(u64 x) {
 #if SCRUPLE_LANES == 16  // one instruction, and slow only where AVX-512 is not
-  return _pdep_u64(x, ((u64{1} << K) - 1u) * 0x101010101010101u);
+  return _pdep_u64(x, repeated((u64{1} << K) - 1u, Width));
 #else
-  constexpr u64 kOne = (1u << K) - 1u, kTwo = (u64{1} << 2 * K) - 1u, kFour = (u64{1} << 4 * K) - 1u;
-  x = (x & kFour) | (x & kFour << 4 * K) << (32 - 4 * K);
-  x = (x & kTwo * 0x100000001u) | (x & (kTwo << 2 * K) * 0x100000001u) << (16 - 2 * K);
-  return (x & kOne * 0x1000100010001u) | (x & (kOne << K) * 0x1000100010001u) << (8 - K);
+  SCRUPLE_UNROLL
+  for (int n = 32 / Width; n > 0; n /= 2) {
+    const u64 kept = repeated((u64{1} << n * K) - 1u, 2 * n * Width);
+    x = (x & kept) | (x & kept << n * K) << n * (Width - K);
+  }
+  return x;
 #endif
 }
-template <int K>
-SCRUPLE_HD u64 gather8(u64 x) {
+template <int K, int Width>
+SCRUPLE_HD u64 gather(u64 x) {
 #if SCRUPLE_LANES == 16
-  return _pext_u64(x, ((u64{1} << K) - 1u) * 0x101010101010101u);
+  return _pext_u64(x, repeated((u64{1} << K) - 1u, Width));
 #else
-  constexpr u64 kOne = (1u << K) - 1u, kTwo = (u64{1} << 2 * K) - 1u, kFour = (u64{1} << 4 * K) - 1u;
-  x = (x & kOne * 0x1000100010001u) | (x >> (8 - K) & (kOne << K) * 0x1000100010001u);
-  x = (x & kTwo * 0x100000001u) | (x >> (16 - 2 * K) & (kTwo << 2 * K) * 0x100000001u);
-  return (x & kFour) | (x >> (32 - 4 * K) & kFour << 4 * K);
+  SCRUPLE_UNROLL
+  for (int n = 1; n < 64 / Width; n *= 2) {
+    const u64 kept = repeated((u64{1} << n * K) - 1u, 2 * n * Width);
+    x = (x & kept) | (x >> n * (Width - K) & kept << n * K);
+  }
+  return x;
 #endif
 }
 
@@ -106,27 +123,18 @@ void unpack32(const u8* from, T* to) {
 #if SCRUPLE_LANES == 4
   if constexpr (K >= 4 && K < 8 && sizeof(T) == 1) return unpack32_lanes<K>(from, to);
 #endif
-  if constexpr (K < 8) {
-    u64 spread[4];
-    for (int j = 0; j < 4; ++j) {
-      constexpr int kLast = K > 2 ? 4 * K - 8 : 0;  // where 8 bytes can still be read
-      const int from_byte = j * K < kLast ? j * K : kLast;
-      u64 string = 0;
-      __builtin_memcpy(&string, from + from_byte, K > 2 ? 8 : 4 * K);
-      spread[j] = spread8<K>(string >> 8 * (j * K - from_byte));
-    }
-    const auto* bytes = reinterpret_cast<const Loose<u8>*>(spread);
-    for (int i = 0; i < 32; ++i) to[i] = bytes[i];
-    return;
+  constexpr int kWidth = 8 * sizeof(ValueOf<K>), kBits = 64 / kWidth * K, kWords = kWidth / 2;
+  u64 words[kWords];
+  for (int j = 0; j < kWords; ++j) {
+    constexpr int kLast = K > 2 ? 4 * K - 8 : 0;  // where 8 bytes can still be read
+    const int from_byte = j * kBits / 8 < kLast ? j * kBits / 8 : kLast;
+    u64 string = 0;
+    __builtin_memcpy(&string, from + from_byte, K > 2 ? 8 : 4 * K);
+    words[j] = spread<K, kWidth>(string >> (j * kBits - 8 * from_byte));
   }
-  u64 window = 0;
-  int have = 0;
-  for (int i = 0; i < 32; ++i) {
-    for (; have < K; have += 8) window |= static_cast<u64>(*from++) << have;
-    to[i] = static_cast<T>(window & ((1u << K) - 1u));
-    window >>= K;
-    have -= K;
-  }
+  ValueOf<K> values[32];
+  __builtin_memcpy(values, words, sizeof values);
+  for (int i = 0; i < 32; ++i) to[i] = static_cast<T>(values[i]);
 }
 
 template <int K, class T>
@@ -134,25 +142,24 @@ void pack32(const T* from, u8* to) {
 #if SCRUPLE_LANES == 4
   if constexpr (K >= 4 && K < 8 && sizeof(T) == 1) return pack32_lanes<K>(from, to);
 #endif
-  if constexpr (K < 8) {
-    u64 spread[4];
-    auto* bytes = reinterpret_cast<Loose<u8>*>(spread);
-    for (int i = 0; i < 32; ++i) bytes[i] = static_cast<u8>(from[i]);
-    u64 string[4];
-    for (int j = 0; j < 4; ++j) string[j] = gather8<K>(spread[j]);
-    if constexpr (K < 4) {
-      for (int j = 0; j < 4; ++j) __builtin_memcpy(to + j * K, &string[j], K);
-    } else {  // 8 bytes at a time, of which the next covers the last; the last ends where the string does
-      string[3] = string[3] << 8 * (8 - K) | string[2] >> 8 * (2 * K - 8);
-      for (int j = 0; j < 4; ++j) __builtin_memcpy(to + (j < 3 ? j * K : 4 * K - 8), &string[j], 8);
+  constexpr int kWidth = 8 * sizeof(ValueOf<K>), kWords = kWidth / 2;
+  ValueOf<K> values[32];
+  for (int i = 0; i < 32; ++i) values[i] = static_cast<ValueOf<K>>(from[i]);
+  u64 words[kWords];
+  __builtin_memcpy(words, values, sizeof words);
+  for (u64& word : words) word = gather<K, kWidth>(word);
+  if constexpr (K < 4) {
+    for (int j = 0; j < 4; ++j) __builtin_memcpy(to + j * K, &words[j], K);
+  } else if constexpr (K < 8) {
+    // 8 bytes at a time, of which the next covers the last; the last ends where the string does.
+    words[3] = words[3] << 8 * (8 - K) | words[2] >> 8 * (2 * K - 8);
+    for (int j = 0; j < 4; ++j) __builtin_memcpy(to + (j < 3 ? j * K : 4 * K - 8), &words[j], 8);
+  } else {  // two words have K bytes
+    for (int j = 0; j < 4; ++j) {
+      const u64 low = words[2 * j] | words[2 * j + 1] << 4 * K, high = words[2 * j + 1] >> (64 - 4 * K);
+      __builtin_memcpy(to + j * K, &low, 8);
+      __builtin_memcpy(to + j * K + 8, &high, K - 8);
     }
-    return;
-  }
-  u64 window = 0;
-  int have = 0;
-  for (int i = 0; i < 32; ++i) {
-    window |= static_cast<u64>(from[i]) << have;
-    for (have += K; have >= 8; have -= 8, window >>= 8) *to++ = static_cast<u8>(window);
   }
 }
 

@@ -29,13 +29,13 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 
-// Extra bits of weights come in any width from 1 to 16.
+// Extra bits of weights come in any width from 1 to 16; those of 8 and 16 fill bytes and are no strings.
 using UnpackFn = void (*)(const u8*, int, u16*);
 using PackFn = void (*)(const u16*, int, u8*);
-#define SCRUPLE_BITS(f)                                                                               \
-  {                                                                                                   \
-    nullptr, f<1, u16>, f<2, u16>, f<3, u16>, f<4, u16>, f<5, u16>, f<6, u16>, f<7, u16>, f<8, u16>,  \
-        f<9, u16>, f<10, u16>, f<11, u16>, f<12, u16>, f<13, u16>, f<14, u16>, f<15, u16>, f<16, u16> \
+#define SCRUPLE_BITS(f)                                                                            \
+  {                                                                                                \
+    nullptr, f<1, u16>, f<2, u16>, f<3, u16>, f<4, u16>, f<5, u16>, f<6, u16>, f<7, u16>, nullptr, \
+        f<9, u16>, f<10, u16>, f<11, u16>, f<12, u16>, f<13, u16>, f<14, u16>, f<15, u16>          \
   }
 constexpr UnpackFn kUnpack[] = SCRUPLE_BITS(unpack);
 constexpr PackFn kPack[] = SCRUPLE_BITS(pack);

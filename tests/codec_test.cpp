@@ -1,6 +1,10 @@
-// What formats/codec.h builds from other operations is what IEEE's own would give.
+// What formats/codec.h builds from other operations is what IEEE's own would give; strings of bits hold what was put
+// into them.
 #include "formats/codec.h"
 
+#include <utility>
+
+#include "engine/strings.h"
 #include "formats/companded8.h"
 #include "formats/nf4.h"
 #include "tests/support.h"
@@ -65,6 +69,37 @@ TEST(Codec, WhatStandsOnALevelOfCompanded8StaysWhateverTheCoin) {
   levels_stay<scruple::Companded8>("signed", 0);
   levels_stay<scruple::Companded8Nonneg>("non-negative", 1);
 }
+
+// Bit by bit, at every length, with nothing written beside them.
+template <int K, class T>
+void strings_hold() {
+  Random random(13);
+  for (int n = 0; n <= 130; ++n) {
+    std::vector<T> values(static_cast<std::size_t>(n));
+    for (T& value : values) value = static_cast<T>(random.next32() & ((1u << K) - 1u));
+    std::vector<scruple::u8> expected(static_cast<std::size_t>((n * K + 7) / 8));
+    for (int bit = 0; bit < n * K; ++bit)
+      expected[static_cast<std::size_t>(bit / 8)] |=
+          static_cast<scruple::u8>((values[static_cast<std::size_t>(bit / K)] >> bit % K & 1) << bit % 8);
+    std::vector<scruple::u8> string(expected.size() + 1, 0xa5);
+    scruple::pack<K>(values.data(), n, string.data());
+    EXPECT_EQ(string.back(), 0xa5) << K << " bits, " << n;
+    string.pop_back();
+    ASSERT_EQ(string, expected) << K << " bits, " << n;
+    string.shrink_to_fit();
+    std::vector<T> back(static_cast<std::size_t>(n + 31) / 32 * 32);
+    scruple::unpack<K>(string.data(), n, back.data());
+    back.resize(values.size());
+    ASSERT_EQ(back, values) << K << " bits, " << n;
+  }
+}
+template <int... K>
+void all_strings_hold(std::integer_sequence<int, K...>) {
+  (strings_hold<K + 1, scruple::u8>(), ...);
+  (strings_hold<K + 1, scruple::u16>(), ...);
+  (strings_hold<K + 9, scruple::u16>(), ...);
+}
+TEST(Codec, StringsHoldEveryValueInItsPlace) { all_strings_hold(std::make_integer_sequence<int, 7>()); }
 
 }  // namespace
 }  // namespace scruple_tests
