@@ -78,7 +78,11 @@ namespace {
 
 CLI::Validator a_number(bool (*serves)(double), const std::string& wanted) {
   return {[=](const std::string& text) {
-            return serves(parse_number(text, "the value")) ? "" : "is " + text + "; it must be " + wanted;
+            try {
+              if (serves(parse_number(text, ""))) return std::string();
+            } catch (const UsageError&) {  // what follows says it with the option's name
+            }
+            return "is " + text + "; it must be a number " + wanted;
           },
           ""};
 }
@@ -90,7 +94,8 @@ CLI::Validator above_zero() {
 }
 
 CLI::Validator not_negative() {
-  return a_number([](double value) { return value >= 0 && std::isfinite(value); }, "0 or more, and finite");
+  return a_number([](double value) { return value >= 0 && std::isfinite(value); },
+                  "that is 0 or more, and finite");
 }
 
 CLI::Validator a_share() {

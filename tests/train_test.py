@@ -349,7 +349,7 @@ class Train(Case):
                                      ("--seed", "99999999999999999999", 0), ("--validate-every", "nan", 1)):
             refused(2, f"{option}: is {value}; it must be a whole number from {least} to 2^63 - 1", option, value)
         for share in ("0", "1", "-0.5", "nan"):
-            refused(2, f"--validation: is {share}; it must be above 0 and below 1", "--validation", share)
+            refused(2, f"--validation: is {share}; it must be a number above 0 and below 1", "--validation", share)
         refused(2, "--moments fp32, or use --gradients compressed",
                 "--gradients", "released", "--accumulate", "4", "--accumulation", "adama")
         refused(2, "--batch", "--batch", str(2**62))
@@ -357,6 +357,7 @@ class Train(Case):
         refused(2, "context", "--context", "9223372036854775807")
         refused(2, "finite", "--clip", "nan")
         refused(2, "finite", "--lr", "nan")
+        refused(2, "--lr: is abc; it must be a number", "--lr", "abc")
 
     def test_too_large(self):
         """Refused with the whole of what it would take, as `plan` counts it, and not with the first part that does not fit."""

@@ -7,8 +7,8 @@ namespace scruple::train {
 
 std::unique_ptr<Backend> cuda_backend(int) {
   throw std::runtime_error(
-      "this build has no trainer for GPUs; build it where a GPU and a CUDA toolkit with cuBLAS are (make "
-      "build), or train with --device cpu");
+      "this build has no trainer for GPUs; build one where a CUDA toolkit with cuBLAS is (make build for the "
+      "GPU that is there, make build CUDA=ON for all), or use --device cpu");
 }
 
 bool has_cuda() { return false; }
