@@ -27,6 +27,14 @@ def lines_of(test, task, rows, *more):
         return {line["row"]: line for line in map(json.loads, lines.read_text().splitlines())}
 
 
+def reported(lines, program):
+    """What the program prints of `tasks`, read from these lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        head = f"import sys, pathlib; sys.path.insert(0, {str(EVIDENCE)!r}); import report; "
+        return run("-c", f"{head}tasks = report.read(pathlib.Path({folder!r})); {program}")
+
+
 class Evidence(unittest.TestCase):
     def test_recommendation(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -102,11 +110,8 @@ class Evidence(unittest.TestCase):
             {**head, "ms": 7.0},
             {**head, "ms": 8.0},
         ]
-        with tempfile.TemporaryDirectory() as folder:
-            (pathlib.Path(folder) / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
-            done = run("-c", f"import sys, pathlib; sys.path.insert(0, {str(EVIDENCE)!r}); import report; "
-                       f"runs, times = report.read(pathlib.Path({folder!r}))['t']['torch fp32']; "
-                       "print([(run['seed'], run['lead'], run['losses']) for run in runs], times['ms'])")
+        done = reported(lines, "runs, times = tasks['t']['torch fp32']; "
+                        "print([(run['seed'], run['lead'], run['losses']) for run in runs], times['ms'])")
         self.assertEqual(done.stdout.strip(), "[(0, 1.5, [2.0, None]), (1, 5.0, [5.0, 5.0])] 8.0", done.stderr)
 
     def test_gaps_are_of_pairs(self):
@@ -115,10 +120,7 @@ class Evidence(unittest.TestCase):
         head["bytes"] = {"weights": 2.0, "state": 3.0, "gradients": 2.0}
         runs = [("torch fp32", 0, 1.0), ("torch fp32", 1, 2.0), ("scruple", 0, 1.5), ("scruple", 1, 2.5), ("scruple", 2, 8.0)]
         lines = [{**head, "row": row, "seed": seed, "metrics": {"loss": loss}} for row, seed, loss in runs]
-        with tempfile.TemporaryDirectory() as folder:
-            (pathlib.Path(folder) / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
-            done = run("-c", f"import sys, pathlib; sys.path.insert(0, {str(EVIDENCE)!r}); import report; "
-                       f"tasks = report.read(pathlib.Path({folder!r})); print(report.summary(tasks)); print(report.table(tasks['t']))")
+        done = reported(lines, "print(report.summary(tasks), report.table(tasks['t']), sep='\\n')")
         self.assertIn("| +0.5000 ± 0.0000 (2) | +33.33 % |", done.stdout, done.stderr)
         self.assertIn("| scruple (3) | 4.0000 ± 3.5000 | +0.5000 ± 0.0000 |", done.stdout)
 
