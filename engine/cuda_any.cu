@@ -17,64 +17,74 @@ constexpr int N = kBlockTile / kBlock;
 // the table.
 constexpr int kAnyWidth = -1;
 constexpr int fixed_width(int k) { return k % 8 == 0 || k == 4 ? k : kAnyWidth; }
-template <class A, class B>
-constexpr bool is_same_code =
-    std::is_same_v<typename A::Signed, typename B::Signed>&&
-            std::is_same_v<typename A::Nonneg, typename B::Nonneg>&& fixed_width(A::k) == fixed_width(B::k) &&
-    same_name(A::roles, B::roles);
 
-// For each format the first that has the same code.
-struct FirstLike {
-  u8 of[kFormatCount];
-};
-template <int Number, int... Others>
-constexpr u8 first_like(std::integer_sequence<int, Others...>) {
-  int first = Number;
-  ((first = Others < first && is_same_code<FormatRow<Number>, FormatRow<Others>> ? Others : first), ...);
-  return static_cast<u8>(first);
-}
-template <int... Numbers>
-constexpr FirstLike all_first(std::integer_sequence<int, Numbers...> all) {
-  return {{first_like<Numbers>(all)...}};
-}
-constexpr FirstLike kFirst = all_first(std::make_integer_sequence<int, kFormatCount>());
+// What serves a format's values of either sign, or those that have none.
+template <int Format, bool Nonneg>
+using CodecOf = std::conditional_t<Nonneg && !std::is_same_v<typename FormatRow<Format>::Nonneg, None>,
+                                   typename FormatRow<Format>::Nonneg, typename FormatRow<Format>::Signed>;
 
-// How an array is loaded, decoded or encoded: a codec, and a rounding where that makes a difference. The table
-// has the numbers of its ways; kernels find the code by halving.
+// Code is told apart by an address: how a format is loaded depends on its layout alone.
 enum Act { kLoads, kDecodes, kEncodes };
+template <Act, class, int...>
+inline constexpr char kMark = 0;
+template <Act act, class C, int K>
+constexpr const void* code_of() {
+  constexpr Layout kLayout = C::layout(K);
+  if constexpr (act == kLoads)
+    return &kMark<act, void, kLayout.code_bits, fixed_width(kLayout.aux_bits), kLayout.group>;
+  else
+    return &kMark<act, C, fixed_width(K)>;
+}
+
+constexpr u32 role_bits(const char* letters) {
+  u32 bits = 0;
+  for (; *letters != 0; ++letters) bits |= 1u << (*letters - 'a');
+  return bits;
+}
+// How arrays are loaded, decoded or encoded: by a code, and by a rounding where that makes a difference. The table
+// has the numbers of an array's ways; kernels find the code by halving.
 struct Way {
-  int number, format;
-  const char* roles;
+  int number, rounding;
+  int format;  // the first that it serves, and for which sign
   bool nonneg;
-  int rounding;
+  u32 roles;  // of all that it serves: a bit for each letter
 };
 struct Ways {
   Way list[3 * kFormatCount]{};
   int count = 0;
+};
+struct AllWays : Ways {
+  const void* codes[3 * kFormatCount]{};
+  u8 of[kFormatCount][2][kRoundings]{};
 
-  template <Act act, class C>
-  constexpr void add(int format, const char* roles, bool nonneg) {
-    constexpr unsigned kDistinct = act == kLoads ? 1u << kNearest : distinct_roundings<C, act == kDecodes>();
-    for (int rounding = 0; rounding < kRoundings && C::roundings != 0; ++rounding)
-      if ((kDistinct >> rounding & 1u) != 0) list[count] = {count, format, roles, nonneg, rounding}, ++count;
+  constexpr int find(const void* code, int rounding) const {
+    int i = 0;
+    while (i < count && (codes[i] != code || list[i].rounding != rounding)) ++i;
+    return i;
   }
-  constexpr int find(int format, bool nonneg, int rounding) const {
-    for (const bool sign : {nonneg, false})
-      for (const int r : {rounding, +kNearest})
-        for (const Way& way : list)
-          if (way.format == format && way.nonneg == sign && way.rounding == r && way.number < count)
-            return way.number;
-    return 0;
+  template <Act act, int Format, bool Nonneg>
+  constexpr void add() {
+    using C = CodecOf<Format, Nonneg>;
+    if constexpr (!std::is_same_v<C, None>) {
+      constexpr const void* kCode = code_of<act, C, FormatRow<Format>::k>();
+      constexpr unsigned kDistinct =
+          act == kLoads ? 1u << kNearest : distinct_roundings<C, act == kDecodes>();
+      for (int wanted = 0; wanted < kRoundings; ++wanted) {
+        const int rounding = (kDistinct >> wanted & 1u) != 0 ? wanted : +kNearest;
+        const int way = find(kCode, rounding);
+        if (way == count) codes[count] = kCode, list[count++] = {way, rounding, Format, Nonneg, 0};
+        list[way].roles |= role_bits(FormatRow<Format>::roles);
+        of[Format][Nonneg][wanted] = static_cast<u8>(way);
+      }
+    }
   }
 };
 template <Act act>
-constexpr Ways all_ways() {
-  Ways ways;
-#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)                                 \
-  if (kFirst.of[number] == number) {                                                           \
-    ways.add<act, Signed>(number, roles, false);                                               \
-    if constexpr (!std::is_same_v<Signed, Nonneg>) ways.add<act, Nonneg>(number, roles, true); \
-  }
+constexpr AllWays all_ways() {
+  AllWays ways;
+#define SCRUPLE_FORMAT(number, ...) \
+  ways.add<act, number, false>();   \
+  ways.add<act, number, true>();
 #include "formats/formats.def"
 #undef SCRUPLE_FORMAT
   return ways;
@@ -82,10 +92,11 @@ constexpr Ways all_ways() {
 // Those of formats that serve one of the roles.
 template <Act act, char... Roles>
 constexpr Ways some_ways() {
-  const Ways all = all_ways<act>();
+  constexpr char kRoles[] = {Roles..., 0};
+  const AllWays all = all_ways<act>();
   Ways some;
   for (int i = 0; i < all.count; ++i)
-    if ((serves(all.list[i].roles, Roles) || ...)) some.list[some.count++] = all.list[i];
+    if ((all.list[i].roles & role_bits(kRoles)) != 0) some.list[some.count++] = all.list[i];
   return some;
 }
 template <Act act, char... Roles>
@@ -97,9 +108,8 @@ template <int Low, int High, Act act, char... Roles>
 __device__ __forceinline__ void with_way(u32 number, const auto& visit) {
   if constexpr (High - Low == 1) {
     constexpr Way kWay = kWays<act, Roles...>.list[Low];
-    using Row = FormatRow<kWay.format>;
-    using C = std::conditional_t<kWay.nonneg, typename Row::Nonneg, typename Row::Signed>;
-    visit.template operator()<C, static_cast<Rounding>(kWay.rounding), fixed_width(Row::k)>();
+    visit.template operator()<CodecOf<kWay.format, kWay.nonneg>, static_cast<Rounding>(kWay.rounding),
+                              fixed_width(FormatRow<kWay.format>::k)>();
   } else {
     constexpr int kMiddle = (Low + High) / 2;
     constexpr u32 kFrom = kWays<act, Roles...>.list[kMiddle].number;
@@ -116,17 +126,18 @@ __device__ __forceinline__ void with_way_of(const DeviceArray& a, const auto& vi
 
 // ---- Arrays ----
 
-// What load brings of an array whatever its format: no more words than it has values, whose place they take.
+// What load brings of an array whatever its format.
+template <int Words>
 struct Bits {
-  u32 w[N];
+  u32 w[Words];
 };
 template <class Raw>
-__device__ void pack(const Raw& raw, Bits& bits) {
-  static_assert(sizeof(Raw) <= sizeof(Bits));
+__device__ void pack(const Raw& raw, auto& bits) {
+  static_assert(sizeof raw <= sizeof bits);
   __builtin_memcpy(&bits, &raw, sizeof raw);
 }
 template <class Raw>
-__device__ Raw unpacked(const Bits& bits) {
+__device__ Raw unpacked(const auto& bits) {
   Raw raw;
   __builtin_memcpy(&raw, &bits, sizeof raw);
   return raw;
@@ -134,13 +145,13 @@ __device__ Raw unpacked(const Bits& bits) {
 
 // In whole tiles. What needs care comes out as NaN, which shows in the weight.
 template <char... Roles>
-__device__ __forceinline__ void load_any(const DeviceArray& a, Place at, Bits& to) {
+__device__ __forceinline__ void load_any(const DeviceArray& a, Place at, auto& to) {
   with_way_of<kLoads, Roles...>(a, [&]<class C, Rounding, int K>() {
     pack(Lane<C, N>::template load<true>(a, K == kAnyWidth ? a.k : K, at), to);
   });
 }
 template <char... Roles>
-__device__ __forceinline__ void decode_any(const DeviceArray& a, const Bits& bits, const auto& coins,
+__device__ __forceinline__ void decode_any(const DeviceArray& a, const auto& bits, const auto& coins,
                                            float (&x)[N]) {
   with_way_of<kDecodes, Roles...>(a, [&]<class C, Rounding R, int K>() {
     using L = Lane<C, N>;
@@ -224,7 +235,8 @@ __device__ __forceinline__ bool run(const DeviceRow& row, const Constants& const
   const auto coins = [&](int array) { return row.coins[array].from(at.first); };
   const auto no_coins = [] { return Coins{}; };
   const bool has0 = (row.active & 1) != 0, has1 = (row.active & 2) != 0, has2 = (row.active & 4) != 0;
-  Bits w, s0, s1, s2, from;
+  Bits<N + 1> w;
+  Bits<N> s0, s1, s2, from;
   load_any<'w'>(weight, at, w);
   if (has0) load_any<'s', 'n', 'x'>(slot0, at, s0);
   if (has1) load_any<'s', 'n', 'x'>(slot1, at, s1);
@@ -313,8 +325,8 @@ __global__ void __launch_bounds__(kBlock) array(DeviceTable table, const __grid_
 const void* any_kernel() { return reinterpret_cast<const void*>(&any); }
 const void* array_kernel() { return reinterpret_cast<const void*>(&array); }
 void set_any_ways(int format, bool nonneg, int rounding, u8 (&ways)[3]) {
-  static constexpr Ways kAll[] = {all_ways<kLoads>(), all_ways<kDecodes>(), all_ways<kEncodes>()};
+  static constexpr AllWays kAll[] = {all_ways<kLoads>(), all_ways<kDecodes>(), all_ways<kEncodes>()};
   for (const Act act : {kLoads, kDecodes, kEncodes})
-    ways[act] = static_cast<u8>(kAll[act].find(kFirst.of[format], nonneg, rounding));
+    ways[act] = kAll[act].of[format][nonneg ? 1 : 0][rounding];
 }
 }  // namespace scruple

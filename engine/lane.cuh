@@ -131,6 +131,64 @@ __device__ void store(Bytes1 to, int valid, const Words<Bytes>& from) {
   for (int b = 0; b < valid; ++b) to.at[b] = static_cast<u8>(from.w[b / 4] >> (8 * (b % 4)));
 }
 
+// Bytes of which a thread's part need not fill words, though a warp's does: in whole tiles they move by words. A
+// thread reads those that its bytes lie in. What is read holds them as they lie, after `skipped` bytes of the first
+// word, until `placed` brings them to its beginning: moving them would wait for them.
+template <int Bytes>
+using Packed = Words<(Bytes + 6) / 4 * 4>;
+__device__ inline int skipped(int bytes) { return static_cast<int>(threadIdx.x) * bytes & 3; }
+
+template <int Bytes>
+__device__ Words<Bytes> placed(const Packed<Bytes>& packed, int bytes) {
+  Words<Bytes> out;
+  constexpr int kLast = (Bytes + 6) / 4 - 1;
+#pragma unroll
+  for (int j = 0; j < (Bytes + 3) / 4; ++j)
+    out.w[j] = __funnelshift_r(packed.w[j], j < kLast ? packed.w[j + 1] : 0u, 8 * skipped(bytes));
+  return out;
+}
+template <int Bytes, bool Whole>
+__device__ Packed<Bytes> load_packed(const auto& from, int bytes, int valid) {
+  Packed<Bytes> to{};
+  if constexpr (Whole) {
+    const int skip = skipped(bytes);
+#pragma unroll
+    for (int j = 0; j < (Bytes + 6) / 4; ++j)
+      if (4 * j < skip + bytes) to.w[j] = fetch<u32>(from - skip + 4 * j);
+  } else {
+    const auto words = scruple::load<Bytes, u8, false>(from, valid);
+#pragma unroll
+    for (int j = 0; j < (Bytes + 6) / 4; ++j)
+      to.w[j] = __funnelshift_l(j > 0 ? words.w[j - 1] : 0u, j < (Bytes + 3) / 4 ? words.w[j] : 0u,
+                                8 * skipped(bytes));
+  }
+  return to;
+}
+// It writes the words that end among its bytes; the first may begin with bytes of the thread before.
+template <int Bytes, bool Whole>
+__device__ void store_packed(const auto& to, int bytes, int valid, const Words<Bytes>& from) {
+  if constexpr (!Whole) {
+    scruple::store<Bytes, u8, false>(to, valid, from);
+  } else if (bytes < 3) {  // of more than one thread before
+    keep(to, static_cast<u8>(from.w[0]));
+    if (bytes == 2) keep(to + 1, static_cast<u8>(from.w[0] >> 8));
+  } else {
+    constexpr int kWords = (Bytes + 3) / 4;
+    u32 end[2] = {};
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      if (bytes / 4 == j + 1) end[0] = from.w[j];
+      if (bytes / 4 == j) end[1] = from.w[j];
+    }
+    const u32 before = __shfl_up_sync(0xffffffffu, __funnelshift_r(end[0], end[1], 8 * (bytes & 3)), 1);
+    const int skip = skipped(bytes);
+#pragma unroll
+    for (int j = 0; j < kWords; ++j)
+      if (4 * j + 4 <= skip + bytes)
+        keep(to - skip + 4 * j, __funnelshift_l(j > 0 ? from.w[j - 1] : before, from.w[j], 8 * skip));
+  }
+}
+
 // Value i of a little-endian string of Bits-bit values; i is known when the loop is unrolled.
 template <int Bits, int Bytes>
 __device__ u32 get(const Words<Bytes>& words, int i) {
@@ -243,8 +301,10 @@ struct Lane<Master<Half>, N> {
 
 template <class Half, int N>
 struct Lane<Split<Half>, N> {
+  static constexpr int kMost = 2 * N - 1;  // bytes of a width that does not fill them
   struct Raw {
-    Words<2 * N> visible, extra;  // as they lie in memory
+    Words<2 * N> visible;  // both as they lie in memory
+    Packed<kMost> extra;
   };
   template <bool Whole>
   static __device__ Raw load(const auto& a, int k, Place at) {
@@ -257,19 +317,19 @@ struct Lane<Split<Half>, N> {
     else if (k == 4)
       take(scruple::load<N / 2, u8, Whole>(a.aux + at.over(2), bytes_for<4>(at.n)));
     else if constexpr (N == 8)
-      take(scruple::load<2 * N, u8, false>(a.aux + at.over(8) * k, (at.n * k + 7) / 8));
+      raw.extra = load_packed<kMost, Whole>(a.aux + at.over(8) * k, k, (at.n * k + 7) / 8);
     return raw;
   }
   static __device__ u32 extra_of(const Raw& raw, int k, int i) {
     if (k == 16) return get<16>(raw.extra, i);
     if (k == 8) return get<8>(raw.extra, i);
     if (k == 4) return get<4>(raw.extra, i);
-    // A string of values that begin anywhere: in the lower or the upper half, or in both.
-    const u64 low = raw.extra.w[0] | static_cast<u64>(raw.extra.w[1]) << 32;
-    const u64 high = raw.extra.w[2] | static_cast<u64>(raw.extra.w[3]) << 32;
-    const int bit = i * k;
-    const u64 from = bit == 0 ? low : bit < 64 ? low >> bit | high << (64 - bit) : high >> (bit - 64);
-    return static_cast<u32>(from) & ((1u << k) - 1u);
+    // Of other widths k bytes, four values in each half of them.
+    const auto extra = placed<kMost>(raw.extra, k);
+    const u64 low = extra.w[0] | static_cast<u64>(extra.w[1]) << 32;
+    const u64 high = extra.w[2] | static_cast<u64>(extra.w[3]) << 32;
+    const u64 four = i < 4 ? low : low >> 4 * k | high << (64 - 4 * k);
+    return static_cast<u32>(four >> i % 4 * k) & ((1u << k) - 1u);
   }
   template <Rounding R>
   static __device__ float value(const Raw& raw, int k, Coins, int i) {
@@ -283,7 +343,7 @@ struct Lane<Split<Half>, N> {
   }
   template <Rounding R, bool Whole>
   static __device__ void encode(const float (&in)[N], const auto& a, int k, Place at, Coins coins) {
-    Raw raw{};
+    Words<2 * N> visible{}, halves{};
     Words<N> bytes{};
     Words<N / 2> nibbles{};
     [[maybe_unused]] u64 fours[2] = {};  // four values each, of other widths
@@ -291,28 +351,28 @@ struct Lane<Split<Half>, N> {
     for (int i = 0; i < N; ++i) {
       // Weights of whole tiles are finite: others take the careful path (run_carefully in engine/cuda_step.cu and cuda_any.cu).
       const Halves h = split_in_place<R>(Half::template position<Whole>(in[i]), k, coins[i]);
-      put<16, 16>(raw.visible, i, h.visible);
+      put<16, 16>(visible, i, h.visible);
       if (k == 8)
         put<8, 8>(bytes, i, h.extra);
       else if (k == 16)
-        put<16, 0>(raw.extra, i, h.extra);
+        put<16, 0>(halves, i, h.extra);
       else if (k == 4)
         put<4, 0>(nibbles, i, (h.extra & 0xffffu) >> 12);
       else if constexpr (N == 8)
         fours[i / 4] |= static_cast<u64>((h.extra & 0xffffu) >> (16 - k)) << (i % 4 * k);
     }
-    scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, raw.visible);
+    scruple::store<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n, visible);
     if (k == 8) {
       scruple::store<N, u8, Whole>(a.aux + at.first, at.n, bytes);
     } else if (k == 16) {
-      scruple::store<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n, raw.extra);
+      scruple::store<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n, halves);
     } else if (k == 4) {
       scruple::store<N / 2, u8, Whole>(a.aux + at.over(2), bytes_for<4>(at.n), nibbles);
     } else if constexpr (N == 8) {  // k bytes
       const u64 low = fours[0] | fours[1] << (4 * k), high = fours[1] >> (64 - 4 * k);
-      const Words<16> string{{static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high),
-                              static_cast<u32>(high >> 32)}};
-      scruple::store<16, u8, false>(a.aux + at.over(8) * k, (at.n * k + 7) / 8, string);
+      const Words<kMost> string{{static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high),
+                                 static_cast<u32>(high >> 32)}};
+      store_packed<kMost, Whole>(a.aux + at.over(8) * k, k, (at.n * k + 7) / 8, string);
     }
   }
 };
@@ -326,26 +386,39 @@ struct Lane {
   using Scale = typename C::Scale;
   static constexpr int kScaleBytes = static_cast<int>(sizeof(Scale));
   using ScaleBits = std::conditional_t<kScaleBytes == 4, u32, u16>;
+  static constexpr bool kFillsWords = kBytes % 4 == 0;
   struct Raw {
-    Words<kBytes> codes;
-    ScaleBits scale;
+    std::conditional_t<kFillsWords, Words<kBytes>, Packed<kBytes>> codes;
+    u32 scale;
   };
 
   template <bool Whole>
   static __device__ Raw load(const auto& a, int, Place at) {
-    Raw raw{scruple::load<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n)), 0};
+    Raw raw;
+    if constexpr (kFillsWords)
+      raw.codes = scruple::load<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n));
+    else
+      raw.codes = load_packed<kBytes, Whole>(a.codes + at.over(8) * kBits, kBytes, bytes_for<kBits>(at.n));
     const auto scale = scruple::load<kScaleBytes, ScaleBits, Whole>(a.aux + at.over(G) * kScaleBytes,
                                                                     Whole || at.n > 0 ? kScaleBytes : 0);
-    raw.scale = static_cast<ScaleBits>(scale.w[0]);
+    raw.scale = scale.w[0];
     return raw;
+  }
+  static __device__ u32 code(const Raw& raw, int i) {
+    if constexpr (kFillsWords)
+      return get<kBits>(raw.codes, i);
+    else
+      return get<kBits>(placed<kBytes>(raw.codes, kBytes), i);
+  }
+  static __device__ float unit(const Raw& raw) {
+    return C::unit(__builtin_bit_cast(Scale, static_cast<ScaleBits>(raw.scale)));
   }
   template <Rounding R>
   static __device__ float value(const Raw& raw, int, Coins coins, int i) {
-    const float unit = C::unit(__builtin_bit_cast(Scale, raw.scale));
     if constexpr (R == kDither)
-      return C::decode_dither(get<kBits>(raw.codes, i), unit, coins[i]);
+      return C::decode_dither(code(raw, i), unit(raw), coins[i]);
     else
-      return C::decode(get<kBits>(raw.codes, i), unit);
+      return C::decode(code(raw, i), unit(raw));
   }
   template <Rounding R, bool Whole>
   static __device__ void encode(const float (&in)[N], const auto& a, int, Place at, Coins coins) {
@@ -370,7 +443,10 @@ struct Lane {
     }
     // A last byte that is shared with nothing: codes beyond the end are not written as whole bytes.
     if (!Whole && kBits % 8 != 0 && at.n < N) clear_from(codes, at.n);
-    scruple::store<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n), codes);
+    if constexpr (kFillsWords)
+      scruple::store<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n), codes);
+    else
+      store_packed<kBytes, Whole>(a.codes + at.over(8) * kBits, kBytes, bytes_for<kBits>(at.n), codes);
     if ((Whole || at.n > 0) && static_cast<u64>(at.first) % G == 0) {
       Words<kScaleBytes> word{{__builtin_bit_cast(ScaleBits, scale)}};
       scruple::store<kScaleBytes, ScaleBits, Whole>(a.aux + at.over(G) * kScaleBytes, kScaleBytes, word);
@@ -430,8 +506,7 @@ struct FixedFormat {
     if constexpr (kHasty)
       return Lane<C, N>::template joined<R, false>(raw, K, i);
     else if constexpr (requires { C::scales_levels; })
-      return levels<C>()[get<C::bits>(raw.codes, i)] *
-             C::unit(__builtin_bit_cast(typename C::Scale, raw.scale));
+      return levels<C>()[Lane<C, N>::code(raw, i)] * Lane<C, N>::unit(raw);
     else
       return Lane<C, N>::template value<R>(raw, K, Coins{}, i);
   }

@@ -75,6 +75,11 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int other) {
   return emulator::exchange(value, emulator::thread.x % 32 ^ static_cast<unsigned>(other));
 }
+template <class T>
+T __shfl_up_sync(unsigned, T value, unsigned by) {
+  const unsigned lane = emulator::thread.x % 32;
+  return emulator::exchange(value, lane < by ? lane : lane - by);
+}
 inline unsigned __ballot_sync(unsigned, bool mine) {
   unsigned all = 0;
   emulator::exchanged[emulator::thread.x % 32] = mine;
@@ -91,6 +96,12 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned which) {
   for (int i = 0; i < 4; ++i)
     out |= static_cast<unsigned>(both >> 8 * (which >> 4 * i & 7u) & 0xffu) << 8 * i;
   return out;
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, int by) {
+  return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) << (by & 31) >> 32);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, int by) {
+  return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) >> (by & 31));
 }
 template <class T>
 T __ldcs(const T* from) {
