@@ -116,12 +116,68 @@ SCRUPLE_HD void pack32_lanes(const u8* from, u8* to) {
   vst1_u8(to + 2 * K, vget_low_u8(last));
   vst1_u8(to + 4 * K - 8, vget_low_u8(vextq_u8(last, last, 2 * K - 8)));
 }
+
+// Values of 9, 10 and 12 bits, which begin and end within two bytes: 8 of them, each in 16 bits.
+template <int K>
+inline constexpr bool in_two_bytes = K == 9 || K == 10 || K == 12;
+struct Shifts {
+  std::int16_t of[8] = {};
+};
+template <int K>
+constexpr Shifts shifts(int sign) {
+  Shifts shifts;
+  for (int i = 0; i < 8; ++i) shifts.of[i] = static_cast<std::int16_t>(sign * (i * K % 8));
+  return shifts;
+}
+template <int K>
+constexpr Places places_in_pairs(int start) {
+  Places places;
+  for (int i = 0; i < 16; ++i) places.of[i] = static_cast<u8>(start + i / 2 * K / 8 + i % 2);
+  return places;
+}
+// The bytes that are the lower, or the upper ones, of a pair.
+template <int K>
+constexpr Places places_of_pairs(int upper) {
+  Places places;
+  for (u8& place : places.of) place = 99;
+  for (int i = 0; i < 8; ++i) places.of[i * K / 8 + upper] = static_cast<u8>(2 * i + upper);
+  return places;
+}
+template <int K, int J = 0>
+SCRUPLE_HD void unpack32_pairs(const u8* from, u16* to) {
+  constexpr int kFrom = J * K < 4 * K - 16 ? J * K : 4 * K - 16;  // where 16 bytes can still be read
+  static constexpr Places kPlaces = places_in_pairs<K>(J * K - kFrom);
+  static constexpr Shifts kDown = shifts<K>(-1);
+  const uint8x16_t pairs = vqtbl1q_u8(vld1q_u8(from + kFrom), vld1q_u8(kPlaces.of));
+  const uint16x8_t values = vshlq_u16(vreinterpretq_u16_u8(pairs), vld1q_s16(kDown.of));
+  vst1q_u16(to + 8 * J, vandq_u16(values, vdupq_n_u16((1u << K) - 1u)));
+  if constexpr (J < 3) unpack32_pairs<K, J + 1>(from, to);
+}
+template <int K>
+SCRUPLE_HD void pack32_pairs(const u16* from, u8* to) {
+  static constexpr Places kLower = places_of_pairs<K>(0), kUpper = places_of_pairs<K>(1);
+  static constexpr Shifts kUp = shifts<K>(1);
+  SCRUPLE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    const uint16x8_t values = vandq_u16(vld1q_u16(from + 8 * j), vdupq_n_u16((1u << K) - 1u));
+    const uint8x16_t pairs = vreinterpretq_u8_u16(vshlq_u16(values, vld1q_s16(kUp.of)));
+    const uint8x16_t bytes =
+        vorrq_u8(vqtbl1q_u8(pairs, vld1q_u8(kLower.of)), vqtbl1q_u8(pairs, vld1q_u8(kUpper.of)));
+    if (j < 3) {
+      vst1q_u8(to + j * K, bytes);  // the next covers what is too much
+    } else {
+      vst1_u8(to + j * K, vget_low_u8(bytes));
+      vst1_u8(to + 4 * K - 8, vget_low_u8(vextq_u8(bytes, bytes, K - 8)));
+    }
+  }
+}
 #endif
 
 template <int K, class T>
 void unpack32(const u8* from, T* to) {
 #if SCRUPLE_LANES == 4
   if constexpr (K >= 4 && K < 8 && sizeof(T) == 1) return unpack32_lanes<K>(from, to);
+  if constexpr (in_two_bytes<K> && sizeof(T) == 2) return unpack32_pairs<K>(from, to);
 #endif
   constexpr int kWidth = 8 * sizeof(ValueOf<K>), kBits = 64 / kWidth * K, kWords = kWidth / 2;
   u64 words[kWords];
@@ -141,6 +197,7 @@ template <int K, class T>
 void pack32(const T* from, u8* to) {
 #if SCRUPLE_LANES == 4
   if constexpr (K >= 4 && K < 8 && sizeof(T) == 1) return pack32_lanes<K>(from, to);
+  if constexpr (in_two_bytes<K> && sizeof(T) == 2) return pack32_pairs<K>(from, to);
 #endif
   constexpr int kWidth = 8 * sizeof(ValueOf<K>), kWords = kWidth / 2;
   ValueOf<K> values[32];
