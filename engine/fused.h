@@ -39,23 +39,35 @@ struct CoinLanes {
   }
 };
 
-// 16 codes of one byte to floats and back.
+// 16 codes of one byte, or of two, to floats and back.
+template <int Bytes>
+SCRUPLE_HD auto load_codes(const u8* from) {
+  if constexpr (Bytes == 1)
+    return load_bytes(from);
+  else
+    return load_halves(from);
+}
+SCRUPLE_HD Words upper_codes(Bytes16 codes, int part) { return upper_bytes(codes, part); }
+SCRUPLE_HD Words upper_codes(const Halves16& codes, int part) { return upper_halves(codes, part); }
 template <class C>
-struct ByteCodec {
+struct BlockCodec {
   struct Raw {
-    Bytes16 codes;
+    decltype(load_codes < C::bits <= 8 ? 1 : 2 > (nullptr)) codes;
     Floats unit;
   };
-  static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) { return {codes, unit}; }
+  static SCRUPLE_HD Raw prepare(const auto& codes, float unit) { return {codes, unit}; }
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    return C::decode_lanes(upper_bytes(raw.codes, part), raw.unit);
+    return C::decode_lanes(upper_codes(raw.codes, part), raw.unit);
   }
   static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
     Words code[kParts];
     SCRUPLE_UNROLL
     for (int j = 0; j < kParts; ++j)
       code[j] = C::encode_lanes(load_floats(in + j * kLanes), Floats(gain), coin.next());
-    store_upper_bytes(code, to);
+    if constexpr (C::bits <= 8)
+      store_upper_bytes(code, to);
+    else
+      store_upper_halves(code, to);
   }
 };
 
@@ -90,7 +102,7 @@ struct MuLawBytes {
 };
 
 template <>
-struct ByteCodec<Companded8> {
+struct BlockCodec<Companded8> {
   struct Raw {
     Halves16 minus_f;  // with the sign
     Floats unit;
@@ -118,7 +130,7 @@ struct ByteCodec<Companded8> {
 };
 
 template <>
-struct ByteCodec<Companded8Nonneg> {
+struct BlockCodec<Companded8Nonneg> {
   struct Raw {
     Halves16 halves;
     Floats unit;
@@ -140,7 +152,7 @@ struct ByteCodec<Companded8Nonneg> {
 
 // log5 likewise. A level, which is at most 1 = 254, is a byte: bits 22 to 29 of the float's pattern.
 template <>
-struct ByteCodec<Log<5>> {
+struct BlockCodec<Log<5>> {
   using L = Log<5>;
   struct Raw {
     Halves16 halves;
@@ -170,20 +182,29 @@ struct ByteCodec<Log<5>> {
 #endif
 
 // One array of a span: how 16 elements are read, and how all 128 are written. `Raw` is what 16 elements are
-// read from.
+// read from, `Codes` what a whole span must be unpacked to before.
 template <class C, int K, Rounding R>
 struct SpanOf;
 
+// Without groups, and so without scales.
+struct EachSpan {
+  static constexpr int kGroups = 1;
+  static constexpr bool kScaled = false;
+  struct Codes {};
+  static SCRUPLE_HD void open(Planes, i64, Codes&) {}
+  static SCRUPLE_HD Floats scale(Floats, Planes, i64) { return 0.0f; }
+};
+
 template <int K, Rounding R>
-struct SpanOf<Rounded<Bf16>, K, R> {
+struct SpanOf<Rounded<Bf16>, K, R> : EachSpan {
   using Raw = Halves16;
   static SCRUPLE_HD void prefetch(Planes p, i64 at) { prefetch_of(p.codes + 2 * at, 2 * kSpan); }
-  static SCRUPLE_HD Raw load(Planes p, i64 at) { return load_halves(p.codes + 2 * at); }
+  static SCRUPLE_HD Raw load(Planes p, i64 at, Codes) { return load_halves(p.codes + 2 * at); }
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) { return float_of(upper_halves(raw, part)); }
 };
 
 template <Rounding R>
-struct SpanOf<Split<Bf16>, 8, R> {
+struct SpanOf<Split<Bf16>, 8, R> : EachSpan {
   struct Raw {
     Halves16 visible;
     Bytes16 extra;
@@ -192,14 +213,14 @@ struct SpanOf<Split<Bf16>, 8, R> {
     prefetch_of(p.codes + 2 * at, 2 * kSpan);
     prefetch_of(p.aux + at, kSpan);
   }
-  static SCRUPLE_HD Raw load(Planes p, i64 at) {
+  static SCRUPLE_HD Raw load(Planes p, i64 at, Codes) {
     return {load_halves(p.codes + 2 * at), load_bytes(p.aux + at)};
   }
   // As join. A weight of zero whose extra bits point below it becomes a NaN here.
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
     return float_of(upper_halves_and_signed_bytes(raw.visible, raw.extra, part));
   }
-  static SCRUPLE_HD void encode(const float* in, Planes p, i64 at, Coins coins) {
+  static SCRUPLE_HD void encode(const float* in, Floats, Planes p, i64 at, Coins coins) {
     CoinLanes coin(coins);
     for (int i = 0; i < kSpan; i += kBlock) {
       Words visible[kParts], extra[kParts];
@@ -215,25 +236,29 @@ struct SpanOf<Split<Bf16>, 8, R> {
   }
 };
 
-// Formats of groups. Codes of fewer bits than a byte pass through bytes, a span at a time.
+// Formats of groups. Codes that do not fill bytes pass through bytes, or pairs of them, a span at a time.
 template <class C>
 struct GroupSpan {
   static constexpr int kGroups = kSpan / C::group, kBytes = kSpan / 8 * C::bits;
+  static constexpr bool kScaled = true;
+  static constexpr int kCodeBytes = C::bits <= 8 ? 1 : 2;
   struct Codes {
-    u8 of[C::bits == 8 ? 1 : kSpan];
+    ValueOf<C::bits> of[C::bits == 8 ? 1 : kSpan];
+    SCRUPLE_HD u8* bytes() { return reinterpret_cast<u8*>(of); }
+    SCRUPLE_HD const u8* bytes() const { return reinterpret_cast<const u8*>(of); }
   };
   static SCRUPLE_HD void prefetch(Planes p, i64 at) { prefetch_of(p.codes + at / 8 * C::bits, kBytes); }
   static SCRUPLE_HD void open(Planes p, i64 at, Codes& codes) {
     if constexpr (C::bits != 8) unpack<C::bits>(p.codes + at / 8 * C::bits, kSpan, codes.of);
   }
-  using Raw = typename ByteCodec<C>::Raw;
+  using Raw = typename BlockCodec<C>::Raw;
   static SCRUPLE_HD Raw load(Planes p, i64 at, const Codes& codes) {
     typename C::Scale scale;
     __builtin_memcpy(&scale, p.aux + at / C::group * static_cast<i64>(sizeof scale), sizeof scale);
-    return ByteCodec<C>::prepare(load_bytes(C::bits == 8 ? p.codes + at : codes.of + at % kSpan),
-                                 C::unit(scale));
+    const u8* from = C::bits == 8 ? p.codes + at : codes.bytes() + at % kSpan * kCodeBytes;
+    return BlockCodec<C>::prepare(load_codes<kCodeBytes>(from), C::unit(scale));
   }
-  static SCRUPLE_HD Floats decode(const Raw& raw, int part) { return ByteCodec<C>::decode(raw, part); }
+  static SCRUPLE_HD Floats decode(const Raw& raw, int part) { return BlockCodec<C>::decode(raw, part); }
 
   // The scales, which go where they belong, and the gains: a group in each lane.
   static SCRUPLE_HD Floats scale(Floats absmax, Planes p, i64 at) {
@@ -255,9 +280,10 @@ struct GroupSpan {
   static SCRUPLE_HD void encode(const float* in, Floats gain, Planes p, i64 at, Coins coins) {
     CoinLanes coin(coins);
     Codes codes;
-    u8* to = C::bits == 8 ? p.codes + at : codes.of;
-    for (int g = 0; g < kGroups; ++g, in += C::group, to += C::group)
-      for (int i = 0; i < C::group; i += kBlock) ByteCodec<C>::encode(in + i, gain.v[g], coin, to + i);
+    u8* to = C::bits == 8 ? p.codes + at : codes.bytes();
+    for (int g = 0; g < kGroups; ++g, in += C::group, to += C::group * kCodeBytes)
+      for (int i = 0; i < C::group; i += kBlock)
+        BlockCodec<C>::encode(in + i, gain.v[g], coin, to + i * kCodeBytes);
     if constexpr (C::bits != 8) pack<C::bits>(codes.of, kSpan, p.codes + at / 8 * C::bits);
   }
 };
@@ -270,6 +296,8 @@ template <class C>
 struct NonnegSpan : GroupSpan<C> {
   static constexpr u32 kMagnitude = 0xffffffffu;
 };
+template <int Bits, int K, Rounding R>
+struct SpanOf<GroupLinear<Bits>, K, R> : SignedSpan<GroupLinear<Bits>> {};
 template <int K, Rounding R>
 struct SpanOf<Companded8, K, R> : SignedSpan<Companded8> {};
 template <int K, Rounding R>
@@ -282,28 +310,27 @@ template <int Bits, int K, Rounding R>
 struct SpanOf<Log<Bits>, K, R> : NonnegSpan<Log<Bits>> {};
 
 // A slot that is not in use.
-struct NoSpan {
-  static constexpr int kGroups = 1;
+struct NoSpan : EachSpan {
   struct Raw {};
-  struct Codes {};
   static SCRUPLE_HD void prefetch(Planes, i64) {}
-  static SCRUPLE_HD void open(Planes, i64, Codes&) {}
-  static SCRUPLE_HD Raw load(Planes, i64, const Codes&) { return {}; }
+  static SCRUPLE_HD Raw load(Planes, i64, Codes) { return {}; }
   static SCRUPLE_HD Floats decode(Raw, int) { return 0.0f; }
-  static SCRUPLE_HD Floats scale(Floats, Planes, i64) { return 0.0f; }
   static SCRUPLE_HD void encode(const float*, Floats, Planes, i64, Coins) {}
 };
 
 template <class Rule, unsigned Active, class Weight, class Gradient, class Slot0, class Slot1>
 i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
   constexpr int kSlots = sizeof(Rule::slots) / sizeof(Slot);
-  constexpr int kRun = kSpan / (Slot0::kGroups > Slot1::kGroups ? Slot0::kGroups : Slot1::kGroups);
+  constexpr int kGroups[] = {Weight::kGroups, Slot0::kGroups, Slot1::kGroups};
+  constexpr int kMost = kGroups[0] > kGroups[1] ? kGroups[0] : kGroups[1];
+  constexpr int kRun = kSpan / (kMost > kGroups[2] ? kMost : kGroups[2]);
   const typename Rule::Step k = *static_cast<const typename Rule::Step*>(work.step);
   const IeeeMath math{work.spread};
   const Floats multiplier = work.multiplier;
   alignas(64) float w[kSpan], s0[kSpan], s1[kSpan];
   for (; first + kSpan <= last; first += kSpan) {
-    Words most0[Slot0::kGroups], most1[Slot1::kGroups];
+    Words most_w[Weight::kGroups], most0[Slot0::kGroups], most1[Slot1::kGroups];
+    for (Words& most : most_w) most = 0u;
     for (Words& most : most0) most = 0u;
     for (Words& most : most1) most = 0u;
     const i64 ahead = first + kAhead;
@@ -311,17 +338,21 @@ i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
     Weight::prefetch(work.weight.planes, ahead);
     Slot0::prefetch(work.slots[0].planes, ahead);
     Slot1::prefetch(work.slots[1].planes, ahead);
+    typename Gradient::Codes codes_g;
+    typename Weight::Codes codes_w;
     typename Slot0::Codes codes0;
     typename Slot1::Codes codes1;
+    Gradient::open(work.gradient.planes, first, codes_g);
+    Weight::open(work.weight.planes, first, codes_w);
     Slot0::open(work.slots[0].planes, first, codes0);
     Slot1::open(work.slots[1].planes, first, codes1);
     Floats sum = 0.0f;                             // a NaN among the weights makes it one
     for (int run = 0; run < kSpan; run += kRun) {  // of elements that share their groups
-      Words max0 = 0u, max1 = 0u;
+      Words max_w = 0u, max0 = 0u, max1 = 0u;
       for (int i = run; i < run + kRun; i += kBlock) {
         const i64 at = first + i;
-        const auto raw_g = Gradient::load(work.gradient.planes, at);
-        const auto raw_w = Weight::load(work.weight.planes, at);
+        const auto raw_g = Gradient::load(work.gradient.planes, at, codes_g);
+        const auto raw_w = Weight::load(work.weight.planes, at, codes_w);
         const auto raw0 = Slot0::load(work.slots[0].planes, at, codes0);
         const auto raw1 = Slot1::load(work.slots[1].planes, at, codes1);
         SCRUPLE_UNROLL
@@ -332,6 +363,7 @@ i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
           if constexpr (Active & 2) e.s[1] = Slot1::decode(raw1, j);
           e = Rule::template update<Active>(e, Gradient::decode(raw_g, j) * multiplier, k, math);
           sum = sum + e.w;
+          if constexpr (Weight::kScaled) max_w = larger(max_w, bits_of(e.w) & Weight::kMagnitude);
           store(e.w, w + i + j * kLanes);
           if constexpr (Active & 1) {
             max0 = larger(max0, bits_of(e.s[0]) & Slot0::kMagnitude);
@@ -343,16 +375,23 @@ i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
           }
         }
       }
+      Words& most_of_w = most_w[run * Weight::kGroups / kSpan];
       Words& most_of0 = most0[run * Slot0::kGroups / kSpan];
       Words& most_of1 = most1[run * Slot1::kGroups / kSpan];
+      most_of_w = larger(most_of_w, max_w);
       most_of0 = larger(most_of0, max0);
       most_of1 = larger(most_of1, max1);
     }
-    const Words absmax0 = largest_of_each(most0), absmax1 = largest_of_each(most1);
-    if (reaches(larger(larger(absmax0, absmax1), magnitude_bits(sum - sum)), 0x7f800000u)) return first;
+    Words absmax_w = 0u, absmax0 = 0u, absmax1 = 0u;
+    if constexpr (Weight::kScaled) absmax_w = largest_of_each(most_w);
+    if constexpr (Slot0::kScaled) absmax0 = largest_of_each(most0);
+    if constexpr (Slot1::kScaled) absmax1 = largest_of_each(most1);
+    if (reaches(larger(larger(absmax_w, larger(absmax0, absmax1)), magnitude_bits(sum - sum)), 0x7f800000u))
+      return first;
+    const auto gain_w = Weight::scale(float_of(absmax_w), work.weight.planes, first);
     const auto gain0 = Slot0::scale(float_of(absmax0), work.slots[0].planes, first);
     const auto gain1 = Slot1::scale(float_of(absmax1), work.slots[1].planes, first);
-    Weight::encode(w, work.weight.planes, first, work.weight.coins.from(first));
+    Weight::encode(w, gain_w, work.weight.planes, first, work.weight.coins.from(first));
     Slot0::encode(s0, gain0, work.slots[0].planes, first, work.slots[0].coins.from(first));
     Slot1::encode(s1, gain1, work.slots[1].planes, first, work.slots[1].coins.from(first));
   }

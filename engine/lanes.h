@@ -133,10 +133,19 @@ SCRUPLE_HD Words smaller(Words a, Words b) {
 SCRUPLE_HD Words smaller_signed(Words a, Words b) {
   return Words::Native(vreinterpretq_u32_s32(vminq_s32(int32x4_t(a.v), int32x4_t(b.v))));
 }
-// Of signed words.
-SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(vcvtq_f32_s32(int32x4_t(a.v))); }
-SCRUPLE_HD Words round_by(Floats x, Words coin) {
-  return Words::Native(vreinterpretq_u32_s32(vcvtmq_s32_f32(float32x4_t((x + coin_fraction(coin)).v))));
+SCRUPLE_HD Words larger_signed(Words a, Words b) {
+  return Words::Native(vreinterpretq_u32_s32(vmaxq_s32(int32x4_t(a.v), int32x4_t(b.v))));
+}
+// Of signed words, over 2^Bits, and to them.
+template <int Bits = 0>
+SCRUPLE_HD Floats number_of(Words a) {
+  if constexpr (Bits == 0)
+    return Floats::Native(vcvtq_f32_s32(int32x4_t(a.v)));
+  else
+    return Floats::Native(vcvtq_n_f32_s32(int32x4_t(a.v), Bits));
+}
+SCRUPLE_HD Words floor_of(Floats x) {
+  return Words::Native(vreinterpretq_u32_s32(vcvtmq_s32_f32(float32x4_t(x.v))));
 }
 // Whether a word is `least` or more.
 SCRUPLE_HD bool reaches(Words a, u32 least) { return vmaxvq_u32(uint32x4_t(a.v)) >= least; }
@@ -217,9 +226,15 @@ SCRUPLE_HD Words smaller(Words a, Words b) {
 SCRUPLE_HD Words smaller_signed(Words a, Words b) {
   return Words::Native(_mm512_min_epi32(__m512i(a.v), __m512i(b.v)));
 }
-SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(_mm512_cvtepi32_ps(__m512i(a.v))); }
-SCRUPLE_HD Words round_by(Floats x, Words coin) {
-  return Words::Native(_mm512_cvttps_epi32(_mm512_floor_ps(__m512((x + coin_fraction(coin)).v))));
+SCRUPLE_HD Words larger_signed(Words a, Words b) {
+  return Words::Native(_mm512_max_epi32(__m512i(a.v), __m512i(b.v)));
+}
+template <int Bits = 0>
+SCRUPLE_HD Floats number_of(Words a) {
+  return Floats::Native(_mm512_cvtepi32_ps(__m512i(a.v))) * (1.0f / static_cast<float>(1u << Bits));
+}
+SCRUPLE_HD Words floor_of(Floats x) {
+  return Words::Native(_mm512_cvttps_epi32(_mm512_floor_ps(__m512(x.v))));
 }
 SCRUPLE_HD bool reaches(Words a, u32 least) {
   return _mm512_cmpge_epu32_mask(__m512i(a.v), __m512i(Words(least).v)) != 0;
@@ -292,9 +307,15 @@ SCRUPLE_HD Words smaller(Words a, Words b) {
 SCRUPLE_HD Words smaller_signed(Words a, Words b) {
   return Words::Native(_mm256_min_epi32(__m256i(a.v), __m256i(b.v)));
 }
-SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(_mm256_cvtepi32_ps(__m256i(a.v))); }
-SCRUPLE_HD Words round_by(Floats x, Words coin) {
-  return Words::Native(_mm256_cvttps_epi32(_mm256_floor_ps(__m256((x + coin_fraction(coin)).v))));
+SCRUPLE_HD Words larger_signed(Words a, Words b) {
+  return Words::Native(_mm256_max_epi32(__m256i(a.v), __m256i(b.v)));
+}
+template <int Bits = 0>
+SCRUPLE_HD Floats number_of(Words a) {
+  return Floats::Native(_mm256_cvtepi32_ps(__m256i(a.v))) * (1.0f / static_cast<float>(1u << Bits));
+}
+SCRUPLE_HD Words floor_of(Floats x) {
+  return Words::Native(_mm256_cvttps_epi32(_mm256_floor_ps(__m256(x.v))));
 }
 SCRUPLE_HD bool reaches(Words a, u32 least) {
   return _mm256_movemask_ps(_mm256_castsi256_ps(__m256i((a >= least).v))) != 0;
@@ -354,6 +375,10 @@ SCRUPLE_HD void store_second_bytes(const Words (&x)[kParts], u8* to) {
 #endif
 
 SCRUPLE_HD Floats tame_root(Floats x) { return root(x); }
+SCRUPLE_HD Words round_by(Floats x, Words coin) { return floor_of(x + coin_fraction(coin)); }
+SCRUPLE_HD Words round_scaled(Floats x, Floats gain, Words coin) {
+  return floor_of(fma(x, gain, float_of((coin >> 9) + 0x3f800000u))) - 1u;
+}
 
 #endif
 

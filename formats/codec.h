@@ -182,6 +182,10 @@ SCRUPLE_HD F group_unit(F absmax, float top) {
 }
 // The reciprocal of a unit; zero for a group of zeros. Units are below 2^125 where `top` is 8 or more.
 SCRUPLE_HD float group_gain(float unit) { return unit > 0 ? tame_reciprocal(unit) : 0.0f; }
+template <class F>  // a vector computes both
+SCRUPLE_HD F group_gain(F unit) {
+  return select(unit > 0.0f, tame_reciprocal(unit), F(0.0f));
+}
 
 }  // namespace SCRUPLE_UNIT
 }  // namespace scruple

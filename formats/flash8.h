@@ -43,7 +43,7 @@ struct Flash8 {
   }
   template <class F, class U>
   static SCRUPLE_HD F decode_lanes(U code, F s) {
-    const F y = quotient(number_of(code) * 0x1p-24f, F(127.0f), F(1.0f / 127.0f));
+    const F y = quotient(number_of<24>(code), F(127.0f), F(1.0f / 127.0f));
     return tame_quotient(y, 2.0f - magnitude(y)) * s;
   }
   static constexpr bool scales_levels = true;  // decode(code, s) is decode(code, 1) * s

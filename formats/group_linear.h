@@ -20,13 +20,30 @@ struct GroupLinear {
   static constexpr Layout layout(int) { return {Bits, 32, group}; }
   static constexpr Bound bound(int) { return {0, 0.5 / top + 0x1p-22, 0x1p-126}; }
 
-  static SCRUPLE_HD Scale scale(float absmax) { return group_unit(absmax, top); }
-  static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
+  template <class F>
+  static SCRUPLE_HD F scale(F absmax) {
+    return group_unit(absmax, top);
+  }
+  template <class F>
+  static SCRUPLE_HD F gain(F, F unit) {
+    return group_gain(unit);
+  }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
     const i32 code = round_scaled(x, gain, coin);
     const i32 below = code < top ? code : top;  // absmax itself may land an ulp outside
     return static_cast<u32>(below > -top ? below : -top) & ((1u << Bits) - 1u);
+  }
+  // As encode and decode, for the vectors of engine/lanes.h: the code in the uppermost byte, or the lower bits of the
+  // upper half.
+  static constexpr int kAbove = Bits <= 8 ? 24 : 16;
+  template <class F, class U>
+  static SCRUPLE_HD U encode_lanes(F x, F gain, U coin) {
+    return larger_signed(smaller_signed(round_scaled(x, gain, coin), U(top)), U(0u - top)) << kAbove;
+  }
+  template <class F, class U>
+  static SCRUPLE_HD F decode_lanes(U code, F unit) {
+    return number_of<32 - Bits>(code << (32 - Bits - kAbove)) * unit;
   }
   static SCRUPLE_HD float number(u32 code) {
     return static_cast<float>(static_cast<i32>(code << (32 - Bits)) >> (32 - Bits));
