@@ -431,7 +431,7 @@ TEST_F(CudaParity, FiveStepsHereAndFiveThereAreTenOnEither) {
 }
 
 TEST_F(CudaParity, NonFiniteGradientsAndSubnormalData) {
-  const Shape shape{{1, 5, 63, 64, 65, 200, 1025, 3000}, {0, 1}};
+  const Shape shape{{1, 5, 63, 64, 65, 200, 1025, 3000, 4099}, {0, 1}};
   const int steps = steps_of(4);
   for (const Data data : {Data::kNonFinite, Data::kSubnormal}) {
     Gradients gradients(lab().device, shape.sizes, steps + 1, data);
@@ -719,6 +719,26 @@ TEST_F(CudaFormats, MixturesThatNoRecipeNames) {
     }
 }
 
+// Extra bits that point below a zero are of the weight that stood there before.
+TEST_F(CudaFormats, WeightsThatOthersMadeZero) {
+  const Shape shape{{4099, 300}, {0}};
+  const int steps = steps_of(4);
+  Gradients gradients(lab().device, shape.sizes, steps + 1);
+  for (const Case& c : all_cases()) {
+    if (c.array != SCRUPLE_WEIGHT || c.info.code_bits != 16) continue;
+    Config config = fp32_config("adamw with " + c.name());
+    put(config, c.array, c.format, c.rounding);
+    Pair pair(lab(), config, shape);
+    pair.walk(1, steps / 2, gradients);
+    for (Tensor& tensor : pair.tensors)
+      for (std::int64_t i = 0; i < tensor.row.size; i += 5)
+        std::memset(tensor.planes[SCRUPLE_WEIGHT][0].data() + 2 * i, 0, 2);
+    pair.twin->upload(pair.tensors);
+    pair.walk(steps / 2 + 1, steps, gradients);
+    ASSERT_EQ(pair.difference(), "") << config.name;
+  }
+}
+
 // Any format in any array of any rule, by lot.
 std::vector<Config> mixtures_by_lot() {
   std::vector<Config> mixtures;
@@ -764,10 +784,12 @@ std::vector<Config> mixtures_by_lot() {
 TEST_F(CudaFormats, MixturesByLot) {
   const Shape shape{some_lengths(), {0, 1, 6}};
   const int steps = steps_of(4);
-  Gradients gradients(lab().device, shape.sizes, steps + 1);
-  for (const Config& config : mixtures_by_lot()) {
-    expect_same(lab(), config, shape, gradients, steps);
-    if (HasFatalFailure()) return;
+  for (const Data data : {Data::kNormal, Data::kNonFinite}) {
+    Gradients gradients(lab().device, shape.sizes, steps + 1, data);
+    for (const Config& config : mixtures_by_lot()) {
+      expect_same(lab(), config, shape, gradients, steps, data);
+      if (HasFatalFailure()) return;
+    }
   }
 }
 TEST_F(CudaFewBlocks, MixturesInOneTable) { expect_same_in_one_table(lab(), mixtures_by_lot(), 9000); }
