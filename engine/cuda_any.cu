@@ -1,7 +1,7 @@
 // Any format with any optimizer on CUDA, both read from the table: the step for combinations that no recipe
-// names, and every array to and from fp32. As engine/cuda_step.cu, with codecs and rule behind branches that a
-// warp takes together: one kernel instead of a product.
-#include <utility>
+// names, and every array to and from fp32. As engine/cuda_step.cu, with codecs and rule behind branches that
+// a warp takes together: one kernel instead of a product.
+#include <type_traits>
 
 #include "engine/lane.cuh"
 
@@ -14,7 +14,7 @@ constexpr int N = kBlockTile / kBlock;
 // ---- Which code serves an array ----
 
 // Extra bits that fill bytes, or half of one, get code of their own; other widths share one that reads K from
-// the table.
+// the table. (Formats of groups do not read K.)
 constexpr int kAnyWidth = -1;
 constexpr int fixed_width(int k) { return k % 8 == 0 || k == 4 ? k : kAnyWidth; }
 
@@ -23,7 +23,8 @@ template <int Format, bool Nonneg>
 using CodecOf = std::conditional_t<Nonneg && !std::is_same_v<typename FormatRow<Format>::Nonneg, None>,
                                    typename FormatRow<Format>::Nonneg, typename FormatRow<Format>::Signed>;
 
-// Code is told apart by an address: how a format is loaded depends on its layout alone.
+// An address stands for code that loads, decodes or encodes. How a format is loaded depends on its layout
+// alone, and formats of one layout have one Raw.
 enum Act { kLoads, kDecodes, kEncodes };
 template <Act, class, int...>
 inline constexpr char kMark = 0;
@@ -31,18 +32,15 @@ template <Act act, class C, int K>
 constexpr const void* code_of() {
   constexpr Layout kLayout = C::layout(K);
   if constexpr (act == kLoads)
-    return &kMark<act, void, kLayout.code_bits, fixed_width(kLayout.aux_bits), kLayout.group>;
+    return &kMark<act, typename Lane<C, N>::Raw, kLayout.code_bits, fixed_width(kLayout.aux_bits),
+                  kLayout.group>;
   else
     return &kMark<act, C, fixed_width(K)>;
 }
 
-constexpr u32 role_bits(const char* letters) {
-  u32 bits = 0;
-  for (; *letters != 0; ++letters) bits |= 1u << (*letters - 'a');
-  return bits;
-}
-// How arrays are loaded, decoded or encoded: by a code, and by a rounding where that makes a difference. The table
-// has the numbers of an array's ways; kernels find the code by halving.
+// How arrays are loaded, decoded or encoded: by a code, and by a rounding where that makes a difference. The
+// table has the numbers of an array's ways; kernels find the code by halving.
+constexpr int kMostWays = 3 * kFormatCount;  // more would not compile
 struct Way {
   int number, rounding;
   int format;  // the first that it serves, and for which sign
@@ -50,11 +48,11 @@ struct Way {
   u32 roles;  // of all that it serves: a bit for each letter
 };
 struct Ways {
-  Way list[3 * kFormatCount]{};
+  Way list[kMostWays]{};
   int count = 0;
 };
 struct AllWays : Ways {
-  const void* codes[3 * kFormatCount]{};
+  const void* codes[kMostWays]{};
   u8 of[kFormatCount][2][kRoundings]{};
 
   constexpr int find(const void* code, int rounding) const {
@@ -73,7 +71,9 @@ struct AllWays : Ways {
         const int rounding = (kDistinct >> wanted & 1u) != 0 ? wanted : +kNearest;
         const int way = find(kCode, rounding);
         if (way == count) codes[count] = kCode, list[count++] = {way, rounding, Format, Nonneg, 0};
-        list[way].roles |= role_bits(FormatRow<Format>::roles);
+        // Gradients alone are read with dither.
+        const u32 roles = rounding == kDither ? role_bits("ga") : ~0u;
+        list[way].roles |= role_bits(FormatRow<Format>::roles) & roles;
         of[Format][Nonneg][wanted] = static_cast<u8>(way);
       }
     }
@@ -102,8 +102,8 @@ constexpr Ways some_ways() {
 template <Act act, char... Roles>
 constexpr Ways kWays = some_ways<act, Roles...>();
 
-// visit.template operator()<C, R, K>() for the codec, the rounding and the extra bits of a way. Those from Low to
-// High are left.
+// visit.template operator()<C, R, K>() for the codec, the rounding and the extra bits of a way. Those from
+// Low to High are left.
 template <int Low, int High, Act act, char... Roles>
 __device__ __forceinline__ void with_way(u32 number, const auto& visit) {
   if constexpr (High - Low == 1) {
@@ -126,7 +126,8 @@ __device__ __forceinline__ void with_way_of(const DeviceArray& a, const auto& vi
 
 // ---- Arrays ----
 
-// What load brings of an array whatever its format.
+// What load brings of an array whatever its format: a word for each value, and one more of weights, whose
+// extra bits may lie in N / 2 + 1 words.
 template <int Words>
 struct Bits {
   u32 w[Words];
@@ -189,8 +190,8 @@ __device__ __noinline__ void encode_anywhere(const DeviceArray& a, Place at, Coi
 
 // ---- The step ----
 
-// Updates in place the first n elements, and clears the others. True, where a weight is not finite or Math not
-// sure of its bits.
+// Updates in place the first n elements, and clears the others. True, where a weight is not finite or Math
+// not sure of its bits.
 template <class Rule, class Math, unsigned Active = 0>
 __device__ __forceinline__ bool update_rule(const DeviceRow& row, const Constants& constants,
                                             const float (&g)[N], int n, Elements<N>& e) {

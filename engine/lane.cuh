@@ -26,6 +26,7 @@ struct Place {
 // ---- Bytes ----
 // A thread's part of a plane: Bytes of them, in elements of a Unit. All are there and the plane is aligned:
 // they move up to 16 at a time. Otherwise by elements, or by bytes. Whole: it is known that they are.
+// What does not fill words: load_packed, below.
 
 template <int Bytes>
 struct Words {
@@ -131,50 +132,56 @@ __device__ void store(Bytes1 to, int valid, const Words<Bytes>& from) {
   for (int b = 0; b < valid; ++b) to.at[b] = static_cast<u8>(from.w[b / 4] >> (8 * (b % 4)));
 }
 
-// Bytes of which a thread's part need not fill words, though a warp's does: in whole tiles they move by words. A
-// thread reads those that its bytes lie in. What is read holds them as they lie, after `skipped` bytes of the first
-// word, until `placed` brings them to its beginning: moving them would wait for them.
+// Bytes of which a thread's part need not fill words, though a warp's does: whole tiles move the words that
+// they lie in. What is loaded holds them as they lie, after `skipped` bytes of the first word, until `placed`
+// brings them to the front: moving them would wait for them.
 template <int Bytes>
-using Packed = Words<(Bytes + 6) / 4 * 4>;
+struct Packed {
+  static constexpr int kWords = (Bytes + 6) / 4;  // 3 bytes may be skipped
+  u32 w[kWords];
+};
+// Of a word, before the bytes of this thread. A warp begins at a word: its first element is a multiple of 32
+// N, and planes are aligned.
 __device__ inline int skipped(int bytes) { return static_cast<int>(threadIdx.x) * bytes & 3; }
 
 template <int Bytes>
 __device__ Words<Bytes> placed(const Packed<Bytes>& packed, int bytes) {
   Words<Bytes> out;
-  constexpr int kLast = (Bytes + 6) / 4 - 1;
 #pragma unroll
   for (int j = 0; j < (Bytes + 3) / 4; ++j)
-    out.w[j] = __funnelshift_r(packed.w[j], j < kLast ? packed.w[j + 1] : 0u, 8 * skipped(bytes));
+    out.w[j] = __funnelshift_r(packed.w[j], j + 1 < Packed<Bytes>::kWords ? packed.w[j + 1] : 0u,
+                               8 * skipped(bytes));
   return out;
 }
 template <int Bytes, bool Whole>
 __device__ Packed<Bytes> load_packed(const auto& from, int bytes, int valid) {
   Packed<Bytes> to{};
+  const int skip = skipped(bytes);
   if constexpr (Whole) {
-    const int skip = skipped(bytes);
 #pragma unroll
-    for (int j = 0; j < (Bytes + 6) / 4; ++j)
+    for (int j = 0; j < Packed<Bytes>::kWords; ++j)
       if (4 * j < skip + bytes) to.w[j] = fetch<u32>(from - skip + 4 * j);
-  } else {
+  } else {  // as a whole tile would hold them: `placed` does not know which it was
     const auto words = scruple::load<Bytes, u8, false>(from, valid);
+    constexpr int kWords = (Bytes + 3) / 4;
 #pragma unroll
-    for (int j = 0; j < (Bytes + 6) / 4; ++j)
-      to.w[j] = __funnelshift_l(j > 0 ? words.w[j - 1] : 0u, j < (Bytes + 3) / 4 ? words.w[j] : 0u,
-                                8 * skipped(bytes));
+    for (int j = 0; j < Packed<Bytes>::kWords; ++j)
+      to.w[j] = __funnelshift_l(j > 0 ? words.w[j - 1] : 0u, j < kWords ? words.w[j] : 0u, 8 * skip);
   }
   return to;
 }
-// It writes the words that end among its bytes; the first may begin with bytes of the thread before.
+// Writes the words that end among the thread's bytes; the first may begin with bytes of the thread before.
 template <int Bytes, bool Whole>
 __device__ void store_packed(const auto& to, int bytes, int valid, const Words<Bytes>& from) {
   if constexpr (!Whole) {
     scruple::store<Bytes, u8, false>(to, valid, from);
-  } else if (bytes < 3) {  // of more than one thread before
+  } else if (bytes == 1) {  // here and below a word has bytes of more threads than two
     keep(to, static_cast<u8>(from.w[0]));
-    if (bytes == 2) keep(to + 1, static_cast<u8>(from.w[0] >> 8));
+  } else if (bytes == 2) {
+    keep(to, static_cast<u16>(from.w[0]));
   } else {
     constexpr int kWords = (Bytes + 3) / 4;
-    u32 end[2] = {};
+    u32 end[2] = {};  // the last 4 bytes lie in these
 #pragma unroll
     for (int j = 0; j < kWords; ++j) {
       if (bytes / 4 == j + 1) end[0] = from.w[j];
@@ -197,10 +204,10 @@ __device__ u32 get(const Words<Bytes>& words, int i) {
   if (shift + Bits > 32) value |= words.w[word + 1] << (32 - shift);
   return Bits == 32 ? value : value & ((1u << (Bits % 32)) - 1u);
 }
-// Writes value i: the Bits bits of `value` that begin at its bit `From`. put<16, 16> writes the upper half of a
-// float, which is its bf16 code. A word is filled from its first value to its last: of bytes and halves the first
-// waits in the word as it came, and the second call moves both to their places by one instruction, which also
-// drops the bits outside the window. Narrower values must have none.
+// Writes value i: the Bits bits of `value` that begin at its bit `From`. put<16, 16> writes the upper half of
+// a float, which is its bf16 code. A word is filled from its first value to its last: of bytes and halves the
+// first waits in the word as it came, and the second call moves both to their places by one instruction,
+// which also drops the bits outside the window. Narrower values must have none.
 template <int Bits, int From, int Bytes>
 __device__ void put(Words<Bytes>& words, int i, u32 value) {
   const int bit = i * Bits, word = bit / 32, shift = bit % 32;
@@ -301,10 +308,10 @@ struct Lane<Master<Half>, N> {
 
 template <class Half, int N>
 struct Lane<Split<Half>, N> {
-  static constexpr int kMost = 2 * N - 1;  // bytes of a width that does not fill them
+  static constexpr int kMost = 2 * N - 1;  // bytes of extra bits, of widths that fill neither 4 bits nor 8
   struct Raw {
-    Words<2 * N> visible;  // both as they lie in memory
-    Packed<kMost> extra;
+    Words<2 * N> visible;
+    Packed<kMost> extra;  // of the other widths: from its first byte on
   };
   template <bool Whole>
   static __device__ Raw load(const auto& a, int k, Place at) {
@@ -321,11 +328,13 @@ struct Lane<Split<Half>, N> {
     return raw;
   }
   static __device__ u32 extra_of(const Raw& raw, int k, int i) {
-    if (k == 16) return get<16>(raw.extra, i);
-    if (k == 8) return get<8>(raw.extra, i);
-    if (k == 4) return get<4>(raw.extra, i);
-    // Of other widths k bytes, four values in each half of them.
-    const auto extra = placed<kMost>(raw.extra, k);
+    Words<2 * N> filled;
+    __builtin_memcpy(&filled, &raw.extra, sizeof filled);
+    if (k == 16) return get<16>(filled, i);
+    if (k == 8) return get<8>(filled, i);
+    if (k == 4) return get<4>(filled, i);
+    // k bytes, four values in each half of them.
+    const auto extra = placed(raw.extra, k);
     const u64 low = extra.w[0] | static_cast<u64>(extra.w[1]) << 32;
     const u64 high = extra.w[2] | static_cast<u64>(extra.w[3]) << 32;
     const u64 four = i < 4 ? low : low >> 4 * k | high << (64 - 4 * k);
@@ -349,7 +358,8 @@ struct Lane<Split<Half>, N> {
     [[maybe_unused]] u64 fours[2] = {};  // four values each, of other widths
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      // Weights of whole tiles are finite: others take the careful path (run_carefully in engine/cuda_step.cu and cuda_any.cu).
+      // Weights of whole tiles are finite: others take the careful path (run_carefully in engine/cuda_step.cu
+      // and cuda_any.cu).
       const Halves h = split_in_place<R>(Half::template position<Whole>(in[i]), k, coins[i]);
       put<16, 16>(visible, i, h.visible);
       if (k == 8)
@@ -378,6 +388,12 @@ struct Lane<Split<Half>, N> {
 };
 
 // The group formats: N codes of a thread, G / N threads to a scale.
+template <int Bytes>
+struct GroupRaw {
+  static constexpr bool kFillsWords = Bytes % 4 == 0;
+  std::conditional_t<kFillsWords, Words<Bytes>, Packed<Bytes>> codes;
+  u32 scale;
+};
 template <class C, int N>
 struct Lane {
   static constexpr int G = C::group, kBits = C::bits, kBytes = kBits * N / 8;
@@ -386,16 +402,12 @@ struct Lane {
   using Scale = typename C::Scale;
   static constexpr int kScaleBytes = static_cast<int>(sizeof(Scale));
   using ScaleBits = std::conditional_t<kScaleBytes == 4, u32, u16>;
-  static constexpr bool kFillsWords = kBytes % 4 == 0;
-  struct Raw {
-    std::conditional_t<kFillsWords, Words<kBytes>, Packed<kBytes>> codes;
-    u32 scale;
-  };
+  using Raw = GroupRaw<kBytes>;
 
   template <bool Whole>
   static __device__ Raw load(const auto& a, int, Place at) {
     Raw raw;
-    if constexpr (kFillsWords)
+    if constexpr (Raw::kFillsWords)
       raw.codes = scruple::load<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n));
     else
       raw.codes = load_packed<kBytes, Whole>(a.codes + at.over(8) * kBits, kBytes, bytes_for<kBits>(at.n));
@@ -405,10 +417,10 @@ struct Lane {
     return raw;
   }
   static __device__ u32 code(const Raw& raw, int i) {
-    if constexpr (kFillsWords)
+    if constexpr (Raw::kFillsWords)
       return get<kBits>(raw.codes, i);
     else
-      return get<kBits>(placed<kBytes>(raw.codes, kBytes), i);
+      return get<kBits>(placed(raw.codes, kBytes), i);
   }
   static __device__ float unit(const Raw& raw) {
     return C::unit(__builtin_bit_cast(Scale, static_cast<ScaleBits>(raw.scale)));
@@ -443,7 +455,7 @@ struct Lane {
     }
     // A last byte that is shared with nothing: codes beyond the end are not written as whole bytes.
     if (!Whole && kBits % 8 != 0 && at.n < N) clear_from(codes, at.n);
-    if constexpr (kFillsWords)
+    if constexpr (Raw::kFillsWords)
       scruple::store<kBytes, u8, Whole>(a.codes + at.over(8) * kBits, bytes_for<kBits>(at.n), codes);
     else
       store_packed<kBytes, Whole>(a.codes + at.over(8) * kBits, kBytes, bytes_for<kBits>(at.n), codes);
@@ -516,11 +528,13 @@ struct FixedFormat {
   }
 };
 
-constexpr bool serves(const char* roles, char role) {
-  for (; *roles != 0; ++roles)
-    if (*roles == role) return true;
-  return false;
+// The letters of formats.def, a bit for each.
+constexpr u32 role_bits(const char* letters) {
+  u32 bits = 0;
+  for (; *letters != 0; ++letters) bits |= 1u << (*letters - 'a');
+  return bits;
 }
+constexpr bool serves(const char* roles, char role) { return (role_bits(roles) >> (role - 'a') & 1u) != 0; }
 
 // The roundings that a codec reads, or writes, in different ways. Group formats are written by their coins
 // alone, and only dither is read with them; a wide weight is read as a nearest one.
@@ -575,8 +589,8 @@ __device__ void read_gradient(const DeviceArray& a, Place at, Coins coins, float
 // ---- Optimizers over a thread's elements ----
 
 // Root and division without their branches for special cases, and what tells whether one of them was needed.
-// Right wherever `tame` says so: x at least 2^-101 (as corrected_root wants it), a zero or at least 2^-64, the
-// divisor at most 2^60. What leaves the range upwards comes out as NaN, which shows in the weight.
+// Right wherever `tame` says so: x at least 2^-101 (as corrected_root wants it), a zero or at least 2^-64,
+// the divisor at most 2^60. What leaves the range upwards comes out as NaN, which shows in the weight.
 struct FastMath {
   float spread = 1;
   u32 least_x = ~0u, least_a = ~0u, most_divisor = 0;

@@ -35,24 +35,25 @@ struct MuLaw {
   static SCRUPLE_HD F gain(F unit) {
     return select(unit > 0.0f, float_of(bits_of(tame_reciprocal(unit)) + 2u), F(0.0f));
   }
-  // 1 + t of a magnitude, and what rounds it: 16 bits of the coin, below the code's.
+  // The bits of 1 + t.
   template <class F>
-  static SCRUPLE_HD auto raised(F magnitude, F gain) {
+  static SCRUPLE_HD auto one_plus(F magnitude, F gain) {
     return bits_of(fma(magnitude, gain, 1.0f));
   }
+  // The coin's upper 16 bits, where they round a code.
   template <class U>
   static SCRUPLE_HD U below(U coin) {
     return coin >> 13 & 0x7fff8u;
   }
   // Where 1 + t stands, rounded by the coin: over the pattern of 1, the code from bit 19 on.
   static SCRUPLE_HD u32 place(float x, float gain, u32 coin) {
-    return raised(magnitude(x), gain) + below(coin);
+    return one_plus(magnitude(x), gain) + below(coin);
   }
   // place - one, the code in the uppermost byte. The coin's bits are none of -one's, so that one operation
   // masks and adds.
   template <class F, class U>
   static SCRUPLE_HD U upper_code(F magnitude, F gain, U coin) {
-    return (raised(magnitude, gain) + (below(coin) | (0u - one))) << 5;
+    return (one_plus(magnitude, gain) + (below(coin) | (0u - one))) << 5;
   }
   // The code in the upper 8 bits of 16.
   static SCRUPLE_HD u16 code(u32 place) {
