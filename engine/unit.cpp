@@ -362,9 +362,12 @@ constexpr void add_fused(FusedFn* fns) {
     using Gradient = SpanOf<typename G::Signed, G::k, kNearest>;
     using Slot0 = typename SlotSpan<Rule, Active, Recipe, 0>::type;
     using Slot1 = typename SlotSpan<Rule, Active, Recipe, 1>::type;
-    // flash8 beside a rule that divides by nothing: the tiles are as fast (bench/results).
-    constexpr bool kSlow = std::is_same_v<typename FormatRow<r.moment>::Signed, Flash8> &&
-                           (std::is_same_v<Rule, Sgd> || std::is_same_v<Rule, Sgdw>)&&Active == 1;
+    // Where the tiles are as fast (bench/results): flash8 beside a rule that divides by nothing, and scaled
+    // integers on AVX2.
+    using Moment = typename FormatRow<r.moment>::Signed;
+    constexpr bool kPlain = std::is_same_v<Rule, Sgd> || std::is_same_v<Rule, Sgdw>;
+    constexpr bool kSlow = (std::is_same_v<Moment, Flash8> && kPlain && Active == 1) ||
+                           (std::is_same_v<Moment, GroupLinear<8>> && kLanes == 8);
     if constexpr (IsWritten<Weight> && IsWritten<Gradient> && IsWritten<Slot0> && IsWritten<Slot1> && !kSlow)
       fns[Active] = fused_loop<Rule, Active, Weight, Gradient, Slot0, Slot1>;
   }
