@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <cfenv>
+#include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -338,22 +340,38 @@ std::vector<Config> plain_configs() {
   return list;
 }
 
-// Steps by a multiplier, along or against the gradient, over weights of which others have set some to zero.
+// What others have written: weights that are zero, and scales that no encoder leaves.
+void disturb(Tensor& tensor, int t) {
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    if (!tensor.used(a)) continue;
+    const scruple_array& array = tensor.row.arrays[a];
+    const scruple_format_info info = info_of(array.format);
+    if (a == SCRUPLE_WEIGHT && info.code_bits == 16)
+      for (std::int64_t i = 5 * t; i < tensor.row.size; i += 517) {
+        auto* code = static_cast<unsigned char*>(array.codes) + 2 * i;
+        code[0] = 0;
+        code[1] = i % 2 == 0 ? 0 : 0x80;
+      }
+    if (info.aux_is_scale == 0 || info.aux_bits != 32) continue;
+    constexpr float kScales[] = {1e-40f, INFINITY, NAN, 1e30f};
+    const std::int64_t groups = (tensor.row.size + info.group_size - 1) / info.group_size;
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const bool zeros = g / 4 % 5 == t;  // in every array, for a whole span
+      if (!zeros && g % 11 != 2 * a + t) continue;
+      const float scale = zeros ? 0.0f : kScales[g % 4];
+      std::memcpy(static_cast<unsigned char*>(array.aux) + 4 * g, &scale, 4);
+    }
+  }
+}
+
+// Steps by a multiplier, along or against the gradient, over what others have disturbed.
 Bytes rough_walk(scruple_engine* engine, Config config, const Shape& shape, Data data, float multiplier) {
   if (multiplier > 1) config.hypers.emplace_back("maximize", 1);
   Pack pack(engine, config, shape, data);
   pack.begin();
   for (int t = 1; t <= 3; ++t) {
     pack.take_gradients(t, pack.gradients_of(t));
-    const scruple_format_info weight = info_of(config.formats.arrays[SCRUPLE_WEIGHT].format);
-    if (weight.code_bits == 16)
-      for (const Tensor& tensor : pack.tensors) {
-        auto* codes = static_cast<unsigned char*>(tensor.row.arrays[SCRUPLE_WEIGHT].codes);
-        for (std::int64_t i = 5 * t; i < tensor.row.size; i += 517) {
-          codes[2 * i] = 0;
-          codes[2 * i + 1] = i % 2 == 0 ? 0 : 0x80;
-        }
-      }
+    for (Tensor& tensor : pack.tensors) disturb(tensor, t);
     scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
     options.multiplier = multiplier;
     const std::vector<scruple_tensor> table = pack.rows();
