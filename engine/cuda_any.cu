@@ -23,8 +23,8 @@ template <int Format, bool Nonneg>
 using CodecOf = std::conditional_t<Nonneg && !std::is_same_v<typename FormatRow<Format>::Nonneg, None>,
                                    typename FormatRow<Format>::Nonneg, typename FormatRow<Format>::Signed>;
 
-// An address stands for code that loads, decodes or encodes. How a format is loaded depends on its layout
-// alone, and formats of one layout have one Raw.
+// An address stands for code that loads, decodes or encodes. How a format is loaded depends on its layout alone,
+// and on the type that it is loaded into.
 enum Act { kLoads, kDecodes, kEncodes };
 template <Act, class, int...>
 inline constexpr char kMark = 0;

@@ -40,9 +40,11 @@ struct CoinLanes {
 };
 
 // 16 codes of one byte, or of two, to floats and back.
-template <int Bytes>
+template <class C>
+inline constexpr int kCodeBytes = C::bits <= 8 ? 1 : 2;
+template <class C>
 SCRUPLE_HD auto load_codes(const u8* from) {
-  if constexpr (Bytes == 1)
+  if constexpr (kCodeBytes<C> == 1)
     return load_bytes(from);
   else
     return load_halves(from);
@@ -52,7 +54,7 @@ SCRUPLE_HD Words upper_codes(const Halves16& codes, int part) { return upper_hal
 template <class C>
 struct BlockCodec {
   struct Raw {
-    decltype(load_codes < C::bits <= 8 ? 1 : 2 > (nullptr)) codes;
+    decltype(load_codes<C>(nullptr)) codes;
     Floats unit;
   };
   static SCRUPLE_HD Raw prepare(const auto& codes, float unit) { return {codes, unit}; }
@@ -64,7 +66,7 @@ struct BlockCodec {
     SCRUPLE_UNROLL
     for (int j = 0; j < kParts; ++j)
       code[j] = C::encode_lanes(load_floats(in + j * kLanes), Floats(gain), coin.next());
-    if constexpr (C::bits <= 8)
+    if constexpr (kCodeBytes<C> == 1)
       store_upper_bytes(code, to);
     else
       store_upper_halves(code, to);
@@ -241,7 +243,6 @@ template <class C>
 struct GroupSpan {
   static constexpr int kGroups = kSpan / C::group, kBytes = kSpan / 8 * C::bits;
   static constexpr bool kScaled = true;
-  static constexpr int kCodeBytes = C::bits <= 8 ? 1 : 2;
   struct Codes {
     ValueOf<C::bits> of[C::bits == 8 ? 1 : kSpan];
     SCRUPLE_HD u8* bytes() { return reinterpret_cast<u8*>(of); }
@@ -255,8 +256,8 @@ struct GroupSpan {
   static SCRUPLE_HD Raw load(Planes p, i64 at, const Codes& codes) {
     typename C::Scale scale;
     __builtin_memcpy(&scale, p.aux + at / C::group * static_cast<i64>(sizeof scale), sizeof scale);
-    const u8* from = C::bits == 8 ? p.codes + at : codes.bytes() + at % kSpan * kCodeBytes;
-    return BlockCodec<C>::prepare(load_codes<kCodeBytes>(from), C::unit(scale));
+    const u8* from = C::bits == 8 ? p.codes + at : codes.bytes() + at % kSpan * kCodeBytes<C>;
+    return BlockCodec<C>::prepare(load_codes<C>(from), C::unit(scale));
   }
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) { return BlockCodec<C>::decode(raw, part); }
 
@@ -281,9 +282,9 @@ struct GroupSpan {
     CoinLanes coin(coins);
     Codes codes;
     u8* to = C::bits == 8 ? p.codes + at : codes.bytes();
-    for (int g = 0; g < kGroups; ++g, in += C::group, to += C::group * kCodeBytes)
+    for (int g = 0; g < kGroups; ++g, in += C::group, to += C::group * kCodeBytes<C>)
       for (int i = 0; i < C::group; i += kBlock)
-        BlockCodec<C>::encode(in + i, gain.v[g], coin, to + i * kCodeBytes);
+        BlockCodec<C>::encode(in + i, gain.v[g], coin, to + i * kCodeBytes<C>);
     if constexpr (C::bits != 8) pack<C::bits>(codes.of, kSpan, p.codes + at / 8 * C::bits);
   }
 };

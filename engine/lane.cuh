@@ -308,10 +308,10 @@ struct Lane<Master<Half>, N> {
 
 template <class Half, int N>
 struct Lane<Split<Half>, N> {
-  static constexpr int kMost = 2 * N - 1;  // bytes of extra bits, of widths that fill neither 4 bits nor 8
+  static constexpr int kMost = 2 * N - 1;  // bytes of extra bits, of widths other than 4, 8 and 16
   struct Raw {
     Words<2 * N> visible;
-    Packed<kMost> extra;  // of the other widths: from its first byte on
+    Packed<kMost> extra;  // widths of 4, 8 and 16 lie from its first byte on
   };
   template <bool Whole>
   static __device__ Raw load(const auto& a, int k, Place at) {

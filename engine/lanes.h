@@ -136,7 +136,7 @@ SCRUPLE_HD Words smaller_signed(Words a, Words b) {
 SCRUPLE_HD Words larger_signed(Words a, Words b) {
   return Words::Native(vreinterpretq_u32_s32(vmaxq_s32(int32x4_t(a.v), int32x4_t(b.v))));
 }
-// Of signed words, over 2^Bits, and to them.
+// Signed words as floats, over 2^Bits; the floor of floats as signed words.
 template <int Bits = 0>
 SCRUPLE_HD Floats number_of(Words a) {
   if constexpr (Bits == 0)

@@ -34,8 +34,8 @@ struct GroupLinear {
     const i32 below = code < top ? code : top;  // absmax itself may land an ulp outside
     return static_cast<u32>(below > -top ? below : -top) & ((1u << Bits) - 1u);
   }
-  // As encode and decode, for the vectors of engine/lanes.h: the code in the uppermost byte, or the lower bits of the
-  // upper half.
+  // As encode and decode, for the vectors of engine/lanes.h: the code in the uppermost byte, or the lower bits
+  // of the upper half.
   static constexpr int kAbove = Bits <= 8 ? 24 : 16;
   template <class F, class U>
   static SCRUPLE_HD U encode_lanes(F x, F gain, U coin) {
