@@ -306,13 +306,17 @@ struct Lane<Master<Half>, N> {
   }
 };
 
+// Of bf16 and of fp16 the same: they are loaded by the same code.
+template <int N>
+struct SplitRaw {
+  static constexpr int kMost = 2 * N - 1;  // bytes of extra bits, of widths other than 4, 8 and 16
+  Words<2 * N> visible;
+  Packed<kMost> extra;  // widths of 4, 8 and 16 lie from its first byte on
+};
 template <class Half, int N>
 struct Lane<Split<Half>, N> {
-  static constexpr int kMost = 2 * N - 1;  // bytes of extra bits, of widths other than 4, 8 and 16
-  struct Raw {
-    Words<2 * N> visible;
-    Packed<kMost> extra;  // widths of 4, 8 and 16 lie from its first byte on
-  };
+  using Raw = SplitRaw<N>;
+  static constexpr int kMost = Raw::kMost;
   template <bool Whole>
   static __device__ Raw load(const auto& a, int k, Place at) {
     Raw raw{scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n), {}};
