@@ -136,14 +136,8 @@ SCRUPLE_HD Words smaller_signed(Words a, Words b) {
 SCRUPLE_HD Words larger_signed(Words a, Words b) {
   return Words::Native(vreinterpretq_u32_s32(vmaxq_s32(int32x4_t(a.v), int32x4_t(b.v))));
 }
-// Signed words as floats, over 2^Bits; the floor of floats as signed words.
-template <int Bits = 0>
-SCRUPLE_HD Floats number_of(Words a) {
-  if constexpr (Bits == 0)
-    return Floats::Native(vcvtq_f32_s32(int32x4_t(a.v)));
-  else
-    return Floats::Native(vcvtq_n_f32_s32(int32x4_t(a.v), Bits));
-}
+// Signed words as floats; the floor of floats as signed words.
+SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(vcvtq_f32_s32(int32x4_t(a.v))); }
 SCRUPLE_HD Words floor_of(Floats x) {
   return Words::Native(vreinterpretq_u32_s32(vcvtmq_s32_f32(float32x4_t(x.v))));
 }
@@ -229,10 +223,7 @@ SCRUPLE_HD Words smaller_signed(Words a, Words b) {
 SCRUPLE_HD Words larger_signed(Words a, Words b) {
   return Words::Native(_mm512_max_epi32(__m512i(a.v), __m512i(b.v)));
 }
-template <int Bits = 0>
-SCRUPLE_HD Floats number_of(Words a) {
-  return Floats::Native(_mm512_cvtepi32_ps(__m512i(a.v))) * (1.0f / static_cast<float>(1u << Bits));
-}
+SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(_mm512_cvtepi32_ps(__m512i(a.v))); }
 SCRUPLE_HD Words floor_of(Floats x) {
   return Words::Native(_mm512_cvttps_epi32(_mm512_floor_ps(__m512(x.v))));
 }
@@ -310,10 +301,7 @@ SCRUPLE_HD Words smaller_signed(Words a, Words b) {
 SCRUPLE_HD Words larger_signed(Words a, Words b) {
   return Words::Native(_mm256_max_epi32(__m256i(a.v), __m256i(b.v)));
 }
-template <int Bits = 0>
-SCRUPLE_HD Floats number_of(Words a) {
-  return Floats::Native(_mm256_cvtepi32_ps(__m256i(a.v))) * (1.0f / static_cast<float>(1u << Bits));
-}
+SCRUPLE_HD Floats number_of(Words a) { return Floats::Native(_mm256_cvtepi32_ps(__m256i(a.v))); }
 SCRUPLE_HD Words floor_of(Floats x) {
   return Words::Native(_mm256_cvttps_epi32(_mm256_floor_ps(__m256(x.v))));
 }
@@ -375,6 +363,15 @@ SCRUPLE_HD void store_second_bytes(const Words (&x)[kParts], u8* to) {
 #endif
 
 SCRUPLE_HD Floats tame_root(Floats x) { return root(x); }
+// Signed words as floats, over 2^Bits.
+template <int Bits>
+SCRUPLE_HD Floats number_of(Words a) {
+#if SCRUPLE_LANES == 4  // in one instruction
+  return Floats::Native(vcvtq_n_f32_s32(int32x4_t(a.v), Bits));
+#else
+  return number_of(a) * (1.0f / static_cast<float>(1u << Bits));
+#endif
+}
 SCRUPLE_HD Words round_by(Floats x, Words coin) { return floor_of(x + coin_fraction(coin)); }
 SCRUPLE_HD Words round_scaled(Floats x, Floats gain, Words coin) {
   return floor_of(fma(x, gain, float_of((coin >> 9) + 0x3f800000u))) - 1u;
