@@ -126,44 +126,35 @@ __device__ __forceinline__ void with_way_of(const DeviceArray& a, const auto& vi
 
 // ---- Arrays ----
 
-// What load brings of an array whatever its format: a word for each value, and one more of weights, whose
-// extra bits may lie in N / 2 + 1 words.
-template <int Words>
+// What load brings of an array whatever its format: a word for each value at most.
 struct Bits {
-  u32 w[Words];
+  u32 w[N];
 };
 template <class Raw>
-__device__ void pack(const Raw& raw, auto& bits) {
+__device__ void pack(const Raw& raw, Bits& bits) {
   static_assert(sizeof raw <= sizeof bits);
   __builtin_memcpy(&bits, &raw, sizeof raw);
 }
 template <class Raw>
-__device__ Raw unpacked(const auto& bits) {
+__device__ Raw unpacked(const Bits& bits) {
   Raw raw;
   __builtin_memcpy(&raw, &bits, sizeof raw);
   return raw;
 }
 
-// In whole tiles. What needs care comes out as NaN, which shows in the weight.
+// In whole tiles.
 template <char... Roles>
-__device__ __forceinline__ void load_any(const DeviceArray& a, Place at, auto& to) {
+__device__ __forceinline__ void load_any(const DeviceArray& a, Place at, Bits& to) {
   with_way_of<kLoads, Roles...>(a, [&]<class C, Rounding, int K>() {
     pack(Lane<C, N>::template load<true>(a, K == kAnyWidth ? a.k : K, at), to);
   });
 }
 template <char... Roles>
-__device__ __forceinline__ void decode_any(const DeviceArray& a, const auto& bits, const auto& coins,
+__device__ __forceinline__ void decode_any(const DeviceArray& a, const Bits& bits, const auto& coins,
                                            float (&x)[N]) {
   with_way_of<kDecodes, Roles...>(a, [&]<class C, Rounding R, int K>() {
-    using L = Lane<C, N>;
-    const auto raw = unpacked<typename L::Raw>(bits);
-    const int k = K == kAnyWidth ? a.k : K;
-    if constexpr (requires { L::template joined<R, false>(raw, k, 0); }) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = L::template joined<R, false>(raw, k, i);
-    } else {
-      decode_lane<C, R, N>(raw, k, R == kDither ? coins() : Coins{}, x);
-    }
+    decode_lane<C, R, true, N>(unpacked<typename Lane<C, N>::Raw>(bits), K == kAnyWidth ? a.k : K,
+                               R == kDither ? coins() : Coins{}, x);
   });
 }
 template <char... Roles>
@@ -178,7 +169,7 @@ __device__ __forceinline__ void encode_any(const DeviceArray& a, const float (&x
 __device__ __noinline__ void decode_anywhere(const DeviceArray& a, Place at, Coins coins, float (&x)[N]) {
   with_way_of<kDecodes, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
     const int k = K == kAnyWidth ? a.k : K;
-    decode_lane<C, R, N>(Lane<C, N>::template load<false>(Bytewise(a), k, at), k, coins, x);
+    decode_lane<C, R, false, N>(Lane<C, N>::template load<false>(Bytewise(a), k, at), k, coins, x);
   });
 }
 __device__ __noinline__ void encode_anywhere(const DeviceArray& a, Place at, Coins coins,
@@ -236,8 +227,7 @@ __device__ __forceinline__ bool run(const DeviceRow& row, const Constants& const
   const auto coins = [&](int array) { return row.coins[array].from(at.first); };
   const auto no_coins = [] { return Coins{}; };
   const bool has0 = (row.active & 1) != 0, has1 = (row.active & 2) != 0, has2 = (row.active & 4) != 0;
-  Bits<N + 1> w;
-  Bits<N> s0, s1, s2, from;
+  Bits w, s0, s1, s2, from;
   load_any<'w'>(weight, at, w);
   if (has0) load_any<'s', 'n', 'x'>(slot0, at, s0);
   if (has1) load_any<'s', 'n', 'x'>(slot1, at, s1);

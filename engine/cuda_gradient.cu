@@ -79,7 +79,7 @@ __device__ double segment_sum(const DeviceRow& row, i64 first) {
   double sums[N] = {};
   const auto add = [&](int r, const typename Lane<C, N>::Raw& raw) {
     float x[N];
-    decode_lane<C, R, N>(raw, 0, row.coins[SCRUPLE_GRADIENT].from(place(r).first), x);
+    decode_lane<C, R, Whole, N>(raw, 0, row.coins[SCRUPLE_GRADIENT].from(place(r).first), x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (!Whole && i >= place(r).n) continue;
@@ -173,11 +173,13 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   float sum[N];
   with_gradient(arriving, [&]<class G, Rounding Read>() {
     if (Read == kDither || (std::is_same_v<G, Fp32> && N != kWideFoldLane)) return;  // never comes
-    const auto x = Lane<G, N>::template load<Whole>(arriving, 0, at);
+    auto x = Lane<G, N>::template load<Whole>(arriving, 0, at);
+    if constexpr (Whole) place(x, 0);
 #pragma unroll
     for (int i = 0; i < N; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
     if (row.folds > 0)
-      with_rounding<true, C>(total, [&]<class, Rounding R>() { decode_lane<C, R, N>(held, 0, before, sum); });
+      with_rounding<true, C>(total,
+                             [&]<class, Rounding R>() { decode_lane<C, R, Whole, N>(held, 0, before, sum); });
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float arrived = Lane<G, N>::template value<Read>(x, 0, Coins{}, i);

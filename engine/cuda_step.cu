@@ -62,13 +62,14 @@ struct StepTile {
   template <bool Whole, bool Careful, class Math>
   static __device__ bool run(const DeviceRow& row, const Constants& constants, Place at) {
     const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
-    const auto weight = Weight::template load<Whole>(a[SCRUPLE_WEIGHT], at);
-    const auto slot0 = load_array<S0, Whole>(a[SCRUPLE_SLOT], at);
-    const auto slot1 = load_array<S1, Whole>(a[SCRUPLE_SLOT + 1], at);
-    const auto slot2 = load_array<S2, Whole>(a[SCRUPLE_SLOT + 2], at);
+    auto weight = Weight::template load<Whole>(a[SCRUPLE_WEIGHT], at);
+    auto slot0 = load_array<S0, Whole>(a[SCRUPLE_SLOT], at);
+    auto slot1 = load_array<S1, Whole>(a[SCRUPLE_SLOT + 1], at);
+    auto slot2 = load_array<S2, Whole>(a[SCRUPLE_SLOT + 2], at);
     const auto coins = [&](int array) { return row.coins[array].from(at.first); };
     float g[N] = {};
     read_gradient<Whole, N>(a[SCRUPLE_GRADIENT], at, coins(SCRUPLE_GRADIENT), g);
+    if constexpr (Whole) place(weight, Weight::k), place(slot0, 0), place(slot1, 0), place(slot2, 0);
     const auto fetch = [&](int i, auto& before) {
       before.w = Weight::template value<Careful>(weight, i);
       if constexpr (Active & 1) before.s[0] = S0::template value<Careful>(slot0, i);

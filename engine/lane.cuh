@@ -133,42 +133,34 @@ __device__ void store(Bytes1 to, int valid, const Words<Bytes>& from) {
 }
 
 // Bytes of which a thread's part need not fill words, though a warp's does: whole tiles move the words that
-// they lie in. What is loaded holds them as they lie, after `skipped` bytes of the first word, until `placed`
-// brings them to the front: moving them would wait for them.
-template <int Bytes>
-struct Packed {
-  static constexpr int kWords = (Bytes + 6) / 4;  // 3 bytes may be skipped
-  u32 w[kWords];
-};
+// they lie in. What load_packed brings of a whole tile holds them as they lie, after `skipped` bytes of the
+// first word, until place_packed moves them to the front, which waits for them.
+
 // Of a word, before the bytes of this thread. A warp begins at a word: its first element is a multiple of 32
 // N, and planes are aligned.
 __device__ inline int skipped(int bytes) { return static_cast<int>(threadIdx.x) * bytes & 3; }
 
-template <int Bytes>
-__device__ Words<Bytes> placed(const Packed<Bytes>& packed, int bytes) {
-  Words<Bytes> out;
-#pragma unroll
-  for (int j = 0; j < (Bytes + 3) / 4; ++j)
-    out.w[j] = __funnelshift_r(packed.w[j], j + 1 < Packed<Bytes>::kWords ? packed.w[j + 1] : 0u,
-                               8 * skipped(bytes));
-  return out;
-}
 template <int Bytes, bool Whole>
-__device__ Packed<Bytes> load_packed(const auto& from, int bytes, int valid) {
-  Packed<Bytes> to{};
-  const int skip = skipped(bytes);
+__device__ Words<Bytes> load_packed(const auto& from, int bytes, int valid) {
   if constexpr (Whole) {
+    Words<Bytes> to{};
+    const int skip = skipped(bytes);
 #pragma unroll
-    for (int j = 0; j < Packed<Bytes>::kWords; ++j)
-      if (4 * j < skip + bytes) to.w[j] = fetch<u32>(from - skip + 4 * j);
-  } else {  // as a whole tile would hold them: `placed` does not know which it was
-    const auto words = scruple::load<Bytes, u8, false>(from, valid);
-    constexpr int kWords = (Bytes + 3) / 4;
-#pragma unroll
-    for (int j = 0; j < Packed<Bytes>::kWords; ++j)
-      to.w[j] = __funnelshift_l(j > 0 ? words.w[j - 1] : 0u, j < kWords ? words.w[j] : 0u, 8 * skip);
+    for (int b = 0; b < Bytes; b += 4)
+      if (b < skip + bytes) to.w[b / 4] = fetch<u32>(from - skip + b);
+    return to;
+  } else {
+    return scruple::load<Bytes, u8, false>(from, valid);
   }
-  return to;
+}
+// Bytes that lie in one word more end in the first word of the thread after it.
+template <int Bytes>
+__device__ void place_packed(Words<Bytes>& packed, int bytes) {
+  const u32 next = Bytes % 4 == 3 ? __shfl_down_sync(0xffffffffu, packed.w[0], 1) : 0u;
+#pragma unroll
+  for (int b = 0; b < Bytes; b += 4)
+    packed.w[b / 4] =
+        __funnelshift_r(packed.w[b / 4], b + 4 < Bytes ? packed.w[b / 4 + 1] : next, 8 * skipped(bytes));
 }
 // Writes the words that end among the thread's bytes; the first may begin with bytes of the thread before.
 template <int Bytes, bool Whole>
@@ -234,9 +226,12 @@ __device__ int bytes_for(int n) {
 }
 
 // ---- Codecs over a thread's elements ----
-// Raw is what load brings: all loads of a tile are on their way before the first is used. A step of fixed
-// formats decodes it value by value, where one is needed: 16 values of four arrays are more than there are
-// registers for.
+// Raw is what load brings: all loads of a tile are on their way before the first is used, and `place` follows
+// in whole tiles. A step of fixed formats decodes it value by value, where one is needed: 16 values of four
+// arrays are more than there are registers for.
+
+template <class Raw>
+__device__ void place(Raw&, int /*k*/) {}  // where nothing is packed
 
 template <class C, int N>
 struct Lane;
@@ -311,8 +306,12 @@ template <int N>
 struct SplitRaw {
   static constexpr int kMost = 2 * N - 1;  // bytes of extra bits, of widths other than 4, 8 and 16
   Words<2 * N> visible;
-  Packed<kMost> extra;  // widths of 4, 8 and 16 lie from its first byte on
+  Words<kMost> extra;
 };
+template <int N>
+__device__ void place(SplitRaw<N>& raw, int k) {
+  if (k != 16 && k != 8 && k != 4) place_packed(raw.extra, k);
+}
 template <class Half, int N>
 struct Lane<Split<Half>, N> {
   using Raw = SplitRaw<N>;
@@ -328,17 +327,15 @@ struct Lane<Split<Half>, N> {
     else if (k == 4)
       take(scruple::load<N / 2, u8, Whole>(a.aux + at.over(2), bytes_for<4>(at.n)));
     else if constexpr (N == 8)
-      raw.extra = load_packed<kMost, Whole>(a.aux + at.over(8) * k, k, (at.n * k + 7) / 8);
+      take(load_packed<kMost, Whole>(a.aux + at.over(8) * k, k, (at.n * k + 7) / 8));
     return raw;
   }
   static __device__ u32 extra_of(const Raw& raw, int k, int i) {
-    Words<2 * N> filled;
-    __builtin_memcpy(&filled, &raw.extra, sizeof filled);
-    if (k == 16) return get<16>(filled, i);
-    if (k == 8) return get<8>(filled, i);
-    if (k == 4) return get<4>(filled, i);
+    const auto& extra = raw.extra;
+    if (k == 16) return get<16>(extra, i);
+    if (k == 8) return get<8>(extra, i);
+    if (k == 4) return get<4>(extra, i);
     // k bytes, four values in each half of them.
-    const auto extra = placed(raw.extra, k);
     const u64 low = extra.w[0] | static_cast<u64>(extra.w[1]) << 32;
     const u64 high = extra.w[2] | static_cast<u64>(extra.w[3]) << 32;
     const u64 four = i < 4 ? low : low >> 4 * k | high << (64 - 4 * k);
@@ -395,9 +392,13 @@ struct Lane<Split<Half>, N> {
 template <int Bytes>
 struct GroupRaw {
   static constexpr bool kFillsWords = Bytes % 4 == 0;
-  std::conditional_t<kFillsWords, Words<Bytes>, Packed<Bytes>> codes;
+  Words<Bytes> codes;
   u32 scale;
 };
+template <int Bytes>
+__device__ void place(GroupRaw<Bytes>& raw, int) {
+  if constexpr (!GroupRaw<Bytes>::kFillsWords) place_packed(raw.codes, Bytes);
+}
 template <class C, int N>
 struct Lane {
   static constexpr int G = C::group, kBits = C::bits, kBytes = kBits * N / 8;
@@ -420,12 +421,7 @@ struct Lane {
     raw.scale = scale.w[0];
     return raw;
   }
-  static __device__ u32 code(const Raw& raw, int i) {
-    if constexpr (Raw::kFillsWords)
-      return get<kBits>(raw.codes, i);
-    else
-      return get<kBits>(placed(raw.codes, kBytes), i);
-  }
+  static __device__ u32 code(const Raw& raw, int i) { return get<kBits>(raw.codes, i); }
   static __device__ float unit(const Raw& raw) {
     return C::unit(__builtin_bit_cast(Scale, static_cast<ScaleBits>(raw.scale)));
   }
@@ -481,10 +477,18 @@ struct Lane {
   }
 };
 
-template <class C, Rounding R, int N>
-__device__ void decode_lane(const typename Lane<C, N>::Raw& raw, int k, Coins coins, float (&out)[N]) {
+// In whole tiles what needs care comes out as NaN, which shows in the weight.
+template <class C, Rounding R, bool Whole, int N>
+__device__ void decode_lane(typename Lane<C, N>::Raw raw, int k, Coins coins, float (&out)[N]) {
+  using L = Lane<C, N>;
+  if constexpr (Whole) place(raw, k);
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = Lane<C, N>::template value<R>(raw, k, coins, i);
+  for (int i = 0; i < N; ++i) {
+    if constexpr (Whole && requires { L::template joined<R, false>(raw, k, i); })
+      out[i] = L::template joined<R, false>(raw, k, i);
+    else
+      out[i] = L::template value<R>(raw, k, coins, i);
+  }
 }
 
 // ---- Arrays ----
@@ -508,6 +512,7 @@ template <class C, int K, Rounding R, int N>
 struct FixedFormat {
   // Extra bits of other widths are strings of 8 values.
   static_assert(N == 8 || K == 4 || C::layout(K).aux_bits % 8 == 0);
+  static constexpr int k = K;
   using Codec = C;
   using Raw = typename Lane<C, N>::Raw;
   template <bool Whole>
@@ -586,7 +591,7 @@ __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
 template <bool Whole, int N>
 __device__ void read_gradient(const DeviceArray& a, Place at, Coins coins, float (&out)[N]) {
   with_gradient(a, [&]<class C, Rounding R>() {
-    decode_lane<C, R, N>(Lane<C, N>::template load<Whole>(a, 0, at), 0, coins, out);
+    decode_lane<C, R, Whole, N>(Lane<C, N>::template load<Whole>(a, 0, at), 0, coins, out);
   });
 }
 

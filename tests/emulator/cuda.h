@@ -80,6 +80,11 @@ T __shfl_up_sync(unsigned, T value, unsigned by) {
   const unsigned lane = emulator::thread.x % 32;
   return emulator::exchange(value, lane < by ? lane : lane - by);
 }
+template <class T>
+T __shfl_down_sync(unsigned, T value, unsigned by) {
+  const unsigned lane = emulator::thread.x % 32;
+  return emulator::exchange(value, lane + by < 32 ? lane + by : lane);
+}
 inline unsigned __ballot_sync(unsigned, bool mine) {
   unsigned all = 0;
   emulator::exchanged[emulator::thread.x % 32] = mine;
