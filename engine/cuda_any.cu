@@ -18,6 +18,15 @@ constexpr int N = kBlockTile / kBlock;
 constexpr int kAnyWidth = -1;
 constexpr int fixed_width(int k) { return k % 8 == 0 || k == 4 ? k : kAnyWidth; }
 
+// Extra bits of an array that code for K serves.
+template <int K>
+__device__ int width_of(const DeviceArray& a) {
+  if constexpr (K != kAnyWidth) return K;
+  const int k = a.k;
+  __builtin_assume(k != 4 && k != 8 && k != 16);  // nvcc would ask for each value
+  return k;
+}
+
 // What serves a format's values of either sign, or those that have none.
 template <int Format, bool Nonneg>
 using CodecOf = std::conditional_t<Nonneg && !std::is_same_v<typename FormatRow<Format>::Nonneg, None>,
@@ -146,21 +155,21 @@ __device__ Raw unpacked(const Bits& bits) {
 template <char... Roles>
 __device__ __forceinline__ void load_any(const DeviceArray& a, Place at, Bits& to) {
   with_way_of<kLoads, Roles...>(a, [&]<class C, Rounding, int K>() {
-    pack(Lane<C, N>::template load<true>(a, K == kAnyWidth ? a.k : K, at), to);
+    pack(Lane<C, N>::template load<true>(a, width_of<K>(a), at), to);
   });
 }
 template <char... Roles>
 __device__ __forceinline__ void decode_any(const DeviceArray& a, const Bits& bits, const auto& coins,
                                            float (&x)[N]) {
   with_way_of<kDecodes, Roles...>(a, [&]<class C, Rounding R, int K>() {
-    decode_lane<C, R, true, N>(unpacked<typename Lane<C, N>::Raw>(bits), K == kAnyWidth ? a.k : K,
+    decode_lane<C, R, true, N>(unpacked<typename Lane<C, N>::Raw>(bits), width_of<K>(a),
                                R == kDither ? coins() : Coins{}, x);
   });
 }
 template <char... Roles>
 __device__ __forceinline__ void encode_any(const DeviceArray& a, const float (&x)[N], Place at, Coins coins) {
   with_way_of<kEncodes, Roles...>(a, [&]<class C, Rounding R, int K>() {
-    Lane<C, N>::template encode<R, true>(x, a, K == kAnyWidth ? a.k : K, at, coins);
+    Lane<C, N>::template encode<R, true>(x, a, width_of<K>(a), at, coins);
   });
 }
 
@@ -168,14 +177,14 @@ __device__ __forceinline__ void encode_any(const DeviceArray& a, const float (&x
 // arrays.
 __device__ __noinline__ void decode_anywhere(const DeviceArray& a, Place at, Coins coins, float (&x)[N]) {
   with_way_of<kDecodes, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
-    const int k = K == kAnyWidth ? a.k : K;
+    const int k = width_of<K>(a);
     decode_lane<C, R, false, N>(Lane<C, N>::template load<false>(Bytewise(a), k, at), k, coins, x);
   });
 }
 __device__ __noinline__ void encode_anywhere(const DeviceArray& a, Place at, Coins coins,
                                              const float (&x)[N]) {
   with_way_of<kEncodes, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
-    Lane<C, N>::template encode<R, false>(x, Bytewise(a), K == kAnyWidth ? a.k : K, at, coins);
+    Lane<C, N>::template encode<R, false>(x, Bytewise(a), width_of<K>(a), at, coins);
   });
 }
 

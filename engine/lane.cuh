@@ -153,7 +153,8 @@ __device__ Words<Bytes> load_packed(const auto& from, int bytes, int valid) {
     return scruple::load<Bytes, u8, false>(from, valid);
   }
 }
-// Bytes that lie in one word more end in the first word of the thread after it.
+// Where they end in one word more than there is room for, that is the first of the next thread. The last of a
+// warp has no such word: a warp's bytes fill words. All threads of it take part.
 template <int Bytes>
 __device__ void place_packed(Words<Bytes>& packed, int bytes) {
   const u32 next = Bytes % 4 == 3 ? __shfl_down_sync(0xffffffffu, packed.w[0], 1) : 0u;
@@ -173,12 +174,11 @@ __device__ void store_packed(const auto& to, int bytes, int valid, const Words<B
     keep(to, static_cast<u16>(from.w[0]));
   } else {
     constexpr int kWords = (Bytes + 3) / 4;
-    u32 end[2] = {};  // the last 4 bytes lie in these
+    // The last 4 bytes lie in these. (Asked for by equality, they would be looked up in local memory.)
+    u32 end[2] = {0, from.w[0]};
 #pragma unroll
-    for (int j = 0; j < kWords; ++j) {
-      if (bytes / 4 == j + 1) end[0] = from.w[j];
-      if (bytes / 4 == j) end[1] = from.w[j];
-    }
+    for (int j = 1; j < kWords; ++j)
+      if (bytes >= 4 * j) end[0] = from.w[j - 1], end[1] = from.w[j];
     const u32 before = __shfl_up_sync(0xffffffffu, __funnelshift_r(end[0], end[1], 8 * (bytes & 3)), 1);
     const int skip = skipped(bytes);
 #pragma unroll
@@ -304,7 +304,7 @@ struct Lane<Master<Half>, N> {
 // Of bf16 and of fp16 the same: they are loaded by the same code.
 template <int N>
 struct SplitRaw {
-  static constexpr int kMost = 2 * N - 1;  // bytes of extra bits, of widths other than 4, 8 and 16
+  static constexpr int kMost = 2 * N - 1;  // bytes of extra bits; 16 of them fill as many words
   Words<2 * N> visible;
   Words<kMost> extra;
 };
@@ -319,7 +319,10 @@ struct Lane<Split<Half>, N> {
   template <bool Whole>
   static __device__ Raw load(const auto& a, int k, Place at) {
     Raw raw{scruple::load<2 * N, u16, Whole>(a.codes + 2 * at.first, 2 * at.n), {}};
-    const auto take = [&](const auto& words) { __builtin_memcpy(&raw.extra, &words, sizeof words); };
+    const auto take = [&](const auto& words) {
+      static_assert(sizeof words <= sizeof raw.extra);
+      __builtin_memcpy(&raw.extra, &words, sizeof words);
+    };
     if (k == 16)
       take(scruple::load<2 * N, u16, Whole>(a.aux + 2 * at.first, 2 * at.n));
     else if (k == 8)
