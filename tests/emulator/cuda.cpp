@@ -3,7 +3,9 @@
 #include "tests/emulator/cuda.h"
 
 #include <setjmp.h>
+#include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 #include <map>
 
@@ -100,6 +102,8 @@ void launch(const void* kernel, dim3 grid, dim3 of_block, void** arguments) {
 }
 
 std::map<std::uintptr_t, std::size_t> memory;
+const std::size_t kPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 }  // namespace
 
@@ -144,15 +148,26 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
   return done();
 }
 
+// Aligned as CUDA's are. A page that cannot be read follows, so that whoever reads too far is stopped.
 cudaError_t cudaMalloc(void** at, std::size_t bytes) {
   if (bytes > std::size_t{16} << 30) return cudaErrorMemoryAllocation;
-  *at = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  const std::size_t size = emulator::whole_pages(bytes);
+  void* const first =
+      mmap(nullptr, size + emulator::kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (first == MAP_FAILED) return cudaErrorMemoryAllocation;
+  char* const end = static_cast<char*>(first) + size;
+  mprotect(end, emulator::kPage, PROT_NONE);
+  *at = end - (bytes + 255) / 256 * 256;
   emulator::memory[reinterpret_cast<std::uintptr_t>(*at)] = bytes;
   return done();
 }
 cudaError_t cudaFree(void* at) {
-  emulator::memory.erase(reinterpret_cast<std::uintptr_t>(at));
-  std::free(at);
+  const auto address = reinterpret_cast<std::uintptr_t>(at);
+  const auto found = emulator::memory.find(address);
+  if (found == emulator::memory.end()) return done();
+  munmap(static_cast<char*>(at) - address % emulator::kPage,
+         emulator::whole_pages(found->second) + emulator::kPage);
+  emulator::memory.erase(found);
   return done();
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* at) {
