@@ -16,6 +16,7 @@ REFERENCE = "torch fp32"
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 ERRORS = {"applied": "step off by", "relative": "moments' step off by", "far": "sqrt(v) off by 1.5 x"}
 MORE_IS_BETTER = ("BLEU", "test accuracy")
+PEAK = "#.3g"  # some models have less than a MiB
 DRAWN = (REFERENCE, "scruple", "scant", "flash", "scruple, compressed", "torch bf16")
 
 
@@ -132,7 +133,7 @@ def table(rows):
         whole = "" if None in parts else f"{sum(parts):.2f}: "
         put("bytes per parameter: weights + state + gradients", name, whole + detail)
         if "peak_gib" in times:
-            put("peak memory, GiB", name, f"{times['peak_gib']:.2f}")
+            put("peak memory, GiB", name, f"{times['peak_gib']:{PEAK}}")
         if times:
             inside = f" ({times['ms_optimizer']:.2f})" if "ms_optimizer" in times else ""
             put("ms per step (its optimizer)", name, f"{times['ms']:.2f}{inside}")
@@ -160,9 +161,9 @@ def summary(tasks):
         cells += [f"{mean(run['lead'] for run in exact)} ({len(exact)})", f"{gap('scruple', rows)} ({pairs})"]
         cells += [share("scruple", rows, key) for key in ("lead", "last")]
         cells += [" → ".join(f"{sum(runs[-1]['bytes'].values()):.2f}" for runs in (exact, ours))]
-        for name, digits in (("peak_gib", 2), ("ms", 2)):
+        for name, form in (("peak_gib", PEAK), ("ms", ".2f")):
             known = name in times and name in our_times
-            cells += [" → ".join(f"{kept[name]:.{digits}f}" for kept in (times, our_times)) if known else ""]
+            cells += [" → ".join(f"{kept[name]:{form}}" for kept in (times, our_times)) if known else ""]
         lines.append(cells)
     return markdown(head, lines, texts=2)
 
@@ -188,7 +189,7 @@ def memory(tasks):
         peaks = [times.get("peak_gib") for _, times in found]
         line = [task, *cells([each["state"] for each in kept[:2]], ".2f")]
         line += cells([each and sum(each.values()) for each in kept], ".2f")
-        lines.append(line + cells(peaks, ".3g"))
+        lines.append(line + cells(peaks, PEAK))
     return markdown(head, lines)
 
 
