@@ -972,7 +972,8 @@ TEST_F(CudaMemory, AllocatedTensorsBeginAsOnTheCpu) {
   }
 }
 
-// Each plane ends where its memory ends: who reads beyond is stopped by compute-sanitizer, and by the emulator.
+// Each plane ends where its memory ends: who reads beyond is stopped by compute-sanitizer, and, but for scales, which do
+// not fill 256 bytes, by the emulator.
 TEST_F(CudaMemory, WholeTilesReadNothingBeyondTheirPlanes) {
   constexpr std::int64_t kTile = 2048;
   const Optimizer adamw;

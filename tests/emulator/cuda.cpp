@@ -148,7 +148,7 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
   return done();
 }
 
-// Aligned as CUDA's are. A page that cannot be read follows, so that whoever reads too far is stopped.
+// Aligned as CUDA's are. After the last 256 bytes follows a page that cannot be read, and stops who does.
 cudaError_t cudaMalloc(void** at, std::size_t bytes) {
   if (bytes > std::size_t{16} << 30) return cudaErrorMemoryAllocation;
   const std::size_t size = emulator::whole_pages(bytes);
@@ -156,7 +156,7 @@ cudaError_t cudaMalloc(void** at, std::size_t bytes) {
       mmap(nullptr, size + emulator::kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (first == MAP_FAILED) return cudaErrorMemoryAllocation;
   char* const end = static_cast<char*>(first) + size;
-  mprotect(end, emulator::kPage, PROT_NONE);
+  if (mprotect(end, emulator::kPage, PROT_NONE) != 0) std::abort();
   *at = end - (bytes + 255) / 256 * 256;
   emulator::memory[reinterpret_cast<std::uintptr_t>(*at)] = bytes;
   return done();
@@ -164,7 +164,7 @@ cudaError_t cudaMalloc(void** at, std::size_t bytes) {
 cudaError_t cudaFree(void* at) {
   const auto address = reinterpret_cast<std::uintptr_t>(at);
   const auto found = emulator::memory.find(address);
-  if (found == emulator::memory.end()) return done();
+  if (found == emulator::memory.end()) return at == nullptr ? done() : cudaErrorInvalidValue;
   munmap(static_cast<char*>(at) - address % emulator::kPage,
          emulator::whole_pages(found->second) + emulator::kPage);
   emulator::memory.erase(found);

@@ -64,7 +64,7 @@ void check_aligned(const T* at) {
 }  // namespace emulator
 
 #define __builtin_fmaf emulator::fused
-#define __builtin_assume(condition)
+#define __builtin_assume(condition) ((condition) ? void() : std::abort())
 #define threadIdx emulator::thread
 #define blockIdx emulator::block
 #define blockDim emulator::threads
