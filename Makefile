@@ -55,7 +55,7 @@ test-gpu: ## on a machine with a GPU: build for it and run the tests, the GPU's 
 	@SCRUPLE_TEST_ENGINE=cuda SCRUPLE_TEST_DEVICE=cuda SCRUPLE_COMPILERS=g++ \
 	  ctest --test-dir $(BUILD)/gpu --output-on-failure -j$(JOBS) -E '$(CPU_ONLY)'
 
-# The page is made of the whole runs; without DATA a task draws its own. SMALL=1: some minutes on 2 cores, kept in build/.
+# The page is made of the whole runs; without DATA a task draws its own. SMALL=1: one or two minutes on 2 cores, kept in build/.
 evidence: ## re-make a table of evidence/: make evidence TASK=recommendation [DATA=DIR] [SMALL=1]
 	@$(if $(TASK),,echo "Which TASK? $$(sed -n 's/^TASKS = //p' evidence/run.py); such as make evidence TASK=recommendation SMALL=1"; exit 2)
 	@scripts/packages.sh build

@@ -131,6 +131,8 @@ def main():
     device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu" and (asked.small or asked.jobs > 1):
         torch.set_num_threads(1)  # there is too little work for two
+    if device.type == "cpu":
+        torch.backends.mkldnn.set_flags(False)  # its 16-bit products took 6 to 50 times as long on an ARM core
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     tasks = importlib.import_module(asked.task).tasks(asked.data, asked.small, device)
     all_ = [run for task in tasks if re.search(asked.only, task.name) for run in runs_of(task, asked, device)]

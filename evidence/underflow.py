@@ -187,8 +187,6 @@ MOMENTS = (
 def tasks(data, small, device):
     if data:
         raise SystemExit("underflow draws its own words: leave --data out")
-    if device.type == "cpu":
-        torch.backends.mkldnn.set_flags(False)  # its products of fp16 took 0.5 s each on an ARM core, others' 0.01 s
     words, hidden, count = (256, 32, 1 << 15) if small else (2048, 256, 1 << 18)
     parts = [part.to(device) for part in draw(words, hidden, count)]
     cut = count - (1 << 13)
