@@ -9,6 +9,7 @@
 
 #include "capi/guard.h"
 #include "engine/registry.h"
+#include "optim/renamed.h"
 
 namespace {
 
@@ -179,7 +180,7 @@ io::Manifest manifest_of(const scruple_checkpoint_contents& from) {
   for (const scruple_checkpoint_group& given : listed(from.groups, from.group_count, "groups")) {
     io::Group group = {text_of(given.optimizer, "a group's optimizer"), given.seed, {}};
     for (const auto& [name, value] : listed(given.hypers, given.hyper_count, "hyperparameters"))
-      group.hyperparameters[text_of(name, "a hyperparameter's name")] = value;
+      group.hyperparameters[std::string(current_name(text_of(name, "a hyperparameter's name")))] = value;
     manifest.groups.push_back(std::move(group));
   }
   if (const scruple_checkpoint_scale& scale = from.loss_scale; scale.scale != 0) {

@@ -165,7 +165,9 @@ Optimizer Choice::make_optimizer() const {
     const std::size_t equals = text.find('=');
     if (equals == std::string::npos) throw UsageError("--set is '" + text + "'; it must be name=value");
     const std::string name = text.substr(0, equals);
-    check_name("hyperparameter of " + optimizer, name, known_hypers);
+    double before = 0;  // the library also knows names that were
+    if (scruple_optimizer_get(made.raw(), name.c_str(), &before) != SCRUPLE_OK)
+      check_name("hyperparameter of " + optimizer, name, known_hypers);
     made.set(name.c_str(), parse_number(text.substr(equals + 1), name));
   }
   return made;

@@ -5,10 +5,12 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <string_view>
 
 #include "engine/failure.h"
 #include "engine/unit.h"
 #include "optim/all.h"
+#include "optim/renamed.h"
 
 namespace scruple {
 namespace {
@@ -98,12 +100,13 @@ struct OptimizerOf final : scruple_optimizer {
   void with_field(auto& hyper, auto& maximize_flag, const char* wanted, auto&& use) const {
     bool found = false;
     if (wanted != nullptr) {
+      const std::string_view now = current_name(wanted);
       Rule::visit(hyper, [&](const char* name, auto& value, Range range, const char*) {
-        if (std::strcmp(name, wanted) != 0) return;
+        if (name != now) return;
         found = true;
         use(value, range);
       });
-      if (!found && std::strcmp(kMaximize, wanted) == 0) {
+      if (!found && kMaximize == now) {
         found = true;
         use(maximize_flag, Range::flag);
       }

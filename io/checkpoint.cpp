@@ -11,6 +11,7 @@
 
 #include "io/crc32.h"
 #include "io/json.h"
+#include "optim/renamed.h"
 
 namespace scruple::io {
 namespace {
@@ -347,10 +348,10 @@ class ManifestReader {
                    {{"optimizer", [&] { group.optimizer = json_.string("optimizer"); }},
                     {"seed", [&] { group.seed = json_.unsigned_integer("seed", ~std::uint64_t{0}); }},
                     {"hyperparameters", [&] {
-                       json_.members("hyperparameters", [&](std::string name) {
+                       json_.members("hyperparameters", [&](const std::string& name) {
                          limit("hyperparameters", group.hyperparameters.size());
                          const double value = json_.number("a hyperparameter");
-                         const auto [at, fresh] = group.hyperparameters.emplace(std::move(name), value);
+                         const auto [at, fresh] = group.hyperparameters.emplace(current_name(name), value);
                          if (!fresh) json_.refuse("hyperparameter ", shown(at->first), " stands twice");
                        });
                      }}});

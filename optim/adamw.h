@@ -11,11 +11,11 @@ struct AdamW {
   static constexpr const char* doc = "Adam, decoupled decay (torch.optim.AdamW)";
   static constexpr auto& slots = AdamMoments::slots;
   struct Hyper {
-    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2, amsgrad = 0, max_lr = 0;
+    double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 1e-2, amsgrad = 0, decay_lr = 0;
   };
   static void visit(auto& h, auto&& f) {
     AdamMoments::visit_common(h, f, kDocDecoupled);
-    f("max_lr", h.max_lr, Range::nonneg, kDocMaxLr);
+    f("decay_lr", h.decay_lr, Range::nonneg, kDocDecayLr);
   }
   static unsigned active(const Hyper& h) { return h.amsgrad != 0 ? 7 : 3; }
   static constexpr unsigned exact(unsigned active) { return AdamMoments::exact(active); }
@@ -25,7 +25,7 @@ struct AdamW {
     float keep;
   };
   static SCRUPLE_HD Step prepare(const Hyper& h, i64 t) {
-    return {AdamMoments::prepare(h, t), static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
+    return {AdamMoments::prepare(h, t), static_cast<float>(decay_keep(h.lr, h.weight_decay, h.decay_lr))};
   }
   static constexpr Accumulation accumulation = Accumulation::adama;
   static SCRUPLE_HD Step continued(const Step& k) { return {k.moments.continued(), k.keep}; }

@@ -11,14 +11,14 @@ struct Lion {
   static constexpr const char* doc = "sign of an interpolated momentum, decoupled decay";
   static constexpr Slot slots[] = {{"exp_avg", Sign::any}};
   struct Hyper {
-    double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0, max_lr = 0;
+    double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0, decay_lr = 0;
   };
   static void visit(auto& h, auto&& f) {
     f("lr", h.lr, Range::nonneg, kDocLr);
     f("beta1", h.beta1, Range::fraction, "share of the momentum in the direction");
     f("beta2", h.beta2, Range::fraction, "decay of the momentum");
     f("weight_decay", h.weight_decay, Range::nonneg, kDocDecoupled);
-    f("max_lr", h.max_lr, Range::nonneg, kDocMaxLr);
+    f("decay_lr", h.decay_lr, Range::nonneg, kDocDecayLr);
   }
   static unsigned active(const Hyper&) { return 1; }
   static const char* problem(const Hyper&) { return nullptr; }
@@ -28,7 +28,7 @@ struct Lion {
   static SCRUPLE_HD Step prepare(const Hyper& h, i64) {
     return {static_cast<float>(h.beta1), static_cast<float>(1 - h.beta1),
             static_cast<float>(h.beta2), static_cast<float>(1 - h.beta2),
-            static_cast<float>(h.lr),    static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
+            static_cast<float>(h.lr),    static_cast<float>(decay_keep(h.lr, h.weight_decay, h.decay_lr))};
   }
   // sign(0) is 0, and the sign of a NaN is NaN: a bad gradient stays visible.
   template <unsigned Active, class F>

@@ -80,11 +80,11 @@ SCRUPLE_HD double power(double base, i64 t) {
   return result;
 }
 
-// What decoupled decay leaves of a weight. Tied to the rate as in torch (1 - lr decay), or, where max_lr is
-// given, independent of the peak rate (1 - decay lr / max_lr; Loshchilov and Hutter, 1711.05101, algorithm
+// What decoupled decay leaves of a weight. Tied to the rate as in torch (1 - lr decay), or, where decay_lr is
+// given, independent of the peak rate (1 - decay lr / decay_lr; Loshchilov and Hutter, 1711.05101, algorithm
 // 2).
-SCRUPLE_HD double decay_keep(double lr, double weight_decay, double max_lr) {
-  return 1 - weight_decay * (max_lr > 0 ? lr / max_lr : lr);
+SCRUPLE_HD double decay_keep(double lr, double weight_decay, double decay_lr) {
+  return 1 - weight_decay * (decay_lr > 0 ? lr / decay_lr : lr);
 }
 
 }  // namespace SCRUPLE_UNIT
@@ -93,7 +93,7 @@ inline constexpr const char* kDocLr = "learning rate";
 inline constexpr const char* kDocEps = "added to the denominator";
 inline constexpr const char* kDocDecoupled = "decoupled weight decay";
 inline constexpr const char* kDocCoupled = "weight decay added to the gradient (L2)";
-inline constexpr const char* kDocMaxLr =
-    "if above 0, decay is weight_decay * lr / max_lr instead of weight_decay * lr";
+inline constexpr const char* kDocDecayLr =
+    "if above 0, decay is weight_decay * lr / decay_lr instead of weight_decay * lr";
 
 }  // namespace scruple

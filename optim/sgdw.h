@@ -11,13 +11,13 @@ struct Sgdw {
   static constexpr const char* doc = "SGD with momentum, decoupled decay";
   static constexpr Slot slots[] = {{"momentum_buffer", Sign::any, true}};
   struct Hyper : Sgd::Hyper {
-    double max_lr = 0;
+    double decay_lr = 0;
   };
   static void visit(auto& h, auto&& f) {
     Sgd::visit(h, [&](const char* field, auto& value, Range range, const char* doc) {
       f(field, value, range, doc == kDocCoupled ? kDocDecoupled : doc);
     });
-    f("max_lr", h.max_lr, Range::nonneg, kDocMaxLr);
+    f("decay_lr", h.decay_lr, Range::nonneg, kDocDecayLr);
   }
   static unsigned active(const Hyper& h) { return Sgd::active(h); }
   static const char* problem(const Hyper& h) { return Sgd::problem(h); }
@@ -27,7 +27,7 @@ struct Sgdw {
   };
   static SCRUPLE_HD Step prepare(const Hyper& h, i64 t) {
     return {Momentum::prepare(h.momentum, h.dampening, h.nesterov, t), static_cast<float>(h.lr),
-            static_cast<float>(decay_keep(h.lr, h.weight_decay, h.max_lr))};
+            static_cast<float>(decay_keep(h.lr, h.weight_decay, h.decay_lr))};
   }
   static constexpr Accumulation accumulation = Accumulation::momentum;
   static SCRUPLE_HD Step continued(const Step& k) { return {k.momentum.continued(), k.lr, k.keep}; }

@@ -181,6 +181,19 @@ TEST_F(Checkpoints, AreByteForByteThoseOfTheOtherDoor) {
     }
 }
 
+// In 0.1.0 decay_lr was max_lr: who still says so writes what everyone reads.
+TEST_F(Checkpoints, TakeAHyperparametersOldName) {
+  io::Manifest manifest = sample();
+  manifest.groups[0].hyperparameters = {{"max_lr", 0.5}};
+  save(path("c"), manifest);
+  const Reader checkpoint = open(path("c"));
+  const scruple_checkpoint_group& group = scruple_checkpoint_manifest(checkpoint.get())->groups[0];
+  ASSERT_EQ(group.hyper_count, 1);
+  EXPECT_STREQ(group.hypers[0].name, "decay_lr");
+  EXPECT_EQ(group.hypers[0].value, 0.5);
+  EXPECT_EQ(content("c/manifest.json").find("max_lr"), std::string::npos);
+}
+
 TEST_F(Checkpoints, SayWhatIsInThem) {
   const io::Manifest manifest = sample();
   save(path("run/checkpoints/step-00000012"), manifest, 2);

@@ -422,6 +422,8 @@ std::vector<Hostile> hostile_manifests() {
        "more than 1024"},
       {"too many hyperparameters", with("\"lr\":0.1", many_keys), "more than 1024"},
       {"a hyperparameter twice", with("\"lr\":0.1", "\"lr\":0.1,\"lr\":0.1"), "\"lr\" stands twice"},
+      {"a hyperparameter by both its names", with("\"lr\":0.1", "\"max_lr\":0.1,\"decay_lr\":0.1"),
+       "\"decay_lr\" stands twice"},
       {"a hyperparameter is NaN", with("\"lr\":0.1", "\"lr\":NaN"), "must be a number"},
       {"a hyperparameter is too large", with("\"lr\":0.1", "\"lr\":1e400"), "no double"},
       {"a seed of 2^64", with("\"seed\":1", "\"seed\":18446744073709551616"), "whole number"},
@@ -644,6 +646,13 @@ TEST_F(Versions, TheFirstLoads) {
   put(kVersion1Manifest, "v1/manifest.json");
   put(from_hex(kVersion1File), "v1/model.safetensors");
   expect_sample(path("v1"), version1());
+}
+
+// In 0.1.0 decay_lr was max_lr.
+TEST_F(Versions, AHyperparametersOldNameIsRead) {
+  const Manifest manifest = parse_manifest(with("\"lr\":0.1", "\"lr\":0.1,\"max_lr\":0.5"), "x");
+  EXPECT_EQ(manifest.groups[0].hyperparameters,
+            (std::map<std::string, double>{{"decay_lr", 0.5}, {"lr", 0.1}}));
 }
 
 // While version 1 is the one that is written, it is written like this to the byte.

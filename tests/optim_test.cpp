@@ -269,16 +269,16 @@ TEST(Optim, MaximizeIsDescentOnNegatedGradients) {
   }
 }
 
-TEST(Optim, DecoupledDecayFollowsLrOrLrOverMaxLr) {
+TEST(Optim, DecoupledDecayFollowsLrOrLrOverDecayLr) {
   const Engine engine;
   for (const Rule& rule : all_rules()) {
-    if (!rule.has("max_lr")) continue;
+    if (!rule.has("decay_lr")) continue;
     Hypers tied = non_zero(rule), same = tied, off = tied;
-    tied["max_lr"] = off["max_lr"] = 0;
+    tied["decay_lr"] = off["decay_lr"] = 0;
     tied["lr"] = same["lr"] = off["lr"] = 0x1p-7;
     tied["weight_decay"] = 0.5;
     same["weight_decay"] = 0.25;  // 0.25 lr / 0.5 = 0.5 lr: the same decay
-    same["max_lr"] = 0.5;
+    same["decay_lr"] = 0.5;
     off["weight_decay"] = 0;
     Trial a(engine, rule, tied), b(engine, rule, same), c(engine, rule, off);
     for (int t = 1; t <= 20; ++t) {
@@ -288,6 +288,21 @@ TEST(Optim, DecoupledDecayFollowsLrOrLrOverMaxLr) {
     }
     EXPECT_EQ(a.tensor.bytes(SCRUPLE_WEIGHT), b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
     EXPECT_NE(a.tensor.bytes(SCRUPLE_WEIGHT), c.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
+  }
+}
+
+TEST(Optim, AHyperparameterIsFoundByItsOldName) {
+  for (const Rule& rule : all_rules()) {
+    scruple_optimizer* optimizer = nullptr;
+    CHECK_OK(scruple_optimizer_create(rule.info.name, &optimizer));
+    const bool has = rule.has("decay_lr");
+    EXPECT_EQ(scruple_optimizer_set(optimizer, "max_lr", 0.25), has ? SCRUPLE_OK : SCRUPLE_INVALID);
+    for (const char* name : {"max_lr", "decay_lr"}) {
+      double value = 0;
+      EXPECT_EQ(scruple_optimizer_get(optimizer, name, &value), has ? SCRUPLE_OK : SCRUPLE_INVALID);
+      EXPECT_EQ(value, has ? 0.25 : 0) << rule.info.name << " " << name;
+    }
+    scruple_optimizer_destroy(optimizer);
   }
 }
 
@@ -316,9 +331,8 @@ TEST(Optim, HyperparametersSharedByTwoTensorsOrOwnedByEachGiveTheSameBits) {
 }
 
 TEST(Optim, DefaultsAreTorchs) {
-  // torch.optim's documented defaults; Lion's from its authors' code; SGDW's are SGD's; max_lr is ours and
-  // off.
   const std::map<std::string, Hypers> documented = {
+      // torch.optim's documented defaults; Lion's from its authors' code; SGDW's are SGD's; decay_lr is ours and off.
       {"sgd",
        {{"lr", 1e-3},
         {"momentum", 0},
@@ -332,7 +346,7 @@ TEST(Optim, DefaultsAreTorchs) {
         {"dampening", 0},
         {"weight_decay", 0},
         {"nesterov", 0},
-        {"max_lr", 0},
+        {"decay_lr", 0},
         {"maximize", 0}}},
       {"adam",
        {{"lr", 1e-3},
@@ -349,10 +363,15 @@ TEST(Optim, DefaultsAreTorchs) {
         {"eps", 1e-8},
         {"weight_decay", 1e-2},
         {"amsgrad", 0},
-        {"max_lr", 0},
+        {"decay_lr", 0},
         {"maximize", 0}}},
       {"lion",
-       {{"lr", 1e-4}, {"beta1", 0.9}, {"beta2", 0.99}, {"weight_decay", 0}, {"max_lr", 0}, {"maximize", 0}}},
+       {{"lr", 1e-4},
+        {"beta1", 0.9},
+        {"beta2", 0.99},
+        {"weight_decay", 0},
+        {"decay_lr", 0},
+        {"maximize", 0}}},
       {"adagrad",
        {{"lr", 1e-2},
         {"lr_decay", 0},

@@ -55,7 +55,7 @@ inline double along_momentum(Element& e, double g, const Hypers& h) {
 // Decoupled decay: w <- w - lr decay w (torch), or, with a peak rate given, w <- w - (lr / peak) decay w: the
 // schedule multiplier eta of Loshchilov and Hutter, 1711.05101, without the rate alpha.
 inline double decayed(double w, const Hypers& h) {
-  const double peak = h.at("max_lr");
+  const double peak = h.at("decay_lr");
   return w - (peak > 0 ? h.at("lr") / peak : h.at("lr")) * h.at("weight_decay") * w;
 }
 

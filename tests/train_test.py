@@ -473,6 +473,23 @@ class Train(Case):
             file.write("more")
         self.fails(1, "its length or checksum differs", "train", "--resume", self.path("run"), "--steps", "5")
 
+    def test_an_older_runs_name_of_a_hyperparameter(self):
+        """decay_lr was called max_lr: in the groups, and in --set."""
+        self.trained("--save-every", "3", "--set", "max_lr=0.5", "--set", "weight_decay=0.05")
+        path = self.path("run/checkpoints/step-00000003/manifest.json")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        self.assertIn('"decay_lr":0.5', text)
+        self.assertIn("max_lr=0.5", text)
+        saved = f'"crc32":"{json.loads(text)["crc32"]}"'
+        zeroed = text.replace('"decay_lr":', '"max_lr":').replace(saved, '"crc32":"00000000"', 1)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(zeroed.replace('"crc32":"00000000"', f'"crc32":"{zlib.crc32(zeroed.encode()):08x}"', 1))
+        resumed = run("train", "--resume", self.path("run"), "--steps", "4")
+        self.assertEqual(resumed.returncode, 0, resumed.stderr)
+        with open(self.path("run/checkpoints/step-00000004/manifest.json"), encoding="utf-8") as file:
+            self.assertEqual(json.load(file)["groups"][0]["hyperparameters"]["decay_lr"], 0.5)
+
     def test_standard_input(self):
         self.trained(out="file")
         with open(self.data, "rb") as file:

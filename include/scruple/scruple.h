@@ -200,7 +200,7 @@ SCRUPLE_API scruple_status scruple_optimizer_create(const char* rule, scruple_op
 SCRUPLE_API void scruple_optimizer_destroy(scruple_optimizer* optimizer);
 SCRUPLE_API int scruple_optimizer_rule(const scruple_optimizer* optimizer); /* its index in the registry */
 /* Hyperparameters by name. A value out of range is refused at once; values that contradict each other, at the
- * step. */
+ * step. max_lr, the name of decay_lr in 0.1.0, is still taken. */
 SCRUPLE_API scruple_status scruple_optimizer_set(scruple_optimizer* optimizer, const char* name,
                                                  double value);
 SCRUPLE_API scruple_status scruple_optimizer_get(const scruple_optimizer* optimizer, const char* name,
