@@ -1,5 +1,5 @@
 // `scruple checkpoint`: looks into checkpoints, checks them, and makes others of them.
-#include "train/checkpoint.h"
+#include "io/checkpoint.h"
 
 #include <algorithm>
 #include <bit>
@@ -14,6 +14,7 @@
 #include "commands.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
+#include "train/rows.h"
 
 namespace scruple::cli {
 namespace {
@@ -250,7 +251,7 @@ void print_checkpoint(const Checkpoint& checkpoint) {
 }
 
 void inspect(const Options& options) {
-  const Checkpoint checkpoint(train::find_checkpoint(options.folder));
+  const Checkpoint checkpoint(io::find_checkpoint(options.folder));
   const io::Manifest& manifest = checkpoint.manifest();
   Decoder decoder(checkpoint);
   const std::vector<const TensorState*> shown = chosen(checkpoint, options.histograms);
@@ -343,7 +344,7 @@ void verify(const Options& options) {
   std::int64_t tensors = 0, bytes = 0;
   std::string folder = options.folder, advice;
   try {
-    folder = train::find_checkpoint(options.folder);
+    folder = io::find_checkpoint(options.folder);
     const Checkpoint checkpoint(folder);
     tensors = static_cast<std::int64_t>(checkpoint.manifest().tensors.size());
     bytes = static_cast<std::int64_t>(checkpoint.bytes());
@@ -435,7 +436,7 @@ io::Metadata with_recipe(io::Metadata notes, const std::string& recipe) {
 void convert(const Options& options) {
   check_new(options.out);
   check_recipe(options.recipe);
-  const Checkpoint checkpoint(train::find_checkpoint(options.folder));
+  const Checkpoint checkpoint(io::find_checkpoint(options.folder));
   Decoder decoder(checkpoint);
   io::Manifest manifest = checkpoint.manifest();
   manifest.recipe = options.recipe;
@@ -513,7 +514,7 @@ class WeightReader {
 
 void export_weights(const Options& options) {
   check_new(options.out);
-  const Checkpoint checkpoint(train::find_checkpoint(options.folder));
+  const Checkpoint checkpoint(io::find_checkpoint(options.folder));
   WeightReader weights(checkpoint, options.to);
   const std::vector<TensorState>& tensors = checkpoint.manifest().tensors;
   std::vector<io::TensorInfo> infos;
@@ -538,7 +539,7 @@ void export_weights(const Options& options) {
 
 void reshard(const Options& options) {
   check_new(options.out);
-  const Checkpoint checkpoint(train::find_checkpoint(options.folder));
+  const Checkpoint checkpoint(io::find_checkpoint(options.folder));
   std::vector<std::byte> memory;
   io::write_checkpoint(options.out, checkpoint.manifest(), options.shards,
                        [&](std::size_t t, std::size_t a, std::size_t p) -> std::span<const std::byte> {
@@ -709,8 +710,7 @@ void print_difference(const Difference& difference) {
 }
 
 void diff(const Options& options) {
-  const Checkpoint first(train::find_checkpoint(options.folder)),
-      second(train::find_checkpoint(options.other));
+  const Checkpoint first(io::find_checkpoint(options.folder)), second(io::find_checkpoint(options.other));
   const Difference difference(first, second);
   if (options.json)
     std::cout << ordered_json{{"first", first.folder()},

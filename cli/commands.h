@@ -24,11 +24,11 @@ CLI::Validator one_of(const std::vector<std::string>& known);
 void add_list(CLI::App& program);
 void add_plan(CLI::App& program);
 void add_bench(CLI::App& program);
+void add_checkpoint(CLI::App& program);
 // Built with the trainer alone.
 void add_compare(CLI::App& program);
 void add_train(CLI::App& program);
 void add_sample(CLI::App& program);
 void add_tokenize(CLI::App& program);
-void add_checkpoint(CLI::App& program);
 
 }  // namespace scruple::cli

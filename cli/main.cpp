@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
+#include <iterator>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -21,8 +22,13 @@ constexpr int kSignal = 128;
 constexpr const char* kHelp =
     "Scruple trains networks in 5 to 7 bytes per parameter.\n"
     "This program tells what the library has, what a choice of formats costs and how fast it runs here, "
+#if defined(SCRUPLE_HAS_TRAIN)
     "compares\n"
     "recipes, trains small language models, and looks after their checkpoints.";
+#else
+    "and looks\n"
+    "after checkpoints. This build has no trainer: 'scruple train' says how to get it.";
+#endif
 
 constexpr const char* kFooter =
     "Examples:\n"
@@ -30,10 +36,12 @@ constexpr const char* kFooter =
     "  scruple plan --params 8.03e9 --optimizer adamw\n"
     "  scruple plan config.json --recipe scruple --gradients compressed\n"
     "  scruple bench --recipe scruple --params 64M\n"
+#if defined(SCRUPLE_HAS_TRAIN)
     "  scruple compare --recipes fp32,scruple\n"
     "  scruple train --data book.txt --out run1\n"
     "  scruple sample run1 --prompt \"Once upon a time\"\n"
     "  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin\n"
+#endif
     "  scruple checkpoint inspect run1\n"
     "\n"
     "'scruple help COMMAND' says more of each.\n"
@@ -45,6 +53,14 @@ int complain(const std::string& message, int code) {
 }
 
 using Words = std::vector<std::string>;
+
+#if !defined(SCRUPLE_HAS_TRAIN)
+constexpr const char* kOfTrainer[] = {"compare", "train", "sample", "tokenize"};
+
+constexpr const char* kNoTrainer =
+    "' needs the trainer, which this build leaves out. Where Debian's libopenblas-pthread-dev, libpcre2-dev "
+    "and libutf8proc-dev are installed, 'pip install .' and 'make build' in Scruple's source tree build it";
+#endif
 
 bool is_option(const std::string& word) { return word.starts_with("-"); }
 
@@ -81,6 +97,11 @@ CLI::App& find_command(CLI::App& program, const Words& words) {
     for (const CLI::App* command : below) names.push_back(command->get_name());
     const auto found = std::find(names.begin(), names.end(), word);
     if (found == names.end()) {
+#if !defined(SCRUPLE_HAS_TRAIN)
+      if (at == &program &&
+          std::find(std::begin(kOfTrainer), std::end(kOfTrainer), word) != std::end(kOfTrainer))
+        throw cli::UsageError("'scruple " + word + kNoTrainer);
+#endif
       const std::string meant = meant_elsewhere(word, below);
       throw cli::UsageError(
           "'" + word + "' is no command of " + full_name(*at) + "; there are: " + cli::joined(names) +
@@ -139,8 +160,8 @@ int run(int argc, char** argv) {
   cli::add_train(program);
   cli::add_sample(program);
   cli::add_tokenize(program);
-  cli::add_checkpoint(program);
 #endif
+  cli::add_checkpoint(program);
   Words words(argv + std::min(1, argc), argv + argc);
   if (!words.empty() && words.front() == "help") {
     words.erase(words.begin());

@@ -140,7 +140,7 @@ Found find_model(const Options& options) {
                              "; give the folder of a run, one of its checkpoints, or a Hugging Face folder");
   std::string path;
   try {
-    path = train::find_checkpoint(folder);
+    path = io::find_checkpoint(folder);
   } catch (const std::exception&) {
     throw std::runtime_error(folder +
                              " has neither config.json nor a complete checkpoint; give the folder of a run, "

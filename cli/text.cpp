@@ -184,7 +184,9 @@ std::int64_t parse_size(const std::string& text, const std::string& what) {
   const std::string_view rest = unit.substr(std::min<std::size_t>(1, unit.size()));
   const bool is_unit =
       !unit.empty() && power < 5 && (power == 0 ? rest.empty() : rest == "B" || rest == "iB");
-  const double bytes = std::round(value * std::pow(rest == "iB" ? 1024 : 1000, power));
+  double factor = 1;  // std::pow would ask for a later glibc than the library in a wheel does
+  for (std::size_t i = 0; is_unit && i < power; ++i) factor *= rest == "iB" ? 1024 : 1000;
+  const double bytes = std::round(value * factor);
   if (problem != std::errc() || !is_unit || !(bytes >= 1 && bytes <= static_cast<double>(kMaxCount)))
     throw UsageError(what + " is '" + text + "'; it must be a size such as 46GiB, 48GB or 500MiB");
   return static_cast<std::int64_t>(bytes);

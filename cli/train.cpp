@@ -269,7 +269,7 @@ Session resumed(const CLI::App& command, const Options& given) {
                      "', and there is no such folder; name the --out of a run, or one of its checkpoints");
   check_has_checkpoint(given.resume);
   Session session;
-  session.in_place = train::find_checkpoint(given.resume) != given.resume;
+  session.in_place = io::find_checkpoint(given.resume) != given.resume;
   if (session.in_place && command.count("--out") > 0)
     throw UsageError(
         "--resume writes into the run's own folder; leave --out out, or resume a checkpoint of it");
@@ -280,7 +280,7 @@ Session resumed(const CLI::App& command, const Options& given) {
                      " is a single checkpoint; name a new folder with --out, or resume its run");
   if (session.in_place) session.folder = std::make_unique<RunFolder>(given.resume);
   // Under the lock: another process may have saved one more.
-  session.from = std::make_unique<io::Checkpoint>(train::find_checkpoint(given.resume));
+  session.from = std::make_unique<io::Checkpoint>(io::find_checkpoint(given.resume));
   session.notes = session.from->manifest().trainer;
   if (const auto program = session.notes.find("program");
       program == session.notes.end() || program->second != train::kProgram)

@@ -47,6 +47,7 @@ import platform, sys, torch, scruple
 path = scruple._abi.library.path
 assert path.startswith(sys.prefix), path
 print('Python', platform.python_version() + ', torch', torch.__version__ + ':', scruple.version(), *scruple.engines())")
+    "$venv/bin/scruple" checkpoint --help >/dev/null  # the command line is in it, and starts
     for test in $tests; do
       if "$venv/bin/python" -W ignore "$source/tests/torch/test_$test.py" >"$venv.$test.log" 2>&1; then
         line="$line; $test $(grep -oE 'OK.*' "$venv.$test.log" | tail -1)"

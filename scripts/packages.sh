@@ -10,7 +10,7 @@ case "${1:-}" in
   format) wanted="clang-format" ;;
   tidy) wanted="$build libgtest-dev clang-tidy" ;;
   wheel)
-    wanted="g++ cmake make python3 python3-venv"
+    wanted="g++ cmake make python3 python3-venv libcli11-dev nlohmann-json3-dev"
     # An older libstdc++ serves more systems (scripts/wheel.sh).
     if apt-cache show g++-11 >/dev/null 2>&1; then wanted="$wanted g++-11"; fi ;;
   *) echo "usage: $0 build|test|format|tidy|wheel" >&2; exit 2 ;;

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel into dist/: the Python package with the library inside, tagged with the oldest glibc that it runs on.
+# Builds the wheel into dist/: the Python package with the library and the command line inside, tagged with the oldest
+# glibc that they run on.
 # Shows each file as it compiles, and ends with the wheel's name and size.
 # Usage: wheel.sh BUILD_FOLDER [CMake options]
 set -euo pipefail
@@ -23,9 +24,11 @@ fi
 
 rm -rf "$build/wheels" "$build/repaired"
 log=$build/wheel.log
+# Without the trainer: it needs OpenBLAS, PCRE2 and utf8proc, which are not on every machine.
 # make does where there is no ninja, which only pip's own environments are sure to have.
 CMAKE_ARGS="$* ${old[*]}" python -m pip --disable-pip-version-check wheel . --verbose --wheel-dir "$build/wheels" --no-deps \
-  --no-build-isolation --config-settings=build-dir="$build" --config-settings=ninja.make-fallback=true 2>&1 |
+  --no-build-isolation --config-settings=build-dir="$build" --config-settings=ninja.make-fallback=true \
+  --config-settings=cmake.define.SCRUPLE_TRAIN=OFF 2>&1 |
   tee "$log" | { grep --line-buffered -E '^ *\[ *[0-9]+(%|/[0-9]+)\] *[BL]|left out|rror:' || true; } || {
   tail -40 "$log"
   exit 1

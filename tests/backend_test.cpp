@@ -220,7 +220,7 @@ TEST_F(BackendFiles, EveryPlaneIsCopiedToACheckpointAndBackAndTheRunGoesOnToTheB
     save(first, "scruple", {}, path("run"), 0);
     EXPECT_EQ(arena.read_bytes, static_cast<std::int64_t>(planes_of(first).size()));
   }
-  const io::Checkpoint saved(find_checkpoint(path("run")));
+  const io::Checkpoint saved(io::find_checkpoint(path("run")));
   arena.written_bytes = 0;
   Trainer second(with_momentum(), ledger, &saved);
   EXPECT_EQ(arena.written_bytes, static_cast<std::int64_t>(planes_of(second).size()));
@@ -235,7 +235,7 @@ TEST_F(BackendFiles, MomentsOfAnotherFormatAreTakenUp) {
   Trainer first(with_momentum(), ledger);
   first.step(Windows(text, 8));
   save(first, "scruple", {}, path("run"), 0);
-  const io::Checkpoint saved(find_checkpoint(path("run")));
+  const io::Checkpoint saved(io::find_checkpoint(path("run")));
   Job job = with_momentum();
   job.describe = [describe = job.describe](const Optimizer& optimizer, std::int64_t size) {
     scruple_tensor row = describe(optimizer, size);

@@ -513,7 +513,7 @@ TEST_F(CudaTrainer, ARunGoesOnToTheBit) {
   for (int i = 0; i < 4; ++i) whole.step(text());
   save(whole, "scruple", {}, folder, 0);
   for (int i = 0; i < 4; ++i) losses.push_back(whole.step(text()).loss);
-  const io::Checkpoint checkpoint(find_checkpoint(folder));
+  const io::Checkpoint checkpoint(io::find_checkpoint(folder));
   Trainer second(job, ledger, &checkpoint);
   EXPECT_EQ(second.steps_taken(), 4);
   for (const double loss : losses) EXPECT_EQ(second.step(text()).loss, loss);

@@ -14,6 +14,12 @@ def version():
     return library.version().decode()
 
 
+def __getattr__(name):
+    if name == "__version__":  # asked for, not kept: importing this must not need the library
+        return version()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def save(opt, model, path, *, scaler=None, notes=None):
     """Saves model and optimizer as a checkpoint, the folder `path`: completely or not at all. One that is
     there already is replaced in one step. Call it between steps; with several processes, in one of them.
