@@ -129,7 +129,7 @@ class Training:
         if row.gradients != "stored":  # they are gone when backward ends: the step is taken inside
             path = self.opt._handle._path
             end = path.end
-            path.end = lambda: (self.count_gradients(), end())
+            path.end = lambda: (self.count_gradients(), end())[1]
 
     def precision(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else contextlib.nullcontext()

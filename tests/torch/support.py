@@ -33,6 +33,12 @@ STORAGE = [
 ]
 
 
+def stored(options, dtype):
+    """These options for parameters of another dtype than bf16."""
+    weights = {torch.float32: "fp32", torch.float16: options.get("weights", "").replace("bf16", "fp16")}
+    return {**options, "weights": weights[dtype]} if "weights" in options and dtype in weights else options
+
+
 def tensor(*shape, seed=0, scale=1.0, dtype=torch.float32):
     """Normal numbers that are the same on every device."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale

@@ -39,6 +39,7 @@ from support import (
     picture,
     same,
     st,
+    stored,
     take_steps,
     tensor,
 )
@@ -320,7 +321,7 @@ class Resume(Folder):
         ):
             model, opt = self.saved(str(i), mlp(dtype), **options)
             wide = mlp(seed=5)
-            other = st.AdamW(wide.parameters(), **options)
+            other = st.AdamW(wide.parameters(), **stored(options, torch.float32))
             scruple.load(other, wide, self.path(str(i)))
             self.assertSame(opt.master_state_dict(model), wide.state_dict(), f"{dtype} {options}")
 
@@ -330,6 +331,7 @@ class Resume(Folder):
         handle = st.release_gradients(model, opt, adagc=1.05)
         for step in range(2):
             loss_of(model, step).backward()
+            opt.step()
         scruple.save(opt, model, self.path("a"))
         handle.remove()
         twin = mlp(torch.bfloat16)

@@ -8,9 +8,15 @@ import unittest
 import warnings
 
 import torch
-from support import DEVICE, Case, give_gradients, parameter, parameters, picture, take_steps
+from support import DEVICE, Case, give_gradients, parameter, parameters, picture, stored, take_steps
 
+import scruple
 from scruple import torch as st
+
+
+class Package(Case):
+    def test_version(self):
+        self.assertEqual(scruple.__version__, scruple.version())
 
 
 class Weights(Case):
@@ -25,7 +31,7 @@ class Weights(Case):
             ):
                 with self.subTest(dtype=dtype, **options):
                     p = parameter(4096, dtype=dtype)
-                    opt = st.AdamW([p], lr=1e-2, **options)
+                    opt = st.AdamW([p], lr=1e-2, **stored(options, dtype))
                     mask = (torch.arange(4096, device=DEVICE) % 3 > 0).to(dtype)
                     for step in range(4):
                         take_steps(opt, [p], 1, first=step)

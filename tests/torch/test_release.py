@@ -13,7 +13,20 @@ from torch.utils.checkpoint import checkpoint
 
 from scruple.torch import release as release_module
 from scruple.torch import table
-from support import DEVICE, STORAGE, Case, cuda_only, loss_of, mlp, parameter, picture, same, st, tensor
+from support import (
+    DEVICE,
+    STORAGE,
+    Case,
+    cuda_only,
+    loss_of,
+    mlp,
+    parameter,
+    picture,
+    same,
+    st,
+    stored,
+    tensor,
+)
 
 ADAMW, SGD = (st.AdamW, dict(lr=1e-2)), (st.SGD, dict(lr=5e-2, momentum=0.9, weight_decay=0.01))
 # (label, options of release_gradients) that leave the bits of stored gradients.
@@ -75,6 +88,7 @@ class Same(Case):
         table = itertools.product(EXACT, STORAGE, (torch.bfloat16, torch.float32))
         for (policy, release), (label, options), dtype in table:
             with self.subTest(policy, storage=label, dtype=dtype):
+                options = stored(options, dtype)
                 plain = Run(dtype=dtype, lr=1e-2, **options).steps(0, 4)
                 run = Run(dtype=dtype, lr=1e-2, release=release, **options).steps(0, 4)
                 self.assertTrue(all(p.grad is None for p in run.model.parameters()))
@@ -140,6 +154,7 @@ class Same(Case):
             for half in range(2):
                 (loss_of(plain.model, 2 * step + half) / 2).backward()
                 loss_of(run.model, 2 * step + half).backward()
+            run.opt.step()
             plain.opt.step()
             plain.opt.zero_grad()
         for p, q in zip(plain.model.parameters(), run.model.parameters()):
@@ -272,6 +287,7 @@ class Same(Case):
             loss = loss_of(run.model, step)
             loss.backward(retain_graph=True)
             loss.backward()
+            run.opt.step()
             plain.opt.step()
             plain.opt.zero_grad()
         self.assertSame(plain.picture(), run.picture())
@@ -421,6 +437,7 @@ class Failures(Case):
             torch.manual_seed(0)
             run = Run(model=Net().to(DEVICE), lr=1e-2, release=dict(policy=policy))
             run.model(x).sum().backward()
+            run.opt.step()
             Failures.Broken.armed = fails
             try:
                 if fails:
@@ -436,6 +453,7 @@ class Failures(Case):
             run = made("released", fails)
             for _ in range(2):
                 run.model(x, tail=False).sum().backward()
+                run.opt.step()
             ends.append(run.picture())
         self.assertSame(*ends)
 
@@ -673,6 +691,7 @@ class Released(Case):
         for step in range(6):
             (loss_of(plain.model, step) / 2).backward()
             loss_of(run.model, step).backward()
+            run.opt.step()
             if step % 2:
                 plain.opt.step()
                 plain.opt.zero_grad()
@@ -747,6 +766,7 @@ class Released(Case):
         for step in range(5):
             loss_of(plain, step).mul(3.0 if step == 3 else 1.0).backward()
             loss_of(run.model, step).mul(3.0 if step == 3 else 1.0).backward()
+            run.opt.step()
             with torch.no_grad():
                 for p in plain.parameters():
                     norm = float(p.grad.double().norm())
@@ -954,6 +974,7 @@ class MicroBatches(Case):
                 run.handle.flush()
                 for batch in range(7):
                     loss_of(run.model, batch).backward()
+                    run.opt.step()
                 run.handle.flush()
                 run.handle.flush()
                 self.close(plain.model, run.model)
@@ -977,7 +998,7 @@ class MicroBatches(Case):
         for epoch in (range(0, 6), range(6, 8)):
             for batch in epoch:
                 loss_of(run.model, batch).backward()
-            run.opt.step()
+                run.opt.step()
         self.close(plain.model, run.model)
 
     def test_flush_of_nothing_and_of_moments(self):
@@ -1108,6 +1129,197 @@ class Inductor(Case):
         for p, q in zip(plain.model.parameters(), run.model.parameters()):
             self.assertLess(float((p - q).detach().abs().max()), 2.1e-2)
         self.assertEqual({int(s["step"]) for s in run.opt.state_dict()["state"].values()}, {1})
+
+
+class Passes(Case):
+    """A backward that is no training step moves no weight."""
+
+    WAYS = [("released", dict()), ("compressed", dict(policy="compressed", accumulator="fp32"))]
+
+    def test_a_generator_through_its_discriminator(self):
+        """A GAN's loop, as torch's: the gradients that G's pass leaves in D wait for opt_d.zero_grad()."""
+        for label, release in self.WAYS:
+            for by_module in (False, True):  # who calls zero_grad of the module alone has to pause
+                ends = []
+                for how in (None, release):
+                    g, d = mlp(inputs=4, outputs=12, seed=1), mlp(outputs=1, seed=2)
+                    opts = [st.AdamW(net.parameters(), lr=1e-2, recipe="fp32") for net in (g, d)]
+                    handles = []
+                    if how is not None:
+                        handles = [st.release_gradients(net, opt, **how) for net, opt in zip((g, d), opts)]
+                    for step in range(4):
+                        noise, real = tensor(8, 4, seed=step), tensor(8, 12, seed=20 + step)
+                        (d if by_module else opts[1]).zero_grad()
+                        (d(g(noise).detach()).sum() - d(real).sum()).backward()
+                        opts[1].step()
+                        (g if by_module else opts[0]).zero_grad()
+                        with handles[1].paused() if handles and by_module else contextlib.nullcontext():
+                            (-d(g(noise)).sum()).backward()
+                        opts[0].step()
+                    ends.append([picture(opt) for opt in opts])
+                self.assertSame(*ends, f"{label} {by_module}")
+
+    def probe(self, model):
+        x = tensor(2, 12, seed=3).requires_grad_()
+        model(x).sum().backward()
+        return x.grad
+
+    def test_a_probe(self):
+        for label, release in self.WAYS:
+            for order in ("zero, backward, step", "backward, step, zero", "backward, step"):
+                plain, run = Run(dtype=torch.float32, lr=1e-2), Run(dtype=torch.float32, lr=1e-2, release=release)
+                for each in (plain, run):
+                    for step in range(3):
+                        if order.startswith("zero"):
+                            each.opt.zero_grad()
+                        loss_of(each.model, step).backward()
+                        each.opt.step()
+                        if order.endswith("zero") or each is plain:
+                            each.opt.zero_grad()
+                        first = order.startswith("zero")  # then nothing has to be said
+                        with each.handle.paused() if each is run and not first else contextlib.nullcontext():
+                            before = [p.detach().clone() for p in each.model.parameters()]
+                            self.probe(each.model)
+                            self.assertTrue(all(p.grad is not None for p in each.model.parameters()))
+                        self.assertSame([p.detach() for p in each.model.parameters()], before)
+                        if not first:
+                            each.opt.zero_grad()
+                self.assertSame(plain.picture(), run.picture(), f"{label}: {order}")
+
+    def test_a_probe_that_nobody_announced(self):
+        """It has moved the weights before anyone could know; the next call says so."""
+        for label, release in self.WAYS:
+            with self.subTest(label):
+                run = Run(dtype=torch.float32, lr=1e-2, release=release).steps(0, 2)
+                self.probe(run.model)
+                with self.refused("second backward", "handle.paused()"):
+                    loss_of(run.model, 2).backward()
+                with self.refused("opt.zero_grad() before opt.step()", "handle.paused()"):
+                    run.opt.zero_grad()
+                run.opt.step()  # so it was a step
+                run.opt.zero_grad()
+                run.steps(3, 1)
+
+    def test_two_losses(self):
+        for label, release in self.WAYS:
+            with self.subTest(label):
+                run = Run(dtype=torch.float32, lr=1e-2, release=release)
+                loss_of(run.model, 0).backward()
+                loss_of(run.model, 1).backward()
+                with self.refused("second backward", "accumulate="):  # the first that tells what loop this is
+                    run.opt.step()
+                run.opt.step()
+                run.steps(1, 1)
+                loss_of(run.model, 2).backward()
+                with self.refused_unchanged(run.opt, "second backward", "accumulate=", model=run.model):
+                    loss_of(run.model, 3).backward()
+                run.opt.step()
+                run.opt.zero_grad()
+                run.steps(4, 1)
+        plain = Run(dtype=torch.float32, lr=1e-2, recipe="fp32")
+        run = Run(
+            dtype=torch.float32,
+            lr=1e-2,
+            recipe="fp32",
+            release=dict(policy="compressed", accumulator="fp32", accumulate=2, reduction="sum"),
+        )
+        for each in (plain, run):
+            for step in range(3):
+                loss_of(each.model, step).backward()
+                loss_of(each.model, step + 9).backward()
+                each.opt.step()
+                each.opt.zero_grad()
+        for p, q in zip(plain.model.parameters(), run.model.parameters()):
+            self.assertLess(float((p - q).detach().abs().max()), 1e-6)
+
+    def test_loops_without_step(self):
+        """Every backward is a step, with or without opt.zero_grad()."""
+        for label, release in self.WAYS:
+            for zero in (False, True):
+                plain = Run(dtype=torch.float32, lr=1e-2).steps(0, 4)
+                run = Run(dtype=torch.float32, lr=1e-2, release=release)
+                for step in range(4):
+                    if zero:
+                        run.opt.zero_grad()
+                    loss_of(run.model, step).backward()
+                self.assertSame(plain.picture(), run.picture(), label)
+
+    def test_two_losses_of_different_parameters(self):
+        nets = mlp(), mlp(seed=1)
+        both = torch.nn.ModuleList(nets)
+        plain = [copy.deepcopy(net) for net in nets]
+        opt, ref = st.AdamW(both.parameters()), st.AdamW([p for net in plain for p in net.parameters()])
+        st.release_gradients(both, opt)
+        for step in range(2):
+            for some, one in ((nets, opt), (plain, ref)):
+                for net in some:
+                    loss_of(net, step).backward()
+                one.step()
+                one.zero_grad()
+        self.assertSame(picture(opt), picture(ref))
+
+    def test_gradients_that_were_left(self):
+        """What a pause leaves in p.grad is neither stepped with nor added to the next pass."""
+        for label, release in self.WAYS:
+            with self.subTest(label):
+                run = Run(dtype=torch.float32, lr=1e-2, release=release).steps(0, 1)
+                with run.handle.paused():
+                    self.probe(run.model)
+                with self.refused_unchanged(run.opt, "paused()", "opt.zero_grad()", model=run.model):
+                    run.opt.step()
+                with self.refused_unchanged(run.opt, "no training step", "opt.zero_grad()", model=run.model):
+                    loss_of(run.model, 1).backward()
+                run.opt.zero_grad()
+                run.steps(1, 1)
+                with run.handle.paused():
+                    self.probe(run.model)
+                run.model.zero_grad()  # by another way
+                run.steps(2, 1)
+
+    def test_zero_grad_once_before_the_loop(self):
+        """The second pass comes without it: refused before the second step, which would add up gradients."""
+        run = Run(dtype=torch.float32, lr=1e-2, release=dict())
+        run.opt.zero_grad()
+        loss_of(run.model, 0).backward()
+        run.opt.step()
+        loss_of(run.model, 1).backward()
+        with self.refused_unchanged(run.opt, "opt.zero_grad()", model=run.model):
+            run.opt.step()
+
+    def test_parameters_that_come_later(self):
+        """Unfrozen or added: they take no part in accumulation and clipping, so they are refused."""
+        for release in (dict(policy="compressed", accumulate=4, max_norm=1.0), dict(tensor_norm=1.0)):
+            model = mlp()
+            frozen = list(model.parameters())[:2]
+            for p in frozen:
+                p.requires_grad_(False)
+            opt = st.AdamW(model.parameters(), lr=1e-2)
+            handle = st.release_gradients(model, opt, **release)
+            loss_of(model, 0).backward()
+            opt.step()
+            for p in frozen:
+                p.requires_grad_(True)
+            loss_of(model, 1).backward()
+            with self.refused_unchanged(opt, "unfrozen", "handle.remove()", model=model):
+                opt.step()
+            with self.refused_unchanged(opt, "group was added", "handle.remove()", model=model):
+                opt.add_param_group(dict(params=[parameter(3)]))
+            handle.remove()
+            opt.zero_grad()
+            opt.add_param_group(dict(params=[parameter(3)]))
+            st.release_gradients(model, opt, **release)
+            loss_of(model, 2).backward()
+            self.assertTrue(all(p.grad is None for p in frozen))
+
+    def test_a_scaler_that_nobody_finds(self):
+        """The plain path behind the search for it: torch's scaler complains after the first step."""
+        run = Run(dtype=torch.float32, lr=1e-2, release=dict())
+        scaler = torch.amp.GradScaler(DEVICE.type)
+        with mock.patch.object(release_module, "_refuse_scaled_losses"):
+            scaler.scale(loss_of(run.model, 0)).backward()
+            scaler.step(run.opt)
+        with self.assertRaisesRegex(AssertionError, "No inf checks"):
+            scaler.update()
 
 
 if __name__ == "__main__":

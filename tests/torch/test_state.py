@@ -28,6 +28,7 @@ from support import (
     picture,
     same,
     st,
+    stored,
     take_steps,
     tensor,
 )
@@ -54,7 +55,7 @@ def resumable():
     """(label, kind, dtype, options) of every run that must resume to the bit."""
     for label, options in STORAGE:
         for dtype in DTYPES:
-            yield f"AdamW {label} {dtype}", "AdamW", dtype, options
+            yield f"AdamW {label} {dtype}", "AdamW", dtype, stored(options, DTYPES[dtype])
     for kind in KINDS:
         yield f"{kind} scruple", kind, "bf16", {}
         yield f"{kind} stochastic", kind, "bf16", dict(rounding="stochastic", seed=2, recipe="flash")
@@ -576,7 +577,7 @@ class IntoTorch(Case):
                         continue
                     with self.subTest(kind, storage=label, dtype=dtype, **fast):
                         ps = parameters(dtype)
-                        opt = getattr(st, kind)(ps, **options, **moments_of(how, kind))
+                        opt = getattr(st, kind)(ps, **options, **moments_of(stored(how, dtype), kind))
                         take_steps(opt, ps, 2)
                         saved, before = copy.deepcopy(opt.state_dict()), copy.deepcopy(ps)
                         coded = any("codes" in name for held in saved["state"].values() for name in held)

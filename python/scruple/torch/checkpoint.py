@@ -25,7 +25,7 @@ from .. import _abi
 from .._abi import Error, UsageError, few, library, said
 from .engines import engine_for
 from .optimizer import Optimizer
-from .planes import NAMES, meaning, recode
+from .planes import NAMES, is_ours, meaning, recode
 from .shards import is_sharded
 from .state import make_state, unchanged_on_error
 
@@ -58,7 +58,7 @@ def _check_arguments(opt, model, scaler):
 
 def _contents(opt, model):
     """{name: parameter} that the optimizer holds, and {name: tensor} of the rest of the model."""
-    mine, held, rest = set(opt._all_params()), {}, {}
+    mine, held, rest = set(opt._own_params()), {}, {}
     for name, p in model.named_parameters():
         (held if p in mine else rest)[name] = p
     seen = set()
@@ -157,6 +157,13 @@ def save(opt, model, path, *, scaler=None, notes=None):
     held, rest = _contents(opt, model)
     opt._settle()
     opt._update_rules()
+    own = [key for key in opt.state if not isinstance(key, torch.Tensor)]
+    own += [name for p in held.values() for name in opt.state.get(p, ()) if not is_ours(name)]
+    if own:
+        raise UsageError(
+            f"opt.state has {few(map(repr, own))}, of your own, for which a checkpoint has no place; keep it "
+            "beside the checkpoint (or as text in notes=), or save opt.state_dict() by torch.save"
+        )
     notes = {} if notes is None else notes
     if not isinstance(notes, dict) or not all(isinstance(x, str) for pair in notes.items() for x in pair):
         raise UsageError("notes must be a dict of strings; json.dumps makes a string of most things")
@@ -169,7 +176,7 @@ def save(opt, model, path, *, scaler=None, notes=None):
         **{_NOTE + name: text for name, text in notes.items()},
     }
     plain = {name: x for name, x in rest.items() if x.dtype in NAMES}
-    groups = [_group_entry(opt.rule, x["seed"], opt._hypers(x), x["lr"]) for x in opt.param_groups]
+    groups = [_group_entry(opt._rule_of(x), x["seed"], opt._hypers(x), x["lr"]) for x in opt.param_groups]
     tensors = [_held_entry(opt, name, p) for name, p in held.items()]
     for number, (name, x) in enumerate(plain.items(), len(opt._number)):
         arrays = [dict(name="weight", format=NAMES[x.dtype], rounding="nearest")]
@@ -187,7 +194,7 @@ def save(opt, model, path, *, scaler=None, notes=None):
     with _abi.new_checkpoint(path, contents) as writer:
         for t, p in enumerate(held.values()):
             with opt._tried(p) as entry:  # refuses planes that do not fit the parameter any more
-                for place, tensor in entry.layout.stored(p, entry.state):
+                for place, tensor in entry.layout.stored(p, opt.state[p]):
                     _write(writer, (t, *place), tensor, chunk)
         for t, x in enumerate(plain.values(), len(held)):
             _write(writer, (t, 0, 0), x, chunk)
@@ -240,7 +247,7 @@ def _held_entry(opt, name, p):
     state, (number, group) = opt.state.get(p) or {}, opt._number[p]
     norm, arrays = state.get("adagc_norm", 0.0), opt._layout(p).described
     return {
-        **dict(name=name, shape=p.shape, group=group, id=number, step=state.get("step", 0) + 1),
+        **dict(name=name, shape=p.shape, group=group, id=number, step=getattr(state, "steps", 0) + 1),
         "adagc_norm": norm if norm > 0 and math.isfinite(norm) else 0.0,
         "arrays": [dict(name=name, format=form, rounding=by) for name, form, by in arrays],
     }
@@ -423,10 +430,10 @@ def _load_groups(opt, held, stored, groups, trainer, folder):
             )
         for number in firsts:
             source = groups[number]
-            if source.optimizer != opt.rule:
+            if source.optimizer != opt._rule_of(group):
                 raise UsageError(
-                    f"{folder} is of optimizer {source.optimizer!r}, and this is {opt.rule!r}; load it into "
-                    "one of the same kind"
+                    f"{folder} is of optimizer {source.optimizer!r}, and this is {opt._rule_of(group)!r}; load it "
+                    "into one of the same kind"
                 )
             saved = _from_hypers(group, source, folder)
             if trainer.groups is not None:
@@ -443,9 +450,6 @@ def _from_hypers(group, source, folder):
     hypers, made = {x.name: x.value for x in source.hypers}, {"seed": source.seed}
     if "betas" in group:
         made["betas"] = tuple(hypers.pop(name, was) for name, was in zip(("beta1", "beta2"), group["betas"]))
-    decay_lr = hypers.pop("max_lr", 0.0)
-    if decay_lr or "decay_lr" in group:  # which Adam has not, also where it is AdamW
-        hypers["decay_lr"] = decay_lr
     for name, value in hypers.items():
         if name not in group:
             raise UsageError(f"{folder} has a hyperparameter {name!r}, which this optimizer has not")
@@ -473,8 +477,8 @@ def _check_fits(opt, name, p, tensor, contents):
 
 
 def _read_held(handle, opt, p, tensor, chunk):
-    state = opt.state[p]
-    state["step"] = tensor.step - 1
+    state = opt._state.of(p)
+    state.show(tensor.step - 1)
     state.pop("adagc_norm", None)
     if tensor.adagc_norm:
         state["adagc_norm"] = tensor.adagc_norm

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from .._abi import Engine, library
+from .._abi import Engine, UsageError, library
 
 _engines = {}
 _lock = threading.Lock()
@@ -14,7 +14,8 @@ _lock = threading.Lock()
 def engine_for(device):
     """The handle of a device's engine; its next call runs in the order of torch's own work there."""
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a parameter is on device {device}; scruple has engines for cpu and cuda")
+        hint = ": give it memory first, by model.to_empty(device=...)" if device.type == "meta" else ""
+        raise UsageError(f"a parameter is on device {device}; scruple has engines for cpu and cuda{hint}")
     # Threads do not survive a fork, and follow torch.set_num_threads.
     cpu = device.type == "cpu"
     key = "cpu" if cpu else f"cuda:{device.index}", torch.get_num_threads() if cpu else 0, os.getpid()

@@ -62,9 +62,9 @@ def _unmoved(opt, p):
     gradient = local(p.grad).reshape(-1)[:SAMPLE].contiguous()
     with opt._tried(p) as entry:
         row, kept = _abi.Tensor.from_buffer_copy(entry.row), []
-        for plane in entry.layout.planes:
+        for plane, held in entry.by_plane():
             codes, aux = plane.form.bytes(weight.numel())
-            held = entry.state[plane.name].reshape(-1).view(torch.uint8)
+            held = held.reshape(-1).view(torch.uint8)
             kept.append(held[: codes if plane.part == "codes" else aux].clone())
             setattr(row.arrays[plane.array], plane.part, kept[-1].data_ptr())
     row.size, row.arrays[_abi.WEIGHT].codes = weight.numel(), weight.data_ptr()

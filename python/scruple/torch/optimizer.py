@@ -21,20 +21,14 @@ from .. import _abi
 from .._abi import UsageError, library
 from . import state as state_files
 from .engines import engine_for
-from .planes import Layout, decode, encode, meaning, start
+from .planes import NAMES, Layout, decode, encode, is_begun, is_ours, meaning, start, start_extra
 from .shards import groups_of, like, local, offset_of, part_of
-from .table import Table, check_gradient, identities
+from .table import Table, check_gradient, object_addresses
+from .watched import State, States
 
-_NONE = identities([None])
+_NONE = object_addresses([None])
 # What decides how state is stored, beside hyperparameters that ask for exact moments.
 _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
-
-
-@functools.cache
-def _named_alike(rule):
-    """Hyperparameters with the library's names; lr apart, and max_lr: OneCycleLR keeps one of its own in the
-    groups, ours is decay_lr."""
-    return [name for name in _abi.rules()[rule][2] if name not in ("lr", "max_lr")]
 
 
 class Entry(NamedTuple):
@@ -42,10 +36,15 @@ class Entry(NamedTuple):
 
     layout: Layout
     row: _abi.Tensor
-    state: dict
     planes: list  # alive while the row points there
     address: int
     strided: bool
+
+    def by_plane(self):
+        return zip(self.layout.planes, self.planes)
+
+    def values(self, slot, weight):
+        return decode(self.row, self.layout.index(slot), weight.shape, self.planes[0].device)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -76,7 +75,10 @@ class Optimizer(torch.optim.Optimizer):
         # Keys of every group, so that torch.distributed.checkpoint carries them.
         stored.update(version=state_files.VERSION, formats=None)
         self._forget()
-        super().__init__(params, {**hypers, **stored, "maximize": maximize, "capturable": capturable})
+        self.defaults = {**hypers, **stored, "maximize": maximize, "capturable": capturable}
+        self._new_rule(self.defaults)  # looks at hyperparameters first, as torch does
+        super().__init__(params, self.defaults)
+        self._check_weights()
 
     def __init_subclass__(cls, **how):
         """help() and those who read signatures find what `options` stands for."""
@@ -102,21 +104,26 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self):
-        """torch.optim's. A step counts in its tables alone; who looks here finds the count of now."""
+        """torch.optim's. Where the device counts steps, who looks here waits for it."""
         with self._lock:
             for table in self._tables.values():
-                table.count(self._state)
+                if table.counter is not None:
+                    table.count()
             if self._handle is not None:
                 self._handle._path.settle()
         return self._state
 
     @state.setter
     def state(self, value):
-        self._state = value
+        self._settle()
+        self._forget_tables()
+        self._state = States(value)
 
     # ---- Groups and parameters ----
 
     def add_param_group(self, param_group):
+        if self._handle is not None:
+            self._handle.refuse_late("a parameter group was added")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -131,11 +138,12 @@ class Optimizer(torch.optim.Optimizer):
         for key in set(group) - set(self.defaults):  # the user's own, as torch allows; or a slip
             for meant in difflib.get_close_matches(key, self.defaults, 1, 0.85):
                 warnings.warn(f"a parameter group has {key!r}, which means nothing; was {meant!r} meant?")
-        self._check_decay(group)
         rule = self._new_rule(group)
         if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise UsageError("nesterov=True needs a momentum above 0 and no dampening, as in torch.optim.SGD")
         for p in group["params"]:
+            if p.dtype not in NAMES and not p.requires_grad:
+                continue  # codes of a frozen layer, say: nobody's business until they have a gradient
             if p.layout is not torch.strided:
                 raise UsageError(
                     f"a parameter of shape {tuple(p.shape)} is sparse; scruple steps dense parameters"
@@ -147,20 +155,20 @@ class Optimizer(torch.optim.Optimizer):
                 )
             Layout(rule, group, p.dtype, p.numel())
 
-    def _check_decay(self, group):
-        own = self.defaults.get("decoupled_weight_decay", False)
-        if group.get("decoupled_weight_decay", own) != own:
-            raise UsageError(
-                f"decoupled_weight_decay={not own} in a parameter group of {type(self).__name__}: it is one "
-                f"for all groups here; make the optimizer with decoupled_weight_decay={not own}, or another "
-                "for that group"
-            )
+    def _check_weights(self):
+        """Refuses weights in 16 bits where every parameter is its own full-width weight."""
+        kinds = {NAMES.get(p.dtype) for p in self._all_params() if p.requires_grad}
+        for named in (group["weights"] or "fp32" for group in self.param_groups):
+            if kinds == {"fp32"} and not named.startswith("fp32"):
+                raise UsageError(
+                    f"weights={named!r}, and every parameter is in fp32; cast the model first (cast_model), or leave "
+                    "weights out"
+                )
 
     def _hypers(self, group):
         """Hyperparameters by the library's names; lr apart."""
-        named = {name: group[name] for name in _named_alike(self.rule) if name in group}
-        if "decay_lr" in self.defaults:
-            named["max_lr"] = group["decay_lr"]
+        known = _abi.rules()[self._rule_of(group)][2]
+        named = {name: group[name] for name in known if name in group and name != "lr"}
         if "betas" in self.defaults:
             named["beta1"], named["beta2"] = group["betas"]
         return named
@@ -170,7 +178,9 @@ class Optimizer(torch.optim.Optimizer):
         for name, value in {**hypers, "lr": group["lr"], "seed": group["seed"]}.items():
             if not isinstance(value, (numbers.Real, torch.Tensor)):
                 raise UsageError(f"{name} is {value!r}, a {type(value).__name__}; it must be a number")
-        rule = _abi.Rule(self.rule)
+        if len({isinstance(beta, torch.Tensor) for beta in group.get("betas", ())}) > 1:
+            raise UsageError("betas must be both numbers or both tensors")
+        rule = _abi.Rule(self._rule_of(group))
         self._update_rule(rule, group, hypers, None)
         return rule
 
@@ -189,7 +199,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _forget(self):
         self._rules, self._cells, self._handle = {}, {}, None
-        self._kept = {}  # what the arrays in each parameter's state mean
         self._lock = threading.RLock()  # a state dict may be taken by another thread
         self._forget_tables()
 
@@ -197,10 +206,14 @@ class Optimizer(torch.optim.Optimizer):
         self._tables, self._owner, self._buckets = {}, {}, None
 
     def _rule(self, index, device):
-        key = (index, device)
+        name = self._rule_of(self.param_groups[index])
+        key = (index, device, name)
         if key not in self._rules:
-            self._rules[key] = _abi.Rule(self.rule)
+            self._rules[key] = _abi.Rule(name)
         return self._rules[key]
+
+    def _rule_of(self, group):
+        return self.rule
 
     def _update_rules(self):
         hypers = list(map(self._hypers, self.param_groups))
@@ -209,13 +222,32 @@ class Optimizer(torch.optim.Optimizer):
             self._forget_tables()
             self._make_buckets(hypers)
             self._check_kept()
-        for (index, device), rule in self._rules.items():
-            self._update_rule(rule, self.param_groups[index], hypers[index], device)
+        for (index, device, name), rule in self._rules.items():
+            if name == self._rule_of(self.param_groups[index]):
+                self._update_rule(rule, self.param_groups[index], hypers[index], device)
+        if self._state.changed:
+            self._adopt()
+
+    def _adopt(self):
+        """Takes over what users have written into the state since the last look."""
+        changed = [p for p in self._state.changed if p in self._number and p.dtype in NAMES]
+        held = {p: self._state.get(p) for p in changed}
+        written = [p for p, x in held.items() if not isinstance(x, State) or not x.is_intact(p)]
+        if self._handle is not None:
+            self._handle._path.replace(written)
+        for p in written:
+            if p in self._owner:
+                self._settle_table(self._owner[p])
+        for p in written:
+            if is_begun(held[p]):
+                self._entry(p)
+        self._state.changed.clear()
+        self._state.changed.update((p, None) for p in changed if getattr(self._state.get(p), "lent", None))
 
     def _has_changed(self, hypers):
         """Whether somebody has moved the model, changed a group's parameters or formats, taken state away, or
         given a hyperparameter a value for which the rule keeps another slot."""
-        if self._buckets is None or len(self._state) < len(self._owner):
+        if self._buckets is None:
             return True
         moved = any(local(params[0]).device != device for device, params in self._buckets.items())
         return moved or list(map(self._asks, self.param_groups, hypers)) != self._seen
@@ -223,24 +255,24 @@ class Optimizer(torch.optim.Optimizer):
     def _asks(self, group, hypers):
         """What of a group decides rows, slots and formats."""
         slots = list(map(bool, hypers.values()))
-        return identities(group["params"]), slots, [group.get(name) for name in _SETTINGS]
+        return object_addresses(group["params"]), slots, [group.get(name) for name in _SETTINGS]
 
     def _check_kept(self):
         """Refuses groups by which what stands in the state would be read as something else."""
         try:
-            for group in self.param_groups:
-                self._check_decay(group)
-            self._kept = {p: was for p, was in self._kept.items() if p in self._number and self._state.get(p)}
-            for p in self._kept:
-                self._check_meaning(p, self._layout(p))
+            for p in self._number:
+                if isinstance(self._state.get(p), State) and self._state[p].entry is not None:
+                    self._check_meaning(p, self._layout(p))
         except UsageError:
             self._buckets = None  # to be looked at again
             raise
 
     def _check_meaning(self, p, layout):
-        was, now = self._kept.get(p, {}), dict(map(meaning, layout.described))
+        state, now = self._state[p], dict(map(meaning, layout.described))
+        was = {} if state.entry is None else dict(map(meaning, state.entry.layout.described))
+        left = {plane.name: held for plane, held in state.entry.by_plane()} if was else {}
         for name in was:  # in its order: the same sentence every time
-            if name in now and was[name] != now[name]:
+            if name in now and was[name] != now[name] and state.get(name) is left.get(name):
                 raise UsageError(
                     f"{name} of a parameter of shape {tuple(p.shape)} is held as {was[name]}, and would be "
                     f"{now[name]}: its group was changed, or it was cast, after its first step. Set that "
@@ -254,40 +286,51 @@ class Optimizer(torch.optim.Optimizer):
         self._seen = copy.deepcopy(list(map(self._asks, self.param_groups, hypers)))
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
+                if p in self._number:  # repeated, of which torch warns
+                    continue
                 self._number[p] = len(self._number), index
                 device = local(p).device
                 self._rule(index, device)
                 self._buckets.setdefault(device, []).append(p)
 
     def _entry(self, p):
-        """Makes the parameter's state where it has none."""
-        weight, layout, state = local(p).detach(), self._layout(p), self._state[p]
-        fresh, held, known = not state, {"step": 0, **state}, set()
-        if not fresh:
-            self._check_meaning(p, layout)
-            known = {"extra", *(name.partition("/")[0] for name in state)}
-        for plane in layout.planes:  # of a slot that may be asked for only now
-            if plane.name.partition("/")[0] not in known:
-                held[plane.name] = torch.zeros(plane.shape(weight), dtype=plane.dtype, device=weight.device)
-        row = layout.place(weight, held, self._number[p][0], offset_of(p))
-        row.step = held["step"] + 1
-        state.update(held)
-        if fresh:
-            start(row, weight, state)
-        self._kept[p] = dict(map(meaning, layout.described))
-        planes = [state[plane.name] for plane in layout.planes]
-        return Entry(layout, row, state, planes, weight.data_ptr(), not weight.is_contiguous())
+        """Makes the parameter's state where it has none, and takes over what a user has written there."""
+        engine_for(local(p).device)  # where there is none, no state is left behind
+        weight, layout, state = local(p).detach(), self._layout(p), self._state.of(p)
+        self._check_meaning(p, layout)
+        planes, values, steps = layout.read(p, state)
+        row = layout.place(weight, planes, self._number[p][0], offset_of(p))
+        row.step = steps + 1
+        if not is_begun(state):
+            start(row, weight, planes)
+        elif planes.get("extra") is not state.get("extra"):
+            start_extra(weight, planes)
+        for slot, found in values.items():
+            reference, version = state.lent.pop(slot, (lambda: None, 0))
+            now = local(found)._version
+            if reference() is not found or now != version:  # else it was only read
+                encode(row, layout.index(slot), part_of(p, found), weight.device)
+            if reference() is found:
+                state.lent[slot] = reference, now
+        for slot in layout.coded:
+            dict.pop(state, slot, None)
+        dict.update(state, planes)
+        state.entry = Entry(layout, row, list(planes.values()), weight.data_ptr(), not weight.is_contiguous())
+        if state.get("step") is not state.shown or state.steps != steps or state.shown is None:
+            state.show(steps)
+        return state.entry
 
     @contextlib.contextmanager
     def _tried(self, p):
         """The parameter's entry. One that was never stepped has state while this lasts, and none behind it:
         that would fix its master copy now, and weights may yet be loaded into it."""
-        fresh = not self.state.get(p)
+        fresh = not is_begun(self.state.get(p))
         try:
             yield self._entry(p)
         finally:
             if fresh:
-                self.state.pop(p, None)
+                own = {name: value for name, value in self.state.pop(p, {}).items() if not is_ours(name)}
+                self.state.update({p: own} if own else {})
 
     def _layout(self, p):
         """Formats of a parameter, whether it has state or not."""
@@ -304,7 +347,7 @@ class Optimizer(torch.optim.Optimizer):
         """Brings its step counts into the state, and drops it."""
         if self._tables.pop(table.key, None) is None:
             return
-        table.count(self._state)
+        table.count()
         for p in table.params:
             self._owner.pop(p, None)
 
@@ -317,7 +360,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _filled(self, key, params, gradients):
         """The table `key` of parameters of one device, with these gradients; None where there are none."""
-        if _NONE in identities(gradients):
+        if _NONE in object_addresses(gradients):
             here = [g is not None for g in gradients]
             key = (*key, bytes(here))
             params, gradients = ([x for x, has in zip(xs, here) if has] for xs in (params, gradients))
@@ -332,7 +375,8 @@ class Optimizer(torch.optim.Optimizer):
         for p in params:  # in another table until now, or moved
             if p in self._owner:
                 self._settle_table(self._owner[p])
-        table = self._tables[key] = Table(key, params, [self._entry(p) for p in params])
+        entries = [self._entry(p) for p in params]
+        table = self._tables[key] = Table(key, params, entries, [self._state[p] for p in params])
         self._owner.update(dict.fromkeys(params, table))
         table.fill(gradients)
         return table
@@ -358,6 +402,8 @@ class Optimizer(torch.optim.Optimizer):
     @torch._disable_dynamo  # addresses and library calls: nothing that a compiled train step could trace
     def _step(self, max_norm):
         with self._lock:
+            if self._handle is not None:
+                self._handle.before_step()
             tables, clip = self._present(), None
             found_inf, scale = self._of_scaler("found_inf"), self._of_scaler("grad_scale")
             if max_norm is not None and tables:
@@ -368,6 +414,15 @@ class Optimizer(torch.optim.Optimizer):
                     "it max_norm instead (policy 'compressed')"
                 )
             self._take(tables, scale, found_inf, clip)
+            for table in tables if scale is not None else ():  # as torch leaves them: unscaled
+                torch._foreach_div_([local(p.grad) for p in table.params], scale.to(table.device).squeeze())
+            if self._handle is not None:
+                self._handle.after_step()
+
+    def zero_grad(self, set_to_none=True):
+        if self._handle is not None:
+            self._handle.before_zero_grad()
+        super().zero_grad(set_to_none)
 
     def _present(self):
         """Tables of all parameters that have a gradient."""
@@ -450,8 +505,8 @@ class Optimizer(torch.optim.Optimizer):
         self._settle()
         self._update_rules()
         found = {}
-        for p in self._number:
-            if not self.state.get(p):
+        for p in self._own_params():
+            if not is_begun(self.state.get(p)):
                 found[p] = p.detach().to(torch.float32, copy=True)
                 continue
             row, weight = self._contiguous(p, self._entry(p))
@@ -493,7 +548,7 @@ class Optimizer(torch.optim.Optimizer):
             for p, value in values.items()  # of another parameter, which may be written first
         }
         # Those with state first: only they can be refused, and the others get state here.
-        order = sorted(values, key=lambda p: not self._state.get(p))
+        order = sorted(values, key=lambda p: not is_begun(self._state.get(p)))
         return values, {p: self._entry(p) for p in order}
 
     def _write_masters(self, values, entries):
@@ -520,7 +575,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_master_state_dict(self, model, state_dict, strict=True):
         """Loads weights of any precision; what a parameter cannot show goes into its extra bits."""
         named = dict(model.named_parameters())
-        mine = set(self._all_params())
+        mine = set(self._own_params())
         wide = {named[name]: value for name, value in state_dict.items() if named.get(name) in mine}
         rest = {name: value for name, value in state_dict.items() if named.get(name) not in mine}
         own = model.state_dict(keep_vars=True)
@@ -539,6 +594,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _all_params(self):
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _own_params(self):
+        """Those that it could step."""
+        return [p for p in dict.fromkeys(self._all_params()) if p.dtype in NAMES]
 
     # ---- Saving and loading ----
 
@@ -576,9 +635,9 @@ class Optimizer(torch.optim.Optimizer):
         return super().__getstate__()
 
     def __setstate__(self, state):
-        super().__setstate__(state)
-        self._state = self.__dict__.pop("state")  # it was written past the property
         self._forget()
+        super().__setstate__(state)
+        self.state = self.__dict__.pop("state")  # it was written past the property
 
 
 def _memory(tensor):

@@ -58,11 +58,12 @@ class SGDW(Optimizer):
 
 
 class Adam(Optimizer):
-    """torch.optim.Adam; with decoupled_weight_decay it is AdamW."""
+    """torch.optim.Adam; with decoupled_weight_decay, which may differ by group, it is AdamW."""
 
-    @property
-    def rule(self):
-        return "adamw" if self.defaults["decoupled_weight_decay"] else "adam"
+    rule = "adam"
+
+    def _rule_of(self, group):
+        return "adamw" if group["decoupled_weight_decay"] else "adam"
 
     def __init__(
         self,
@@ -74,12 +75,13 @@ class Adam(Optimizer):
         amsgrad=False,
         *,
         decoupled_weight_decay=False,
+        decay_lr=0.0,
         **options,
     ):
         super().__init__(params, _hypers(locals()), **options)
 
 
-class AdamW(Optimizer):
+class AdamW(Adam):
     """torch.optim.AdamW. Where `decay_lr` is above 0, decay is weight_decay * lr / decay_lr instead of
     weight_decay * lr."""
 
@@ -97,7 +99,17 @@ class AdamW(Optimizer):
         decay_lr=0.0,
         **options,
     ):
-        super().__init__(params, _hypers(locals()), **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=True,
+            decay_lr=decay_lr,
+            **options,
+        )
 
 
 class Lion(Optimizer):

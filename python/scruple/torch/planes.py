@@ -8,6 +8,8 @@ values, and their scales "/scale".
 import copy
 import ctypes
 import functools
+import itertools
+import numbers
 from ctypes import byref
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import torch
 from .. import _abi
 from .._abi import UsageError, library
 from .engines import engine_for
+from .shards import local
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHUNK = 1 << 22  # values that are converted at a time: 16 MiB in fp32
@@ -24,8 +27,9 @@ _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FORMER = {"scant": ("log4", "log5")}
 
 
-def weight_format(name, dtype):
-    """For a parameter of this dtype: it is the visible part, and `name` says what is kept beside it."""
+def weight_format(name, dtype, asked):
+    """For a parameter of this dtype: it is the visible part, and `name` says what is kept beside it. `asked`:
+    by the user, not by a recipe."""
     own = NAMES[dtype]
     _abi.format_named(name)  # says what there is, where there is no such format
     base, plus, extra = name.partition("+")
@@ -36,6 +40,11 @@ def weight_format(name, dtype):
         )
     if own == "fp32":
         return own
+    if asked and base not in (own, "fp32"):
+        raise UsageError(
+            f"weights='{name}' for a parameter in {own}: what is kept completes the parameter itself; give "
+            f"its group weights='{own}{plus}{extra}', or cast the model to {base}"
+        )
     return own + "+fp32" if name == "fp32" else own + plus + extra
 
 
@@ -141,6 +150,10 @@ class Plane(NamedTuple):
     dtype: torch.dtype
     form: _abi.Format
 
+    @property
+    def slot(self):
+        return self.name.partition("/")[0]
+
     def shape(self, param):
         if self.per == 1:
             return tuple(param.shape)
@@ -177,7 +190,10 @@ class Layout:
 
     def __init__(self, rule, group, dtype, size):
         if dtype not in NAMES:
-            hint = "split off its imaginary part" if dtype.is_complex else "use fp32, bf16 or fp16"
+            hint = (
+                "train a real parameter, such as torch.view_as_real of it, and use view_as_complex in forward"
+            )
+            hint = hint if dtype.is_complex else "use fp32, bf16 or fp16"
             raise UsageError(f"a parameter has dtype {dtype}, for which there is no format; {hint}")
         row = _abi.Tensor(optimizer=rule.handle, size=size, step=1)
         library.tensor_use(byref(row), str(group["recipe"]).encode())
@@ -185,17 +201,23 @@ class Layout:
         arrays = _arrays(row)
         small = size <= _abi.recipes()[group["recipe"]].small
         weight = row.arrays[_abi.WEIGHT]
-        named = group["weights"] if group["weights"] and not small else _abi.format_at(weight.format).name
-        _set_format(weight, weight_format(named, dtype))
+        asked = group["weights"] if not small else None
+        named = asked or _abi.format_at(weight.format).name
+        _set_format(weight, weight_format(named, dtype, asked))
         if group["moments"] and not small:
             _set_moments(row, group["moments"], arrays)
         if group["rounding"] is not None:
             _set_rounding(row, group["rounding"], arrays)
         _check_formats(row)
-        self.row, self.dtype = row, dtype
+        self.row, self.dtype, self.rule = row, dtype, rule  # which lives as long as a row points to it
         self.arrays = [(a, name, _abi.format_at(row.arrays[a].format)) for a, name, _ in arrays]
         self.exact = {name for _, name, role in arrays if role == _abi.ROLE_EXACT}
         self.planes = list(_planes(self.arrays))
+
+    @property
+    def coded(self):
+        """Moments that are not kept under torch's name for them."""
+        return [plane.slot for plane in self.planes if plane.name.endswith("/codes")]
 
     @property
     def formats(self):
@@ -227,6 +249,38 @@ class Layout:
         made.planes = list(_planes(made.arrays))
         return made
 
+    def read(self, p, state):
+        """What stands in a parameter's state: (planes, {moment: values}, steps). Values are a user's, by torch's
+        names, and are to be encoded. Planes that the state has not are made."""
+        weight, begun, steps, planes, values, lacks = local(p), is_begun(state), _count(state), {}, {}, []
+        had = () if state.entry is None else state.entry.layout.formats
+        for slot, parts in itertools.groupby(self.planes, lambda plane: plane.slot):
+            parts = list(parts)
+            fit = all(plane.fits(weight, state.get(plane.name)) for plane in parts)
+            here = any(plane.name in state for plane in parts)
+            given = slot in state and (slot in self.coded or not fit and slot != "extra")
+            if given and state[slot] is None:  # as torch.optim.SGD writes it before its first step
+                steps = 0
+            elif given:
+                values[slot] = _checked_values(p, slot, state[slot])
+            elif begun and not here and (slot in had or not had and slot not in ("extra", "momentum_buffer")):
+                lacks.append(slot)  # else it is asked for only now
+            for plane in parts:
+                planes[plane.name] = state.get(plane.name)
+                if not fit and (given or not here):
+                    planes[plane.name] = torch.zeros(
+                        plane.shape(weight), dtype=plane.dtype, device=weight.device
+                    )
+        if begun and steps is None:  # torch.optim.SGD counts none; what matters is that the first is over
+            steps = 1
+            lacks += ["step"] * any(plane.slot not in ("extra", "momentum_buffer") for plane in self.planes)
+        if lacks:
+            raise UsageError(
+                f"opt.state of a parameter of shape {tuple(p.shape)} lacks {', '.join(lacks)}; it has "
+                f"{', '.join(map(str, state))}. Set what is missing, or opt.state[p] = {{}} to begin anew"
+            )
+        return planes, values, steps or 0
+
     def place(self, param, planes, number, offset):
         """The table row of a parameter whose weight stands in `param` and whose other planes in `planes`."""
         row = _abi.Tensor.from_buffer_copy(self.row)
@@ -253,10 +307,54 @@ class Layout:
         return next(a for a, known, _ in self.arrays if known == name)
 
 
+@functools.cache
+def _known_names():
+    return {"step", "extra", "adagc_norm", *(slot for _, slots, _ in _abi.rules().values() for slot in slots)}
+
+
+def is_ours(name):
+    """Whether an entry of a parameter's state means something to an optimizer; others are the user's own."""
+    return str(name).partition("/")[0].partition("::")[0] in _known_names()
+
+
+def is_begun(state):
+    return any(map(is_ours, state or ()))
+
+
+def _checked_values(p, slot, found):
+    tensor = isinstance(found, torch.Tensor)
+    if not tensor or not found.is_floating_point() or found.shape != p.shape:
+        what = f"{found.dtype} of shape {tuple(found.shape)}" if tensor else repr(found)
+        raise UsageError(
+            f"opt.state[p][{slot!r}] is {what}, for a parameter of shape {tuple(p.shape)}; set floats of that "
+            "shape, or opt.state[p] = {} to begin anew"
+        )
+    return found
+
+
+def _count(state):
+    """The steps that a state counts; where a float shows them, the exact number. None: it says nothing."""
+    found = state.get("step")
+    one = found.item() if isinstance(found, torch.Tensor) and found.numel() == 1 else found
+    if (
+        found is None
+        or found is state.shown
+        and one == torch.tensor(float(state.steps), dtype=found.dtype).item()
+    ):
+        return None if found is None else state.steps
+    if not isinstance(one, numbers.Real) or not 0 <= one < 2**62 or one != int(one):
+        raise UsageError(f"opt.state[p]['step'] is {found!r}; it must be a whole number of steps, from 0")
+    return int(one)
+
+
 def start(row, param, planes):
     """First values: the wide weight is the visible one, moments are what their rule begins with."""
     if param.numel():
         library.tensor_reset(engine_for(param.device), byref(row))
+    start_extra(param, planes)
+
+
+def start_extra(param, planes):
     if param.dtype != torch.float32 and planes.get("extra", param).dtype == torch.float32:
         planes["extra"].copy_(param)  # a master copy; zero extra bits mean the visible value already
 

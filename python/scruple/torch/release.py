@@ -6,6 +6,7 @@ Plain release hands a bucket to the optimizer's own step. Everything else (compr
 loss scaling, accumulation) is the library's sink, docs/gradients.md.
 """
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -25,8 +26,9 @@ from .. import _abi
 from .._abi import UsageError, library
 from .engines import engine_for
 from .optimizer import Optimizer
+from .planes import is_begun
 from .shards import groups_of, is_sharded, local
-from .table import Pieces, Rows
+from .table import Counts, Pieces, Rows
 
 POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
@@ -64,8 +66,9 @@ def release_gradients(
     max_norm      compressed: limit of the norm of all gradients
     tensor_norm   released: limit of each parameter's own norm
     adagc         released: lambda of AdaGC, such as 1.05
-    scaler        a torch.amp.GradScaler (or LossScaler); keep scaler.scale, scaler.step and scaler.update
-                  in the loop. False: this loss is not scaled, whatever scalers there are for others
+    scaler        a torch.amp.GradScaler (or LossScaler). Keep scaler.scale in every pass, scaler.step and
+                  scaler.update after every `accumulate`-th. False: this loss is not scaled, whatever scalers
+                  there are for others
     accumulator   compressed: "root8", "int8", "bf16" or "fp32"
     process_group data parallelism: gradients are averaged over it before they are used. In place of
                   DistributedDataParallel, which keeps every gradient in its buckets. Weights and buffers are
@@ -73,8 +76,10 @@ def release_gradients(
                   same parameters in each backward. With accumulate > 1 every backward is averaged, not the
                   last alone: accumulators in 8 bits cannot be summed over ranks.
 
-    Calls of opt.step() (but for reduction "sum") and opt.zero_grad() left in the loop do nothing to these
-    parameters. Schedulers go on working.
+    Keep opt.step() in the loop: it ends a step. Then a second backward before it is refused, and a backward
+    between opt.step() and opt.zero_grad(), such as a GAN's through its discriminator, leaves gradients in p.grad,
+    as with torch; so does one inside `with handle.paused():`, for a pass that is no training step. In a loop that
+    never calls opt.step() every backward is a step.
     """
     accumulate, reduction, scaler = _as_accelerate_does(opt, accumulate, reduction, scaler)
     while isinstance(inside := getattr(opt, "optimizer", None), torch.optim.Optimizer):
@@ -182,7 +187,7 @@ class Steps:
         opt._settle()
         opt._update_rules()
         for p in params:  # now, while memory is whole; inside backward it would lie between activations
-            if not opt.state.get(p):
+            if not is_begun(opt.state.get(p)):
                 opt._entry(p)
 
     def begin(self):
@@ -195,9 +200,13 @@ class Steps:
             self.opt._take([table], None, None, None)
 
     def end(self):
-        """Nothing waits for the end of a backward, and nothing is known of the gradients."""
+        """Nothing waits for the end of a backward, which was a step; and nothing is known of the gradients."""
+        return True
 
-    flush = abandon = settle = report = end
+    def report(self, *_):
+        return None
+
+    flush = abandon = settle = replace = report
 
 
 class Sinks:
@@ -212,7 +221,7 @@ class Sinks:
         opt._settle()
         opt._update_rules()
         self._check(params)
-        fresh = [p for p in params if not opt.state.get(p)]
+        fresh = [p for p in params if not is_begun(opt.state.get(p))]
         try:
             self._make_sinks()
         except Exception:  # the library refuses: no trace of the attempt
@@ -222,7 +231,7 @@ class Sinks:
             raise
 
     def _make_sinks(self):
-        self.batches = 0  # of this step, so far
+        self.batches, self.replaced = 0, False  # backward passes of this step; whether state is new
         self.came = {}  # numbers of parameters that had a gradient in them
         self.sinks = {
             device: Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
@@ -255,8 +264,10 @@ class Sinks:
 
     def begin(self):
         self.opt._update_rules()
-        if self.batches == 0 and any(sink.all.moved() for sink in self.sinks.values()):
-            self.abandon()  # as fully_shard does it with uneven shards before torch 2.8
+        if any(sink.counts.rewritten() for sink in self.sinks.values()):
+            self.replace(self.params)
+        if self.replaced or self.batches == 0 and any(sink.all.moved() for sink in self.sinks.values()):
+            self.abandon()  # weights move as fully_shard does it with uneven shards before torch 2.8
         parts = self.options["micro_batches"]
         if self.batches == parts:
             raise UsageError(
@@ -275,12 +286,25 @@ class Sinks:
                 found = {i: local(g) * times for i, g in found.items()}
             self.sinks[device].add(found)
 
+    def replace(self, written):
+        """Users have written into the state of these parameters."""
+        if self.replaced or set(self.params).isdisjoint(written):
+            return
+        if self.batches:
+            raise UsageError(
+                f"opt.state was written to after {self.batches} micro-batches; do it between steps"
+            )
+        self.settle()
+        self.replaced = True
+
     def end(self):
+        """Whether that was a step."""
         self.batches += 1
         if self.batches < self.options["micro_batches"]:
             self._end_sinks()
         elif not self.sums:
             self._step()
+        return self.batches == 0
 
     def flush(self):
         parts, came = self.options["micro_batches"], self.batches
@@ -317,8 +341,9 @@ class Sinks:
             state["found_inf_per_device"] = {device: sink.flag() for device, sink in self.sinks.items()}
 
     def abandon(self):
-        """A backward that failed half-way, or weights in another place: this step begins anew."""
-        self.settle()
+        """A backward that failed half-way, weights in another place, another state: this step begins anew."""
+        if not self.replaced:
+            self.settle()
         self._make_sinks()
 
     def settle(self):
@@ -338,6 +363,7 @@ class Sink:
         self.index = {number: i for i, number in enumerate(numbered)}
         entries = [opt._entry(p) for p in params]
         self.all = Rows(params, [entry.row for entry in entries], [entry.address for entry in entries])
+        self.counts = Counts([opt._state[p] for p in params], self.all.rows)
         self.pieces = {}  # by the place of the first in `all`: those that were added together
         form = _abi.format_named(accumulator)
         # Unbiased, so that small gradients add up over micro-batches: the best of what the format can.
@@ -437,10 +463,9 @@ class Sink:
         steps, norms = (ctypes.c_int64 * len(self.params))(), (ctypes.c_double * len(self.params))()
         engine_for(self.device)
         library.sink_read_tensors(self.handle, steps, norms)
-        for p, step, norm in zip(self.params, steps, norms):
-            self.opt._state[p]["step"] = step - 1
-            if self.adagc:
-                self.opt._state[p]["adagc_norm"] = norm
+        self.counts.tell([step - 1 for step in steps])
+        for state, norm in zip(self.counts.states, norms if self.adagc else ()):
+            dict.update(state, adagc_norm=norm)
 
     def report(self):
         found = _abi.SinkReport()
@@ -464,6 +489,11 @@ class Handle:
 
     def __init__(self, opt, params, path, process_group, knows_scaler):
         self._opt, self._path, self._lock = opt, path, threading.RLock()
+        self._numbers = {p: i for i, p in enumerate(params)}
+        # Whether gradients are taken, whether opt.zero_grad() came since the last step, whether inside paused().
+        self._armed, self._zeroed, self._paused = True, False, False
+        self._left, self._done = {}, set()  # gradients left in p.grad; parameters stepped since opt.step()
+        self._twice, self._has_stepped = False, False  # since then; opt.step() was called at all
         self._group, self._knows_scaler = process_group, knows_scaler
         self._task = None  # the backward pass that is running
         self._lengths = [local(p).numel() for p in params]
@@ -476,8 +506,6 @@ class Handle:
             p.register_post_accumulate_grad_hook(functools.partial(self._arrive, i))
             for i, p in enumerate(params)
         ]
-        if getattr(path, "sums", False):
-            self._hooks.append(opt.register_step_post_hook(lambda *_: self.flush()))
 
     def remove(self):
         """Gradients stay in p.grad again, for opt.step()."""
@@ -508,10 +536,74 @@ class Handle:
                 self._abandon()
             self._path.flush()
 
+    @contextlib.contextmanager
+    def paused(self):
+        """Inside, backward leaves gradients in p.grad: for a pass that is no training step."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # ---- Around backward: what the optimizer tells ----
+
+    def before_step(self):
+        """Refuses a second backward, and gradients in p.grad that opt.step() would step with."""
+        if self._twice:
+            self._twice = False
+            raise UsageError(
+                "a second backward before opt.step() came to parameters that the first has stepped. Call opt.step() "
+                "after each; for one step of several add the losses, or give accumulate=; put a pass that is no "
+                "training step inside `with handle.paused():`"
+            )
+        for p in self._opt._all_params():
+            if p.grad is not None and p not in self._numbers:
+                self.refuse_late(f"a parameter of shape {tuple(p.shape)} was unfrozen")
+            elif p.grad is not None:
+                raise UsageError(
+                    f"a parameter of shape {tuple(p.shape)} has a gradient of a pass that was no training step: it "
+                    "came after opt.step(), or inside handle.paused(). Call opt.zero_grad() after such a pass"
+                )
+
+    def refuse_late(self, what):
+        if not isinstance(self._path, Steps):
+            raise UsageError(
+                f"{what} after release_gradients, and has no part in its accumulation and clipping; call "
+                "handle.remove(), and release_gradients again"
+            )
+
+    def after_step(self):
+        self._has_stepped = True
+        if getattr(self._path, "sums", False):
+            self.flush()
+        if not getattr(self._path, "batches", 0):  # else more micro-batches come
+            # In a loop that calls opt.zero_grad() the next training pass comes after that.
+            self._armed, self._zeroed = not self._zeroed, False
+            self._done.clear()
+
+    def before_zero_grad(self):
+        if self._done and self._has_stepped:
+            raise UsageError(
+                "opt.zero_grad() before opt.step(): backward has stepped with these gradients. Call opt.step() "
+                "after a training pass; put a pass that is none inside `with handle.paused():`"
+            )
+        self._armed = self._zeroed = True
+        self._left.clear()
+
     # ---- Inside backward ----
 
     def _arrive(self, i, p):  # without no_grad around it, which costs as much as all the rest
         with self._lock:
+            if self._paused or not self._armed:
+                self._left[i] = weakref.ref(p.grad)
+                return
+            if self._left and i in self._left and self._left.pop(i)() is p.grad:
+                self.before_step()
+            if i in self._done:
+                self._twice = True
+                if self._has_stepped:
+                    p.grad = None
+                    self.before_step()
             # Not left in p.grad: what a failed backward leaves there would be added to the next one's.
             gradient, p.grad = p.grad, None
             if gradient is None:
@@ -569,7 +661,8 @@ class Handle:
         with self._lock:
             self._hand_over()
             self._land()
-            self._path.end()
+            if self._path.end():
+                self._done.update(self._used if isinstance(self._path, Steps) else self._numbers.values())
             self._used.clear()
             self._task = None
 
@@ -593,7 +686,8 @@ class Handle:
 
 def _refuse_scaled_losses():
     """Nothing in a gradient tells that its loss was scaled. But a GradScaler that has scaled something, and
-    that nobody has told of, can be found before the first weight moves."""
+    that nobody has told of, is among the collector's objects: found once, before the first weight moves. Without
+    this torch's scaler.update() fails after the first step. Tried with CPython 3.11 and 3.12."""
     for generation in (0, 2):  # one that was dropped may wait for a whole collection, which takes its time
         gc.collect(generation)
         scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]

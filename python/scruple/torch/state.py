@@ -10,7 +10,8 @@ rows (rows that are not a multiple of 128 elements), the moment is saved as fp32
 scales: exact for the same shards, and within the format's error for others. A weight's extra bits, where
 bytes lie across rows, are saved as a byte or two per element. torch.distributed.checkpoint gets the same from
 a parameter that is not sharded, so that one process can read shards, and the other way round. Names are
-always those of opt.state, which it relies on. Version 1 had codes under the slot's name alone.
+always those of opt.state, which it relies on. Version 1 had codes under the slot's name alone. Entries of the
+user's own, of the optimizer or of a parameter, are kept as torch.optim keeps them.
 """
 
 import contextlib
@@ -21,10 +22,11 @@ import sys
 import traceback
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from .. import _abi
 from .._abi import UsageError
-from .planes import NAMES, chunks, codes_name, decode, encode, recode
+from .planes import NAMES, chunks, codes_name, decode, encode, is_begun, is_ours, recode
 from .shards import is_run, is_sharded, like, local, offset_of, part_of
 
 VERSION = 2
@@ -43,20 +45,28 @@ def save(opt, as_):
     if as_ not in ("scruple", "torch"):
         raise UsageError(f"state_dict(as_={as_!r}); it can be 'scruple' or 'torch'")
     opt._update_rules()
-    numbers = {p: i for i, p in enumerate(opt._all_params())}
+    numbers, first = {}, 0
+    for group in opt.param_groups:  # of a parameter that is repeated the number that torch gives it
+        numbers.update({p: i for i, p in enumerate(group["params"], first) if p not in numbers})
+        first += len(group["params"])
     by_rows = _asked_by_checkpoint()
-    state = {
-        numbers[p]: _planes(opt, p, by_rows) if as_ == "scruple" else _values(opt, p)
-        for p in numbers
-        if opt.state.get(p)
-    }
+    state = {}
+    for key, held in opt.state.items():
+        if key in numbers and held:
+            saved = {name: value for name, value in held.items() if not is_ours(name)}
+            if is_begun(held):
+                saved.update(_planes(opt, key, by_rows) if as_ == "scruple" else _values(opt, key))
+            state[numbers[key]] = saved
+        elif not isinstance(key, torch.Tensor):
+            state[key] = held
     # torch.optim.SGD takes a state without its buffer for one before the first step. Without this key it
     # refuses; torch.distributed.checkpoint needs the keys of the groups.
-    coded = any(name.endswith("/codes") for held in state.values() for name in held)
+    coded = any(str(name).endswith("/codes") for i in numbers.values() for name in state.get(i, ()))
     hidden = {"dampening": _HIDDEN} if coded and not by_rows else {}
     groups = []
     for group in opt.param_groups:
-        by_size = sorted(group["params"], key=lambda p: p.numel())  # the large have the recipe's formats
+        with_formats = (p for p in group["params"] if p.dtype in NAMES)
+        by_size = sorted(with_formats, key=lambda p: p.numel())  # the large have the recipe's formats
         group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in by_size}
         saved = {hidden.get(key, key): value for key, value in group.items() if key != "params"}
         if as_ == "torch":
@@ -77,7 +87,7 @@ def _planes(opt, p, by_rows):
     layout, state = opt._layout(p), opt.state[p]
     if any(plane.name not in state for plane in layout.planes):  # asked for since the last step
         opt._entry(p)
-    saved = {"step": torch.tensor(state["step"], device="cpu")}
+    saved = {"step": torch.tensor(state.steps, device="cpu")}
     if "adagc_norm" in state:
         saved["adagc_norm"] = torch.tensor(state["adagc_norm"], dtype=torch.float64, device="cpu")
     for name, a, _, per, _, form in layout.planes:
@@ -103,7 +113,7 @@ def _decoded(opt, p, array):
 def _values(opt, p):
     """As torch.optim keeps it."""
     layout = opt._layout(p)
-    saved = {"step": torch.tensor(float(opt.state[p]["step"]), device="cpu")}
+    saved = {"step": torch.tensor(float(opt.state[p].steps), device="cpu")}
     for a, name, _ in layout.arrays:
         if a != _abi.WEIGHT:
             saved[name] = like(p, _decoded(opt, p, a), 1)
@@ -115,19 +125,18 @@ def _values(opt, p):
 
 @contextlib.contextmanager
 def unchanged_on_error(opt):
-    """Gives the state; where what is inside fails, puts it and the groups back. Formats may change inside."""
-    groups = [dict(group) for group in opt.param_groups]
-    state = {p: dict(held) for p, held in opt.state.items()}
-    kept, opt._kept = opt._kept, {}
+    """Where what is inside fails, puts the groups and the state back. Inside, the state is a copy of which nobody
+    knows the formats."""
+    groups, old = [dict(group) for group in opt.param_groups], opt.state
+    opt.state = {key: dict(held) if isinstance(held, dict) else held for key, held in old.items()}
+    opt._state.changed.clear()  # it is not the user who wrote this
     try:
-        yield state
+        yield
     except BaseException:
         for group, was in zip(opt.param_groups, groups):
             group.clear()
             group.update(was)
-        opt.state.clear()
-        opt.state.update(state)
-        opt._kept = kept
+        opt._state = old
         raise
     finally:
         opt._forget_tables()
@@ -137,23 +146,38 @@ def load(opt, saved):
     """All or nothing: what can be wrong is looked at before anything is written."""
     groups, states = _checked_groups(opt, saved), saved["state"]
     ours = any(group.get("version") is not None for group in groups)
-    with unchanged_on_error(opt) as old:
+    with unchanged_on_error(opt):
+        old, opt.state = opt.state, {}
         for group, source in zip(opt.param_groups, groups):
             _load_group(opt, group, source, ours)
             opt._check_group(group)
         opt._forget_tables()
         opt._update_rules()
         read = _read_ours if ours else _read_others
-        plan = []
+        plan, mine = [], {}
         for group, source in zip(opt.param_groups, groups):
             for p, number in zip(group["params"], source["params"]):
-                if states.get(number):
-                    plan.append((p, read(opt, p, number, states[number], source)))
-        opt.state.clear()
+                found = states.get(number)
+                mine[number] = p
+                if found and is_begun(found):
+                    plan.append((p, read(opt, p, number, found, source)))
         for p, write in plan:
-            if p in old:
-                opt.state[p] = old[p]  # its planes take the new values: no second copy
+            held = {name: x for name, x in old.get(p, {}).items() if is_ours(name) and name != "adagc_norm"}
+            opt.state[p] = held  # its planes take the new values: no second copy
             write()
+        for key, found in states.items():
+            if key not in mine:
+                opt.state[key] = found
+                continue
+            for name, value in found.items():
+                if not is_ours(name) and name != "error_bits":
+                    opt.state[mine[key]][name] = _cast(mine[key], value, key, groups, name)
+
+
+def _cast(p, value, number, groups, name):
+    """Tensors of the user's own, to where and what torch.optim casts them."""
+    to = torch.optim.Optimizer._process_value_according_to_param_policy
+    return tree_map_only(torch.Tensor, lambda x: to(p, x, number, groups, name), value)
 
 
 def _checked_groups(opt, saved):
@@ -185,8 +209,19 @@ def _checked_groups(opt, saved):
 def _load_group(opt, group, source, ours):
     """The saved group's values, as torch.optim does it: from our own states formats too, from others what
     means something here or is the user's own."""
+    if ours and "decay_lr" in source and "decoupled_weight_decay" in opt.defaults:
+        source = {"decoupled_weight_decay": True, **source}  # of before AdamW's groups said so
+    both = "nesterov" in source and "nesterov" in opt.defaults
+    if ours and both and ("decay_lr" in source) != ("decay_lr" in opt.defaults):
+        kinds = "SGDW", "SGD"
+        theirs, mine = kinds if "decay_lr" in source else reversed(kinds)
+        raise UsageError(
+            f"the state is of {theirs}, whose weight decay is not that of {mine}; load it into {theirs}"
+        )
     for key, value in source.items():
         known = key in opt.defaults and (ours or key not in _OURS) or key in _SCHEDULERS
+        if key == "decoupled_weight_decay" and opt.rule == "adamw":  # as torch: AdamW stays what it is
+            continue
         if key != "params" and (known or key not in opt.defaults and (ours or key in group)):
             group[key] = copy.deepcopy(value)  # a learning rate may be a tensor
     group["version"] = VERSION
@@ -401,7 +436,7 @@ def make_state(opt, p):
 def _ready(opt, p, steps):
     """The parameter's entry, with planes to write into."""
     entry = make_state(opt, p)
-    opt.state[p]["step"] = steps
+    opt.state[p].show(steps)
     entry.row.step = max(steps, 1)
     return entry
 

@@ -5,9 +5,11 @@ They live as long as the same parameters come; then a step only writes addresses
 
 import array
 import ctypes
+import sys
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.optim.optimizer import _get_scalar_dtype
 
 from .. import _abi
 from .._abi import UsageError, library
@@ -27,10 +29,20 @@ if _exchange is not None:
     _exchange = _pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(_exchange, b"dlpack_exchange_api")
 
 
-def identities(objects):
-    """The addresses of these objects, as C has them: equal where all are the same ones."""
-    objects = tuple(objects)  # which has its items behind its head
+def plain_addresses(objects):
+    """The addresses of these objects, as C has them."""
+    return array.array("q", list(map(id, objects))).tobytes()
+
+
+def read_addresses(objects):
+    """The same from CPython's memory: a tuple has its items behind its head. Over 201 gradients it takes 1 us
+    where the plain way takes 13, of a step's 140 on the host. Tried with CPython 3.11 and 3.12."""
+    objects = tuple(objects)
     return ctypes.string_at(id(objects) + tuple.__basicsize__, 8 * len(objects))
+
+
+_known = sys.implementation.name == "cpython" and read_addresses([None, 0]) == plain_addresses([None, 0])
+object_addresses = read_addresses if _known else plain_addresses
 
 
 def check_gradient(param, gradient):
@@ -46,6 +58,32 @@ def check_gradient(param, gradient):
         raise UsageError(
             f"a gradient of shape {tuple(gradient.shape)} came for a parameter of shape {tuple(param.shape)}"
         )
+
+
+class Counts:
+    """What states show as "step": views of one tensor, whose version tells that a user has written to one."""
+
+    def __init__(self, states, rows):
+        self.states, counts = states, [row.step - 1 for row in rows]
+        self.shown = torch.tensor(list(map(float, counts)), dtype=_get_scalar_dtype(), device="cpu")
+        for state, count, view in zip(states, counts, self.shown.unbind()):
+            state.show(count, view)
+        self.version = self.shown._version
+
+    def rewritten(self):
+        return self.shown._version != self.version
+
+    def advance(self):
+        self.shown.add_(1)
+        self.version = self.shown._version
+
+    def tell(self, counts):
+        """The exact counts. What a user has written stays, and counts in their place."""
+        for state, count in zip(self.states, counts):
+            state.steps = count
+        if not self.rewritten():
+            self.shown.copy_(torch.tensor(counts, dtype=torch.float64, device="cpu"))
+            self.version = self.shown._version
 
 
 class Rows:
@@ -73,7 +111,9 @@ class Rows:
         if self.any_sharded:
             gradients = list(map(local, gradients))
         try:
-            known = library.borrow_gradients(self.rows, len(self.rows), identities(gradients), _exchange)
+            known = library.borrow_gradients(
+                self.rows, len(self.rows), object_addresses(gradients), _exchange
+            )
         except Exception:  # one that cannot be shown, such as a sparse one
             known = 0
         if known < len(self.rows):
@@ -112,24 +152,20 @@ class Pieces(Rows):
 class Table(Rows):
     """`entries` are in the order of `params`, which are all on one device."""
 
-    def __init__(self, key, params, entries):
+    def __init__(self, key, params, entries, states):
         super().__init__(params, [entry.row for entry in entries], [entry.address for entry in entries])
+        self.counts = Counts(states, self.rows)
         self.key, self.device, self.entries = key, local(params[0]).device, entries
         self.first = self.words[_STEP::_WORDS]  # the steps that these begin with
         self.together = len(set(self.first)) == 1
-        self.taken = self.told = 0  # steps since then, and when the states were last written
+        self.taken = 0  # steps since then
         self.counter = None  # of those that only the device knows to have been taken
-        # The first plane of each stands for all: who replaces state replaces that too.
-        with_planes = [entry for entry in entries if entry.planes]
-        self.states = [entry.state for entry in with_planes]
-        self.names = [entry.layout.planes[0].name for entry in with_planes]
-        self.planes = identities(entry.planes[0] for entry in with_planes)
         self.strided = [i for i, entry in enumerate(entries) if entry.strided]
         self.kept = None  # the gradients, until the call has been queued
 
     def fill(self, gradients):
-        """Lends it the gradients of this step. False: a weight or state is in another place now."""
-        if self.moved() or identities(map(dict.get, self.states, self.names)) != self.planes:
+        """Lends it the gradients of this step. False: a weight is in another place now, or a count another."""
+        if self.moved() or self.counts.rewritten():
             return False
         self.kept = self.lend(gradients)
         return True
@@ -150,6 +186,7 @@ class Table(Rows):
             library.advance(engine, options.found_inf, None, self.counter.data_ptr())
         else:
             self.taken += 1
+            self.counts.advance()
             steps = [self.first[0] + self.taken] if self.together else [x + self.taken for x in self.first]
             self.words[_STEP::_WORDS] = array.array("q", steps) * (len(self.first) // len(steps))
         for weight, copy in copies:
@@ -157,11 +194,7 @@ class Table(Rows):
         increment_version(self.params)  # a graph that saved the old values is not run backward with the new
         self.kept = None
 
-    def count(self, state):
-        """Writes the steps taken into the states; waits for the device where it counts."""
+    def count(self):
+        """Tells the states what was taken; waits for the device where it counts."""
         counted = 0 if self.counter is None else int(self.counter)
-        if self.taken + counted != self.told:
-            for p, step in zip(self.params, self.words[_STEP::_WORDS]):
-                if state.get(p):
-                    state[p]["step"] = step - 1 + counted
-            self.told = self.taken + counted
+        self.counts.tell([step - 1 + counted for step in self.words[_STEP::_WORDS]])

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer with gradients that do not wait for the step.
 
-    trainer = Trainer(model, args, optimizers=(AdamW(model.parameters(), lr=1e-4), None), ...)
-    release_gradients(trainer, "compressed")
-    trainer.train()
+trainer = Trainer(model, args, optimizers=(AdamW(model.parameters(), lr=1e-4), None), ...)
+release_gradients(trainer, "compressed")
+trainer.train()
 """
 
 import torch
