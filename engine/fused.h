@@ -300,6 +300,8 @@ struct NonnegSpan : GroupSpan<C> {
 template <int Bits, int K, Rounding R>
 struct SpanOf<GroupLinear<Bits>, K, R> : SignedSpan<GroupLinear<Bits>> {};
 template <int K, Rounding R>
+struct SpanOf<Linear8, K, R> : SignedSpan<Linear8> {};
+template <int K, Rounding R>
 struct SpanOf<Companded8, K, R> : SignedSpan<Companded8> {};
 template <int K, Rounding R>
 struct SpanOf<Companded8Nonneg, K, R> : NonnegSpan<Companded8Nonneg> {};

@@ -437,9 +437,15 @@ struct Lane {
   }
   template <Rounding R, bool Whole>
   static __device__ void encode(const float (&in)[N], const auto& a, int, Place at, Coins coins) {
+    // Moments of whole tiles are finite, as weights are (above).
+    constexpr bool kMakeFinite = kMomentCodec<C> && !Whole;
+    float x[N];
     u32 largest = 0;
 #pragma unroll
-    for (int i = 0; i < N; ++i) largest = max(largest, magnitude_bits(in[i]));
+    for (int i = 0; i < N; ++i) {
+      x[i] = kMakeFinite ? finite_or_zero(in[i]) : in[i];
+      largest = max(largest, magnitude_bits(x[i]));
+    }
 #pragma unroll
     for (int other = 1; other < kThreads; other *= 2)
       largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
@@ -447,13 +453,13 @@ struct Lane {
     const Scale scale = C::scale(absmax);
     const float gain = C::gain(absmax, scale);
     Words<kBytes> codes{};
-    if (largest < 0x7f800000u) {  // else not finite: the scale says so, and codes are zero
+    if (kMakeFinite || largest < 0x7f800000u) {  // else not finite: the scale says so, and codes are zero
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if constexpr (requires { C::encode_upper(in[i], gain, kHalf); })
-          put<kBits, 32 - kBits>(codes, i, C::encode_upper(in[i], gain, coins[i]));
+        if constexpr (requires { C::encode_upper(x[i], gain, kHalf); })
+          put<kBits, 32 - kBits>(codes, i, C::encode_upper(x[i], gain, coins[i]));
         else
-          put<kBits, 0>(codes, i, C::encode(in[i], gain, coins[i]));
+          put<kBits, 0>(codes, i, C::encode(x[i], gain, coins[i]));
       }
     }
     // A last byte that is shared with nothing: codes beyond the end are not written as whole bytes.
@@ -540,14 +546,6 @@ struct FixedFormat {
   }
 };
 
-// The letters of formats.def, a bit for each.
-constexpr u32 role_bits(const char* letters) {
-  u32 bits = 0;
-  for (; *letters != 0; ++letters) bits |= 1u << (*letters - 'a');
-  return bits;
-}
-constexpr bool serves(const char* roles, char role) { return (role_bits(roles) >> (role - 'a') & 1u) != 0; }
-
 // The roundings that a codec reads, or writes, in different ways. Group formats are written by their coins
 // alone, and only dither is read with them; a wide weight is read as a nearest one.
 template <class C, bool Reading>
@@ -628,13 +626,18 @@ struct Elements {
   float w[N], s0[N], s1[N], s2[N];
 };
 
+// An infinite moment shows in the weight, by a root that FastMath makes NaN if not by itself; or the rule says
+// that it does not.
+template <class Rule>
+constexpr bool kHidesInfinity = requires { Rule::hides_infinity; };
+
 // fetch(i, e) gives element i before the update. Elements from n on are set to zero, which cannot change a
-// group's maximum. True if a weight is not finite.
+// group's maximum. True if a weight is not finite, and with FastMath if a moment is not.
 template <class Rule, unsigned Active, int N>
 __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Constants& constants, int n,
                             auto& math, Elements<N>& out) {
   const auto k = *reinterpret_cast<const typename Rule::Step*>(constants.step.bytes);
-  float zero = 0;  // or NaN, where a weight is not finite
+  float zero = 0;  // or NaN, where something is not finite
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     Elem<sizeof(Rule::slots) / sizeof(Slot)> e{};
@@ -642,6 +645,7 @@ __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Consta
     e = Rule::template update<Active>(e, g[i] * constants.multiplier, k, math);
     if (i >= n) e = {};
     zero = fma(e.w, 0.0f, zero);
+    if constexpr (kHidesInfinity<Rule>) zero = fma(e.s[0], 0.0f, zero);
     out.w[i] = e.w;
     if constexpr (Active & 1) out.s0[i] = e.s[0];
     if constexpr (Active & 2) out.s1[i] = e.s[1];

@@ -184,7 +184,8 @@ struct Tile {
   };
   static SCRUPLE_HD void encode_group(const float* __restrict in, float absmax, float gain, u32 shift,
                                       u32 step, const Run& __restrict coins, Code* __restrict codes) {
-    if (magnitude_bits(absmax) >= 0x7f800000u) {  // not finite: the scale says so, and codes are zero
+    // Not finite: the scale says so, and codes are zero. Moments are finite here.
+    if (!kMomentCodec<C> && magnitude_bits(absmax) >= 0x7f800000u) {
       for (int i = 0; i < G; ++i) codes[i] = 0;
       return;
     }
@@ -215,6 +216,14 @@ struct Tile {
     for (int j = 0; j < n - i; ++j) out[i + j] = values[j];
   }
 
+  // Of moments, where one is not finite: rare, so its buffer is not on everyone's stack.
+  static __attribute__((noinline)) void encode_finite(const float* in, Planes p, i64 first, int n,
+                                                      Coins coins) {
+    float finite[kTile];
+    for (int i = 0; i < n; ++i) finite[i] = finite_or_zero(in[i]);
+    encode_by_coins(finite, p, first, n, 0, coins);
+  }
+
   // All scales of the tile first, so that their divisions overlap. One loop for every rounding: nearest is
   // coins that stand still.
   static void encode_by_coins(const float* in, Planes p, i64 first, int n, int, Coins coins) {
@@ -226,6 +235,11 @@ struct Tile {
     float absmax[kGroups] = {}, gain[kGroups] = {};
     for (int i = 0; i < whole; ++i) absmax[i] = absmax_of(in + i * G);
     if (whole < groups) absmax[whole] = absmax_of(padded);
+    if constexpr (kMomentCodec<C>) {
+      u32 largest = 0;
+      for (const float most : absmax) largest = larger(largest, bits_of(most));
+      if (largest >= 0x7f800000u) return encode_finite(in, p, first, n, coins);
+    }
     auto* scales = at<Scale>(p.aux, first / G);
     for (int i = 0; i < groups; ++i) {
       const Scale scale = C::scale(absmax[i]);
@@ -367,7 +381,7 @@ constexpr void add_fused(FusedFn* fns) {
     using Moment = typename FormatRow<r.moment>::Signed;
     constexpr bool kPlain = std::is_same_v<Rule, Sgd> || std::is_same_v<Rule, Sgdw>;
     constexpr bool kSlow = (std::is_same_v<Moment, Flash8> && kPlain && Active == 1) ||
-                           (std::is_same_v<Moment, GroupLinear<8>> && kLanes == 8);
+                           (std::is_same_v<Moment, Linear8> && kLanes == 8);
     if constexpr (IsWritten<Weight> && IsWritten<Gradient> && IsWritten<Slot0> && IsWritten<Slot1> && !kSlow)
       fns[Active] = fused_loop<Rule, Active, Weight, Gradient, Slot0, Slot1>;
   }

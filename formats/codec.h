@@ -67,6 +67,7 @@ SCRUPLE_HD float select(bool condition, float yes, float no) { return condition 
 // Processors disagree about the bits of a NaN; every stored NaN is this one.
 inline constexpr u32 kNaNBits = 0x7fc00000u;
 SCRUPLE_HD float canonical(float x) { return x == x ? x : float_of(kNaNBits); }
+SCRUPLE_HD float finite_or_zero(float x) { return magnitude_bits(x) < 0x7f800000u ? x : 0.0f; }
 
 // A finite x that a format cannot hold, as infinity: what a gradient must become, lest nobody see it.
 inline constexpr float kNoOverflow = __builtin_inff();
@@ -171,8 +172,8 @@ SCRUPLE_HD float whole_root(float x) {
 
 // The unit of a group: its largest magnitude over the top level, divided: a product with a rounded 1 / top
 // would make the maximum drift a little with every step. Zero for a group of zeros, NaN if anything in the
-// group is not finite (the engine then writes codes of zero), and never subnormal, so that its reciprocal is
-// finite.
+// group is not finite (the engine then writes codes of zero; of moments it takes such values for 0 before), and
+// never subnormal, so that its reciprocal is finite.
 template <class F>
 SCRUPLE_HD F group_unit(F absmax, float top) {
   const F unit = quotient(absmax, F(top), F(1.0f / top));

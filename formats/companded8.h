@@ -9,9 +9,9 @@
 // Adam divides each element by its own history, so it is the relative error of small elements that counts;
 // codes of even steps (linear8) or of sqrt(v) (flash8) lose it. What else it mends in flash8: group maxima
 // from 1e-30 to 1e30 work; an fp32 unit carries the decay of an EMA however slow; values are divided by the
-// unit as stored; groups of zeros decode to zeros; a group with a NaN or an infinity decodes to NaN. Rounded
-// to nearest, an element stands still while its moment moves by less than half a code a step, which at beta2
-// = 0.999 is always: round moments stochastically.
+// unit as stored; groups of zeros decode to zeros; a NaN or an infinity is stored as 0 and leaves its group
+// alone. Rounded to nearest, an element stands still while its moment moves by less than half a code a step,
+// which at beta2 = 0.999 is always: round moments stochastically.
 #pragma once
 
 #include "formats/codec.h"

@@ -1,12 +1,17 @@
-// linear8 for non-negative moments: groups of 64 share an fp32 unit absmax / 255; code = round(x / unit).
-// Kept as the ablation: an element far below its group's maximum becomes zero. (Signed moments:
-// GroupLinear<8>.)
+// linear8: scaled integers as moments, kept as the ablation: an element far below its group's maximum becomes
+// zero. Groups of 64 share an fp32 unit.
+//   signed        GroupLinear<8>
+//   non-negative  unit = absmax / 255, code = round(x / unit)
 #pragma once
 
 #include "formats/group_linear.h"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
+
+// A type of its own: int8, which is GroupLinear<8> too, is no format for moments (kMomentCodec in
+// formats/rows.h).
+struct Linear8 : GroupLinear<8> {};
 
 struct Linear8Nonneg {
   static constexpr const char* doc = GroupLinear<8>::doc;

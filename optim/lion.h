@@ -10,6 +10,7 @@ struct Lion {
   static constexpr const char* name = "lion";
   static constexpr const char* doc = "sign of an interpolated momentum, decoupled decay";
   static constexpr Slot slots[] = {{"exp_avg", Sign::any}};
+  static constexpr bool hides_infinity = true;  // of the momentum, behind its sign
   struct Hyper {
     double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0, decay_lr = 0;
   };

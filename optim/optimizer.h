@@ -9,6 +9,7 @@
 //   update<Active>       the formula: floats in, floats out, no storage. F is float, or a vector of floats
 //                        (engine/lanes.h). A NaN in the weight, the gradient or any slot must reach the
 //                        weight: the engines look for one there alone. `math` divides by roots.
+//   hides_infinity       where it has this: an infinite slot need not show in the weight
 // and, where a step can be taken in parts (gradients of micro-batches going straight into the moments),
 //   accumulation         by which method
 //   continued(k)         the constants of the parts after the first: nothing decays

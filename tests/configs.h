@@ -80,6 +80,37 @@ inline void put(Config& config, int array, const scruple_format* format, int rou
   config.formats.arrays[array].rounding = rounding;
 }
 
+// Every rule with each format of groups that can hold one of its moments, in each rounding, beside fp32. Slots
+// that flags ask for stay out: they make others exact.
+inline std::vector<Config> moment_configs() {
+  std::vector<Config> list;
+  for (int rule = 0; rule < scruple_rule_count(); ++rule) {
+    scruple_rule_info info{};
+    CHECK_OK(scruple_rule_at(rule, &info));
+    Config plain{info.name, {}, {}, info.name};
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a) put(plain, a, scruple_format_find("fp32"), SCRUPLE_NEAREST);
+    for (int h = 0; h < info.hypers; ++h) {
+      scruple_hyper_info hyper{};
+      CHECK_OK(scruple_rule_hyper(rule, h, &hyper));
+      if (hyper.flag == 0) plain.hypers.emplace_back(hyper.name, hyper.value == 0 ? 0.1 : 0.9 * hyper.value);
+    }
+    for (const Case& c : all_cases()) {
+      Config config = plain;
+      bool any = false;
+      for (int s = 0; s < info.slots; ++s) {
+        scruple_slot_info slot{};
+        CHECK_OK(scruple_rule_slot(rule, s, &slot));
+        if (slot.role != c.role || c.info.aux_is_scale == 0) continue;
+        put(config, SCRUPLE_SLOT + s, c.format, c.rounding);
+        any = true;
+      }
+      config.name += ", " + c.name();
+      if (any) list.push_back(config);
+    }
+  }
+  return list;
+}
+
 // Every weight and moment rounded so where its format can; false where that changes nothing of nearest
 // rounding.
 inline bool set_rounding(Config& config, int rounding) {

@@ -793,6 +793,15 @@ TEST_F(CudaFormats, MixturesByLot) {
     }
   }
 }
+TEST_F(CudaFormats, MomentsOfNonFiniteGradients) {
+  const Shape shape{{65, 4099, 200}, {0, 0, 3}};  // whole tiles among them
+  const int steps = steps_of(4);
+  Gradients gradients(lab().device, shape.sizes, steps + 1, Data::kNonFinite);
+  for (const Config& config : moment_configs()) {
+    expect_same(lab(), config, shape, gradients, steps, Data::kNonFinite);
+    if (HasFatalFailure()) return;
+  }
+}
 TEST_F(CudaFewBlocks, MixturesInOneTable) { expect_same_in_one_table(lab(), mixtures_by_lot(), 9000); }
 
 // Encoding from host and device memory, decoding to both.

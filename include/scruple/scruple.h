@@ -295,8 +295,8 @@ typedef struct scruple_step_options {
   { sizeof(scruple_step_options), 1.0f, NULL, NULL, NULL, NULL, 0, 1 }
 
 /* One optimizer step of all tensors. `options` NULL: the defaults. Planes that the step writes may not
- * overlap. A non-finite gradient is not an error: it makes that element (and the scale group of its moments)
- * NaN, visibly; pass found_inf from scruple_measure to skip such a step. */
+ * overlap. A NaN in a gradient is not an error: it makes that weight NaN, visibly, and its moments 0
+ * (docs/formats.md); pass found_inf from scruple_measure to skip such a step. */
 SCRUPLE_API scruple_status scruple_step(scruple_engine* engine, const scruple_tensor* tensors, int64_t count,
                                         const scruple_step_options* options);
 

@@ -3,12 +3,13 @@ lists, keys of the user's own, checkpoints from another thread."""
 
 import collections
 import io
+import itertools
 import threading
 import unittest
 import warnings
 
 import torch
-from support import DEVICE, Case, give_gradients, parameter, parameters, picture, stored, take_steps
+from support import DEVICE, Case, give_gradients, parameter, parameters, picture, stored, take_steps, tensor
 
 import scruple
 from scruple import torch as st
@@ -20,6 +21,30 @@ class Package(Case):
 
 
 class Weights(Case):
+    def test_one_nan_is_one_weight(self):
+        """As in torch: what is not finite in a gradient costs its own element, not the group it is stored in."""
+        for kind, recipe in itertools.product((st.AdamW, st.SGD, st.RMSprop), ("fp32", "scruple", "flash", "scant")):
+            for dtype, bad in itertools.product((torch.float32, torch.bfloat16), (float("nan"), float("inf"))):
+                for release in (False, True):
+                    p = parameter(1000, dtype=dtype)
+                    model = torch.nn.ParameterList([p])
+                    more = dict(momentum=0.9) if kind is st.SGD else {}
+                    opt = kind(model.parameters(), lr=1e-2, recipe=recipe, **more)
+                    if release:
+                        st.release_gradients(model, opt)
+                    for step in range(4):
+                        g = tensor(1000, seed=step).to(dtype)
+                        if step == 1:
+                            g[70] = bad
+                        if release:
+                            p.backward(g)
+                        else:
+                            p.grad = g
+                        opt.step()
+                        opt.zero_grad()
+                    found = torch.nonzero(~p.detach().isfinite()).flatten().tolist()
+                    self.assertEqual(found, [70], f"{kind.__name__} {recipe} {dtype} {bad} {release}")
+
     def test_zeros_written_over_weights(self):
         """Old extra bits that pointed below are no NaN."""
         for dtype in (torch.bfloat16, torch.float16):
