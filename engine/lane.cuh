@@ -629,7 +629,10 @@ struct Elements {
 // An infinite moment shows in the weight, by a root that FastMath makes NaN if not by itself; or the rule says
 // that it does not.
 template <class Rule>
-constexpr bool kHidesInfinity = requires { Rule::hides_infinity; };
+constexpr bool hides_infinity() {
+  if constexpr (requires { Rule::hides_infinity; }) return true;
+  return false;
+}
 
 // fetch(i, e) gives element i before the update. Elements from n on are set to zero, which cannot change a
 // group's maximum. True if a weight is not finite, and with FastMath if a moment is not.
@@ -645,7 +648,7 @@ __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Consta
     e = Rule::template update<Active>(e, g[i] * constants.multiplier, k, math);
     if (i >= n) e = {};
     zero = fma(e.w, 0.0f, zero);
-    if constexpr (kHidesInfinity<Rule>) zero = fma(e.s[0], 0.0f, zero);
+    if constexpr (hides_infinity<Rule>()) zero = fma(e.s[0], 0.0f, zero);
     out.w[i] = e.w;
     if constexpr (Active & 1) out.s0[i] = e.s[0];
     if constexpr (Active & 2) out.s1[i] = e.s[1];
