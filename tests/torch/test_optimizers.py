@@ -1812,7 +1812,7 @@ class Cuda(Case):
                 with self.subTest(label, dtype=dtype):
                     here = parameters(dtype)
                     there = [torch.nn.Parameter(p.detach().cpu()) for p in here]
-                    a, b = st.AdamW(here, lr=1e-2, **options), st.AdamW(there, lr=1e-2, **options)
+                    a, b = (st.AdamW(ps, lr=1e-2, **stored(options, dtype)) for ps in (here, there))
                     for step in range(5):
                         give_gradients(here, step)
                         for p, q in zip(here, there):
