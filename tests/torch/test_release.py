@@ -1286,6 +1286,17 @@ class Passes(Case):
         with self.refused_unchanged(run.opt, "opt.zero_grad()", model=run.model):
             run.opt.step()
 
+    def test_a_step_before_the_loop(self):
+        """As against a scheduler's warning: no pass came, so it says nothing of the loop."""
+        for label, release in self.WAYS:
+            plain, run = Run(dtype=torch.float32, lr=1e-2), Run(dtype=torch.float32, lr=1e-2, release=release)
+            for each in (plain, run):
+                each.opt.zero_grad()
+                each.opt.step()
+                each.steps(0, 3)
+                each.opt.step()
+            self.assertSame(plain.picture(), run.picture(), label)
+
     def test_parameters_that_come_later(self):
         """Unfrozen or added: they take no part in accumulation and clipping, so they are refused."""
         for release in (dict(policy="compressed", accumulate=4, max_norm=1.0), dict(tensor_norm=1.0)):

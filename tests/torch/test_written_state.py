@@ -248,7 +248,11 @@ class InEveryRecipe(Case):
             ("exp_avg", tensor(3), ("exp_avg", "(3,)", "(33, 7)")),
             ("exp_avg_sq", 3.0, ("exp_avg_sq", "3.0")),
             ("exp_avg", torch.zeros(33, 7, dtype=torch.int64), ("exp_avg", "int64")),
+            ("exp_avg_sq", None, ("exp_avg_sq", "None")),
+            ("exp_avg_sq", torch.full((33, 7), -1.0), ("exp_avg_sq", "negative")),
+            ("exp_avg", torch.full((33, 7), float("nan")), ("exp_avg", "not finite")),
             ("step", -1, ("step", "-1")),
+            ("step", 2**40, ("step", "1099511627776")),
             ("step", 1.5, ("step", "1.5")),
             ("step", "two", ("step", "two")),
         ):
@@ -303,6 +307,76 @@ class InEveryRecipe(Case):
                     with self.refused("micro-batches", "between steps"):
                         loss_of(model, 10).backward()
             self.assertSame(*runs)
+
+    def test_extra_bits_stay_with_their_weight(self):
+        """Moments can be copied to another parameter; its master copy or extra bits do not come along."""
+        for recipe in ("fp32", "mixed", "scruple"):
+            for copied in (copy.deepcopy, dict, lambda s: {k: v.clone() for k, v in s.items()}):
+                a, b = (
+                    torch.nn.Parameter(torch.full((512,), x, device=DEVICE).bfloat16()) for x in (1.0, 5.0)
+                )
+                opt = st.AdamW([a, b], lr=1e-3, recipe=recipe)
+                give_gradients([a], 0)
+                opt.step()
+                opt.state[b] = copied(opt.state.pop(a))
+                a.grad = None
+                give_gradients([b], 0)
+                opt.step()
+                self.assertLess(float((b - 5).detach().abs().max()), 0.1)
+            for again in (lambda s: s, lambda s: collections.defaultdict(dict, s), copy.copy):
+                wide = opt.master_weights()[b]
+                opt.state = again(opt.state)
+                self.assertSame(opt.master_weights()[b], wide)
+        self.assertEqual(len(opt.state | {}), len(opt.state.copy()))
+
+    def test_counts_that_only_the_device_knows(self):
+        """A write to one of them leaves the others' alone."""
+        for held in (False, True):
+            ps = parameters(torch.bfloat16)
+            opt = st.AdamW(ps, lr=0.01)
+
+            def steps(count, opt=opt, ps=ps):
+                for step in range(count):
+                    give_gradients(ps, step)
+                    opt.found_inf = torch.zeros((), device=DEVICE)
+                    opt.step()
+
+            steps(1)
+            shown = opt.state[ps[0]]["step"]
+            steps(5)
+            (shown if held else opt.state[ps[0]]["step"]).fill_(0)
+            steps(1)
+            self.assertEqual([int(opt.state[p]["step"]) for p in ps], [1, 7, 7, 7])
+
+    def test_as_a_dict(self):
+        p = parameter(300, dtype=torch.bfloat16)
+        opt = st.AdamW([p], lr=0.01)
+        self.assertNotIn("exp_avg", opt.state[p])
+        take_steps(opt, [p], 2)
+        state = opt.state[p]
+        self.assertIn("exp_avg", state)
+        self.assertEqual(state.get("exp_avg").shape, p.shape)
+        self.assertSame(state.setdefault("exp_avg_sq", None), state["exp_avg_sq"])
+        self.assertEqual((state.get("ema", 3), state.setdefault("ema", 4), state["ema"]), (3, 4, 4))
+        state["exp_avg"].data.zero_()  # which no version tells
+        opt.state[p]["step"].data.fill_(100)
+        self.assertEqual(float(opt.state_dict(as_="torch")["state"][0]["exp_avg"].abs().max()), 0)
+        take_steps(opt, [p], 1)
+        self.assertEqual(int(opt.state[p]["step"]), 101)
+        values = torch.ones_like(p)
+        opt.state[p]["exp_avg"] = values
+        opt.state_dict()
+        values.zero_()  # too late
+        with self.refused("exp_avg", "set", "again"):
+            take_steps(opt, [p], 1)
+
+    def test_in_inference_mode(self):
+        p = parameter(300, dtype=torch.bfloat16)
+        opt = st.AdamW([p], lr=0.01)
+        with torch.inference_mode():
+            take_steps(opt, [p], 2)
+        take_steps(opt, [p], 1)
+        self.assertEqual(int(opt.state[p]["step"]), 3)
 
     def test_a_note_costs_no_table(self):
         """Entries of the user's own may be written at every step."""
@@ -366,6 +440,15 @@ class OwnEntries(Case):
         self.assertEqual(set(opt.state[p]), {"ema"})
         take_steps(opt, [p], 1)
         self.assertIn("ema", opt.state[p])
+
+    def test_names_that_other_optimizers_use(self):
+        p = parameter(8, dtype=torch.bfloat16)
+        opt = st.AdamW([p])
+        take_steps(opt, [p], 1)
+        opt.state[p]["sum"] = 7
+        self.assertEqual(opt.state_dict()["state"][0]["sum"], 7)
+        opt.load_state_dict(opt.state_dict())
+        self.assertEqual(opt.state[p]["sum"], 7)
 
     def test_torchs_state(self):
         q = parameter(8)

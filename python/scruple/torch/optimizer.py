@@ -11,6 +11,7 @@ import math
 import numbers
 import threading
 import warnings
+import weakref
 from ctypes import byref
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from .engines import engine_for
 from .planes import NAMES, Layout, decode, encode, is_begun, is_ours, meaning, start, start_extra
 from .shards import groups_of, like, local, offset_of, part_of
 from .table import Table, check_gradient, object_addresses
-from .watched import State, States
+from .watched import State, States, copy_of, version
 
 _NONE = object_addresses([None])
 # What decides how state is stored, beside hyperparameters that ask for exact moments.
@@ -77,8 +78,10 @@ class Optimizer(torch.optim.Optimizer):
         self._forget()
         self.defaults = {**hypers, **stored, "maximize": maximize, "capturable": capturable}
         self._new_rule(self.defaults)  # looks at hyperparameters first, as torch does
+        self._made = False  # all of its groups
         super().__init__(params, self.defaults)
         self._check_weights()
+        self._made = True
 
     def __init_subclass__(cls, **how):
         """help() and those who read signatures find what `options` stands for."""
@@ -107,6 +110,7 @@ class Optimizer(torch.optim.Optimizer):
         """torch.optim's. Where the device counts steps, who looks here waits for it."""
         with self._lock:
             for table in self._tables.values():
+                table.counts.seen = True
                 if table.counter is not None:
                     table.count()
             if self._handle is not None:
@@ -128,6 +132,8 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_group(group)
+            if self._made:
+                self._check_weights()
         except Exception:
             self.param_groups.pop()
             raise
@@ -272,7 +278,7 @@ class Optimizer(torch.optim.Optimizer):
         was = {} if state.entry is None else dict(map(meaning, state.entry.layout.described))
         left = {plane.name: held for plane, held in state.entry.by_plane()} if was else {}
         for name in was:  # in its order: the same sentence every time
-            if name in now and was[name] != now[name] and state.get(name) is left.get(name):
+            if name in now and was[name] != now[name] and dict.get(state, name) is left.get(name):
                 raise UsageError(
                     f"{name} of a parameter of shape {tuple(p.shape)} is held as {was[name]}, and would be "
                     f"{now[name]}: its group was changed, or it was cast, after its first step. Set that "
@@ -306,12 +312,11 @@ class Optimizer(torch.optim.Optimizer):
         elif planes.get("extra") is not state.get("extra"):
             start_extra(weight, planes)
         for slot, found in values.items():
-            reference, version = state.lent.pop(slot, (lambda: None, 0))
-            now = local(found)._version
-            if reference() is not found or now != version:  # else it was only read
-                encode(row, layout.index(slot), part_of(p, found), weight.device)
-            if reference() is found:
-                state.lent[slot] = reference, now
+            array, part = layout.index(slot), part_of(p, found)
+            here = decode(row, array, weight.shape, weight.device)
+            if not torch.equal(here, part.to(here)):  # else it was only read
+                encode(row, array, part, weight.device)
+            state.lent[slot] = weakref.ref(found), version(found)
         for slot in layout.coded:
             dict.pop(state, slot, None)
         dict.update(state, planes)
@@ -637,7 +642,8 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state):
         self._forget()
         super().__setstate__(state)
-        self.state = self.__dict__.pop("state")  # it was written past the property
+        held = self.__dict__.pop("state")  # it was written past the property
+        self._made, self.state = True, {key: copy_of(key, x) for key, x in held.items()}
 
 
 def _memory(tensor):

@@ -9,6 +9,7 @@ import copy
 import ctypes
 import functools
 import itertools
+import math
 import numbers
 from ctypes import byref
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from .shards import local
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHUNK = 1 << 22  # values that are converted at a time: 16 MiB in fp32
+_FIXED = ("step", "extra", "adagc_norm")  # entries of every optimizer's state
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What a recipe meant in older states, and means now: such a moment is converted when it is loaded.
 _FORMER = {"scant": ("log4", "log5")}
@@ -258,13 +260,16 @@ class Layout:
             parts = list(parts)
             fit = all(plane.fits(weight, state.get(plane.name)) for plane in parts)
             here = any(plane.name in state for plane in parts)
-            given = slot in state and (slot in self.coded or not fit and slot != "extra")
-            if given and state[slot] is None:  # as torch.optim.SGD writes it before its first step
+            given = state.has(slot) and (slot in self.coded or not fit and slot != "extra")
+            gone = state[slot] is None if given else not here and slot in had
+            if slot == "momentum_buffer" and gone:  # as torch.optim.SGD has it before its first step
                 steps = 0
             elif given:
                 values[slot] = _checked_values(p, slot, state[slot])
-            elif begun and not here and (slot in had or not had and slot not in ("extra", "momentum_buffer")):
+            elif begun and not here and (gone or not had) and slot not in ("extra", "momentum_buffer"):
                 lacks.append(slot)  # else it is asked for only now
+            if slot == "extra" and here and not fit:  # other elements: they begin at the visible weight
+                here = parts[0].shape(weight) == tuple(getattr(state["extra"], "shape", ()))
             for plane in parts:
                 planes[plane.name] = state.get(plane.name)
                 if not fit and (given or not here):
@@ -309,12 +314,14 @@ class Layout:
 
 @functools.cache
 def _known_names():
-    return {"step", "extra", "adagc_norm", *(slot for _, slots, _ in _abi.rules().values() for slot in slots)}
+    return {*_FIXED, *(slot for _, slots, _ in _abi.rules().values() for slot in slots)}
 
 
-def is_ours(name):
-    """Whether an entry of a parameter's state means something to an optimizer; others are the user's own."""
-    return str(name).partition("/")[0].partition("::")[0] in _known_names()
+def is_ours(name, layout=None):
+    """Whether an entry of a parameter's state means something to an optimizer, or to one of this layout; others
+    are the user's own."""
+    slot, *coded = str(name).replace("::", "/").split("/")
+    return slot in _known_names() and (layout is None or bool(coded) or slot in {*_FIXED, *layout.formats})
 
 
 def is_begun(state):
@@ -322,27 +329,30 @@ def is_begun(state):
 
 
 def _checked_values(p, slot, found):
-    tensor = isinstance(found, torch.Tensor)
-    if not tensor or not found.is_floating_point() or found.shape != p.shape:
-        what = f"{found.dtype} of shape {tuple(found.shape)}" if tensor else repr(found)
-        raise UsageError(
-            f"opt.state[p][{slot!r}] is {what}, for a parameter of shape {tuple(p.shape)}; set floats of that "
-            "shape, or opt.state[p] = {} to begin anew"
-        )
-    return found
+    what = repr(found)
+    if isinstance(found, torch.Tensor):
+        what = f"{found.dtype} of shape {tuple(found.shape)}"
+        if found.is_floating_point() and found.layout is torch.strided and found.shape == p.shape:
+            nonneg = any(slots.get(slot) == _abi.ROLE_NONNEG for _, slots, _ in _abi.rules().values())
+            least = 0.0 if nonneg else -math.inf
+            if bool((local(found).isfinite() & (local(found) >= least)).all()):
+                return found
+            what = "negative or not finite somewhere" if nonneg else "not finite somewhere"
+    raise UsageError(
+        f"opt.state[p][{slot!r}] is {what}, for a parameter of shape {tuple(p.shape)}; set floats of that shape, "
+        "or opt.state[p] = {} to begin anew"
+    )
 
 
 def _count(state):
     """The steps that a state counts; where a float shows them, the exact number. None: it says nothing."""
     found = state.get("step")
+    if found is None:
+        return None
     one = found.item() if isinstance(found, torch.Tensor) and found.numel() == 1 else found
-    if (
-        found is None
-        or found is state.shown
-        and one == torch.tensor(float(state.steps), dtype=found.dtype).item()
-    ):
-        return None if found is None else state.steps
-    if not isinstance(one, numbers.Real) or not 0 <= one < 2**62 or one != int(one):
+    if found is state.shown and one == torch.tensor(float(state.steps)).to(found).item():
+        return state.steps
+    if not isinstance(one, numbers.Real) or not 0 <= one < 2**32 or one != int(one):
         raise UsageError(f"opt.state[p]['step'] is {found!r}; it must be a whole number of steps, from 0")
     return int(one)
 

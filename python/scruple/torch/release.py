@@ -561,8 +561,9 @@ class Handle:
                 self.refuse_late(f"a parameter of shape {tuple(p.shape)} was unfrozen")
             elif p.grad is not None:
                 raise UsageError(
-                    f"a parameter of shape {tuple(p.shape)} has a gradient of a pass that was no training step: it "
-                    "came after opt.step(), or inside handle.paused(). Call opt.zero_grad() after such a pass"
+                    f"a parameter of shape {tuple(p.shape)} has a gradient of a pass that was no training step: "
+                    "inside handle.paused(), or after opt.step() and before opt.zero_grad(). Call opt.zero_grad() "
+                    "before every training pass, or before none"
                 )
 
     def refuse_late(self, what):
@@ -573,12 +574,14 @@ class Handle:
             )
 
     def after_step(self):
-        self._has_stepped = True
+        self._has_stepped, took = True, bool(self._done)
         if getattr(self._path, "sums", False):
+            took = self._path.batches > 0
             self.flush()
         if not getattr(self._path, "batches", 0):  # else more micro-batches come
-            # In a loop that calls opt.zero_grad() the next training pass comes after that.
-            self._armed, self._zeroed = not self._zeroed, False
+            if took:  # in a loop that calls opt.zero_grad() the next training pass comes after that
+                self._armed = not self._zeroed
+            self._zeroed = False
             self._done.clear()
 
     def before_zero_grad(self):

@@ -28,6 +28,7 @@ from .. import _abi
 from .._abi import UsageError
 from .planes import NAMES, chunks, codes_name, decode, encode, is_begun, is_ours, recode
 from .shards import is_run, is_sharded, like, local, offset_of, part_of
+from .watched import copy_of
 
 VERSION = 2
 _HIDDEN = "dampening of momentum"  # what a saved group calls "dampening"
@@ -53,7 +54,8 @@ def save(opt, as_):
     state = {}
     for key, held in opt.state.items():
         if key in numbers and held:
-            saved = {name: value for name, value in held.items() if not is_ours(name)}
+            layout = opt._layout(key) if key.dtype in NAMES else None
+            saved = {name: value for name, value in held.items() if not is_ours(name, layout)}
             if is_begun(held):
                 saved.update(_planes(opt, key, by_rows) if as_ == "scruple" else _values(opt, key))
             state[numbers[key]] = saved
@@ -128,7 +130,7 @@ def unchanged_on_error(opt):
     """Where what is inside fails, puts the groups and the state back. Inside, the state is a copy of which nobody
     knows the formats."""
     groups, old = [dict(group) for group in opt.param_groups], opt.state
-    opt.state = {key: dict(held) if isinstance(held, dict) else held for key, held in old.items()}
+    opt.state = {key: copy_of(key, held) for key, held in old.items()}
     opt._state.changed.clear()  # it is not the user who wrote this
     try:
         yield
@@ -163,14 +165,15 @@ def load(opt, saved):
                     plan.append((p, read(opt, p, number, found, source)))
         for p, write in plan:
             held = {name: x for name, x in old.get(p, {}).items() if is_ours(name) and name != "adagc_norm"}
-            opt.state[p] = held  # its planes take the new values: no second copy
+            opt.state[p] = copy_of(p, held)  # its planes take the new values: no second copy
             write()
         for key, found in states.items():
             if key not in mine:
                 opt.state[key] = found
                 continue
+            layout = opt._layout(mine[key]) if mine[key].dtype in NAMES else None
             for name, value in found.items():
-                if not is_ours(name) and name != "error_bits":
+                if not is_ours(name, layout) and name != "error_bits":
                     opt.state[mine[key]][name] = _cast(mine[key], value, key, groups, name)
 
 

@@ -65,25 +65,38 @@ class Counts:
 
     def __init__(self, states, rows):
         self.states, counts = states, [row.step - 1 for row in rows]
-        self.shown = torch.tensor(list(map(float, counts)), dtype=_get_scalar_dtype(), device="cpu")
-        for state, count, view in zip(states, counts, self.shown.unbind()):
+        self.kind = "d" if _get_scalar_dtype() is torch.float64 else "f"
+        self.memory = array.array(self.kind, counts)
+        with torch.inference_mode(False):
+            self.shown = torch.frombuffer(self.memory, dtype=_get_scalar_dtype())
+            views = self.shown.unbind()
+        for state, count, view in zip(states, counts, views):
             state.show(count, view)
-        self.version = self.shown._version
+        self.told, self.taken, self.version = self.shown.clone(), 0, self.shown._version
+        self.seen = False  # somebody may have written past the version, by .data
 
     def rewritten(self):
-        return self.shown._version != self.version
+        seen, self.seen = self.seen, False
+        return (
+            self.shown._version != self.version
+            or seen
+            and not torch.equal(self.shown, self.told + self.taken)
+        )
 
-    def advance(self):
-        self.shown.add_(1)
-        self.version = self.shown._version
+    def advance(self, counts):
+        """Shows a step more: these counts, or one that is everybody's. Past torch, whose add_ takes 14 us."""
+        self.taken += 1
+        self.memory[:] = array.array(self.kind, counts) * (len(self.memory) // len(counts))
 
     def tell(self, counts):
         """The exact counts. What a user has written stays, and counts in their place."""
+        exact = torch.tensor(counts, dtype=torch.float64, device="cpu").to(self.shown.dtype)
+        own, written = self.shown == self.told + self.taken, self.rewritten()
+        self.told, self.taken = torch.where(own, exact, self.told + self.taken), 0
+        self.shown.copy_(torch.where(own, exact, self.shown))
+        self.version = -1 if written else self.shown._version
         for state, count in zip(self.states, counts):
             state.steps = count
-        if not self.rewritten():
-            self.shown.copy_(torch.tensor(counts, dtype=torch.float64, device="cpu"))
-            self.version = self.shown._version
 
 
 class Rows:
@@ -186,8 +199,8 @@ class Table(Rows):
             library.advance(engine, options.found_inf, None, self.counter.data_ptr())
         else:
             self.taken += 1
-            self.counts.advance()
             steps = [self.first[0] + self.taken] if self.together else [x + self.taken for x in self.first]
+            self.counts.advance([step - 1 for step in steps])
             self.words[_STEP::_WORDS] = array.array("q", steps) * (len(self.first) // len(steps))
         for weight, copy in copies:
             weight.copy_(copy)

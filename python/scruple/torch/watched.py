@@ -6,7 +6,6 @@ optimizer takes that over before its next step (Optimizer._adopt). Without a not
 
 import collections
 import functools
-import weakref
 
 import torch
 from torch.optim.optimizer import _get_scalar_dtype
@@ -17,7 +16,7 @@ from .shards import like, local
 
 def _noting(cls):
     """Has every method that writes say so first."""
-    for name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    for name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "update"):
 
         def noted(self, *args, _write=getattr(cls, name), **kwargs):
             self.note(*args)
@@ -27,16 +26,25 @@ def _noting(cls):
     return cls
 
 
+def version(tensor):
+    """Of its values; a tensor of inference mode has none."""
+    return 0 if local(tensor).is_inference() else local(tensor)._version
+
+
 @_noting
 class State(dict):
-    """The state of one parameter. `dict.update(state, ...)` writes without a note."""
+    """The state of one parameter. `dict.update(state, ...)` writes without a note.
+
+    A moment that is kept in codes can be read by torch's name: it then stands here as values, which the next step
+    takes back.
+    """
 
     def __init__(self, param, changed, held=()):
         super().__init__(held)
         self.param, self.changed = param, changed
         self.entry = None  # the Entry over these planes, which says what they mean
         self.steps, self.shown = 0, None  # the count, and the tensor that shows it as "step"
-        self.lent = {}  # moments that were read: {name: (reference, version)}
+        self.lent = {}  # values that were taken over: {name: (reference, version)}
 
     def note(self, *_):
         self.changed[self.param] = None
@@ -44,45 +52,63 @@ class State(dict):
     def show(self, steps, tensor=None):
         """Counts so many steps, which `tensor` or a new one shows."""
         if tensor is None:
-            tensor = torch.tensor(float(steps), dtype=_get_scalar_dtype(), device="cpu")
+            with torch.inference_mode(False):
+                tensor = torch.tensor(float(steps), dtype=_get_scalar_dtype(), device="cpu")
         self.steps, self.shown = steps, tensor
         dict.update(self, step=tensor)
 
+    def has(self, name):
+        """Whether it stands here; `in` is true of what can be read, too."""
+        return dict.__contains__(self, name)
+
     def is_intact(self, param):
         """Whether all that a step of this parameter uses is as it was left."""
-        self.lent = {name: (x, version) for name, (x, version) in self.lent.items() if x() is not None}
-        for name, (reference, version) in self.lent.items():
-            if name not in self and local(reference())._version != version:
+        self.lent = {name: (x, now) for name, (x, now) in self.lent.items() if x() is not None}
+        for name, (reference, was) in self.lent.items():
+            if version(reference()) != was and dict.get(self, name) is not reference():
                 del self.lent[name]
                 raise UsageError(
-                    f"values of {name!r} that were read from opt.state before the last step were written to. They "
-                    f"are no longer the optimizer's: read opt.state[p][{name!r}] again, and write before a step"
+                    f"a tensor that was {name!r} in opt.state before the last step was written to. It is not the "
+                    f"optimizer's any more: read or set opt.state[p][{name!r}] again, and write before a step"
                 )
         if self.entry is None or self.param is not param or self.get("step") is not self.shown:
             return False
         same = (self.get(plane.name) is held for plane, held in self.entry.by_plane())
-        return all(same) and not any(slot in self for slot in self.entry.layout.coded)
+        return all(same) and not any(map(self.has, self.entry.layout.coded))
 
     def __missing__(self, name):
-        """A moment that is kept in codes, by torch's name: its values. What is written to them until the next
-        step is taken over by it; later it is refused."""
-        if self.entry is None or name not in self.entry.layout.coded:
+        if not self.__contains__(name):
             raise KeyError(name)
         with torch.inference_mode(False), torch.no_grad():
-            self[name] = values = like(self.param, self.entry.values(name, local(self.param)), 1)
-        self.lent[name] = weakref.ref(values), local(values)._version
-        return values
+            self[name] = like(self.param, self.entry.values(name, local(self.param)), 1)
+        return self[name]
+
+    def __contains__(self, name):
+        return self.has(name) or self.entry is not None and name in self.entry.layout.coded
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
+
+    def setdefault(self, name, default=None):
+        if name not in self:
+            self[name] = default
+        return self[name]
 
     def __reduce__(self):
         return dict, (dict(self),)
+
+
+def copy_of(param, held):
+    """A parameter's state with its extra bits, but nothing of what its planes mean; else the user's own entry."""
+    return State(param, {}, held) if isinstance(held, dict) and isinstance(param, torch.Tensor) else held
 
 
 @_noting
 class States(collections.defaultdict):
     """The states of all parameters."""
 
-    def __init__(self, held=()):
-        super().__init__(dict, held)
+    def __init__(self, *held):
+        super().__init__(dict, *held[-1:])  # a copy gives the factory first
         self.changed = dict.fromkeys(self)
 
     def note(self, *args):
@@ -93,13 +119,16 @@ class States(collections.defaultdict):
         return dict.setdefault(self, key, State(key, self.changed))
 
     def of(self, param):
-        """The parameter's State: what a user has put there becomes one. Extra bits complete one weight alone."""
+        """The parameter's State; what a user has put there becomes one. Extra bits of another weight, or of an
+        earlier one, are left out: they belong to the weight, and not to its moments."""
         held = self[param]
-        if not isinstance(held, State) or held.param is not param or held.changed is not self.changed:
-            moved = {name: x for name, x in held.items() if name != "extra" or not isinstance(held, State)}
-            held = State(param, self.changed, moved)
-            dict.__setitem__(self, param, held)
-        return held
+        own = isinstance(held, State) and held.param is param
+        if not own or held.changed is not self.changed:
+            made = State(param, self.changed, {name: x for name, x in held.items() if own or name != "extra"})
+            if own:
+                made.entry, made.steps, made.shown = held.entry, held.steps, held.shown
+            dict.__setitem__(self, param, made)
+        return self[param]
 
     def __reduce__(self):
         return collections.defaultdict, (dict, dict(self))
