@@ -22,7 +22,7 @@ from .. import _abi
 from .._abi import UsageError, library
 from . import state as state_files
 from .engines import engine_for
-from .planes import NAMES, Layout, decode, encode, is_begun, is_ours, meaning, start, start_extra
+from .planes import NAMES, Layout, count_of, decode, encode, is_begun, is_ours, meaning, start, start_extra
 from .shards import groups_of, like, local, offset_of, part_of
 from .table import Table, check_gradient, object_addresses
 from .watched import State, States, copy_of, version
@@ -40,6 +40,13 @@ class Entry(NamedTuple):
     planes: list  # alive while the row points there
     address: int
     strided: bool
+    turn: int  # of the groups that it was made for
+
+    def fits(self, weight, turn):
+        """Whether it can be used again for this weight, under these groups."""
+        known = (self.turn, self.address, self.row.size, self.layout.dtype, not self.strided)
+        here = (turn, weight.data_ptr(), weight.numel(), weight.dtype, weight.is_contiguous())
+        return known == here and (not self.planes or self.planes[0].device == weight.device)
 
     def by_plane(self):
         return zip(self.layout.planes, self.planes)
@@ -205,11 +212,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _forget(self):
         self._rules, self._cells, self._handle = {}, {}, None
+        self._turn = 0  # of groups, parameters and formats
         self._lock = threading.RLock()  # a state dict may be taken by another thread
         self._forget_tables()
 
     def _forget_tables(self):
         self._tables, self._owner, self._buckets = {}, {}, None
+        self._turn += 1
 
     def _rule(self, index, device):
         name = self._rule_of(self.param_groups[index])
@@ -301,8 +310,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _entry(self, p):
         """Makes the parameter's state where it has none, and takes over what a user has written there."""
-        engine_for(local(p).device)  # where there is none, no state is left behind
-        weight, layout, state = local(p).detach(), self._layout(p), self._state.of(p)
+        if local(p).device.type not in ("cpu", "cuda"):
+            engine_for(local(p).device)  # says so, before any state is made
+        weight, state = local(p).detach(), self._state.of(p)
+        if (entry := state.entry) is not None and entry.fits(weight, self._turn) and state.is_intact(p):
+            entry.row.step = count_of(state) + 1
+            return entry
+        layout = self._layout(p)
         self._check_meaning(p, layout)
         planes, values, steps = layout.read(p, state)
         row = layout.place(weight, planes, self._number[p][0], offset_of(p))
@@ -320,7 +334,8 @@ class Optimizer(torch.optim.Optimizer):
         for slot in layout.coded:
             dict.pop(state, slot, None)
         dict.update(state, planes)
-        state.entry = Entry(layout, row, list(planes.values()), weight.data_ptr(), not weight.is_contiguous())
+        strided = not weight.is_contiguous()
+        state.entry = Entry(layout, row, list(planes.values()), weight.data_ptr(), strided, self._turn)
         if state.get("step") is not state.shown or state.steps != steps or state.shown is None:
             state.show(steps)
         return state.entry

@@ -254,7 +254,7 @@ class Layout:
     def read(self, p, state):
         """What stands in a parameter's state: (planes, {moment: values}, steps). Values are a user's, by torch's
         names, and are to be encoded. Planes that the state has not are made."""
-        weight, begun, steps, planes, values, lacks = local(p), is_begun(state), _count(state), {}, {}, []
+        weight, begun, steps, planes, values, lacks = local(p), is_begun(state), count_of(state), {}, {}, []
         had = () if state.entry is None else state.entry.layout.formats
         for slot, parts in itertools.groupby(self.planes, lambda plane: plane.slot):
             parts = list(parts)
@@ -344,7 +344,7 @@ def _checked_values(p, slot, found):
     )
 
 
-def _count(state):
+def count_of(state):
     """The steps that a state counts; where a float shows them, the exact number. None: it says nothing."""
     found = state.get("step")
     if found is None:
