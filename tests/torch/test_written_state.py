@@ -370,6 +370,14 @@ class InEveryRecipe(Case):
         with self.refused("exp_avg", "set", "again"):
             take_steps(opt, [p], 1)
 
+    def test_a_count_written_past_its_version(self):
+        p = parameter(300, dtype=torch.bfloat16)
+        opt = st.AdamW([p], lr=0.01)
+        take_steps(opt, [p], 2)
+        opt.state[p]["step"].data.fill_(100)
+        take_steps(opt, [p], 1)
+        self.assertEqual(int(opt.state[p]["step"]), 101)
+
     def test_in_inference_mode(self):
         p = parameter(300, dtype=torch.bfloat16)
         opt = st.AdamW([p], lr=0.01)
