@@ -10,26 +10,22 @@ tensors of a last group, whose rule has no moments and whose lr is 0; other dtyp
 
 import base64
 import ctypes
-import functools
-import itertools
 import json
 import math
 import warnings
 import zlib
-from ctypes import byref
 
 import torch
 from torch.autograd.graph import increment_version
 
 from .. import _abi
 from .._abi import Error, UsageError, few, library, said
-from .engines import engine_for
 from .optimizer import Optimizer
-from .planes import NAMES, is_ours, meaning, recode
+from .planes import NAMES, decode, is_ours, meaning, recode
 from .shards import is_sharded
 from .state import make_state, unchanged_on_error
 
-CHUNK = 1 << 24  # bytes of a plane on a GPU that pass through the host's memory at a time
+CHUNK = 1 << 24  # bytes of a plane that are written or read at a time, by way of the host's memory
 _MAX_OTHERS = 8_000_000  # of the text that holds what has no format: the files repeat it
 _DRAWN = ("stochastic", "dither", "wide")  # with random numbers
 _WRITER = "scruple.torch"
@@ -40,55 +36,40 @@ _NOT_SAVED = ("params", "formats", "version")
 # torch's names for the fields of loss_scale
 _SCALER = dict(scale="scale", growth="growth_factor", backoff="backoff_factor")
 _SCALER.update(interval="growth_interval", clean="_growth_tracker")
+# What reading a file's text raises where it is not what save wrote
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_UNREADABLE += (ctypes.ArgumentError, zlib.error)
 
 
-# ---- The model and the optimizer ----
-
-
-def _check_arguments(opt, model, scaler):
+def _contents(opt, model, scaler):
+    """{name: parameter} that the optimizer holds, and {name: tensor} of the rest of the model."""
     if not isinstance(opt, Optimizer):
-        raise UsageError(
-            f"the optimizer is a {type(opt).__name__}; save and load work with those of scruple.torch"
-        )
+        raise UsageError(f"the optimizer is a {type(opt).__name__}; it must be one of those of scruple.torch")
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise UsageError(f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler")
-
-
-def _contents(opt, model):
-    """{name: parameter} that the optimizer holds, and {name: tensor} of the rest of the model."""
-    mine, held, rest = set(opt._own_params()), {}, {}
+    mine, held, rest, buffers = set(opt._own_params()), {}, {}, {}
     for name, p in model.named_parameters():
         (held if p in mine else rest)[name] = p
-    seen = set()
     for path, module in model.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            raise UsageError(
-                f"module {path or 'model'!r} ({type(module).__name__}) keeps state of its own form "
-                "(get_extra_state), which a checkpoint has no place for; keep such a model with torch.save, "
-                "by model.state_dict() and opt.state_dict()"
-            )
+            what = f"{path or 'model'!r} ({type(module).__name__}) has get_extra_state, which cannot be saved"
+            raise UsageError(f"{what}; use torch.save of model.state_dict() and opt.state_dict()")
         for name, buffer in module._buffers.items():
             # Those that are not saved with the model are not saved here; a shared one is saved once.
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            rest[f"{path}.{name}" if path else name] = buffer
-    for name, tensor in itertools.chain(held.items(), rest.items()):
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers.setdefault(buffer, f"{path}.{name}".lstrip("."))
+    rest.update({name: buffer for buffer, name in buffers.items()})
+    for name, tensor in (held | rest).items():
         if is_sharded(tensor):
-            raise UsageError(
-                f"{name} is a DTensor (FSDP2): no rank holds all of it; use torch.distributed.checkpoint "
-                "with get_optimizer_state_dict and set_optimizer_state_dict"
-            )
+            hint = "torch.distributed.checkpoint with get_optimizer_state_dict and set_optimizer_state_dict"
+            raise UsageError(f"{name} is a DTensor (FSDP2): no rank holds all of it; use {hint}")
         if tensor.layout is not torch.strided:
             raise UsageError(f"{name} is sparse ({tensor.layout}); a checkpoint holds dense tensors")
-    strangers = len(mine) - len(held)
-    if strangers:
-        raise UsageError(
-            f"{strangers} of the optimizer's {len(mine)} parameters are not in the model; pass the model "
-            "that the optimizer was made from"
-        )
+    if len(held) < len(mine):
+        count = f"{len(mine) - len(held)} of the optimizer's {len(mine)} parameters"
+        raise UsageError(f"{count} are not in the model; pass the model that it was made from")
     return held, rest
 
 
@@ -99,48 +80,35 @@ def _on_host(tensor):
     return tensor.device.type == "cpu"
 
 
-def _new_chunk():
-    """The one place in the host's memory that planes on a GPU pass through."""
-    return torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-
-
 def _parts(tensor):
-    """(first byte, bytes) of a tensor that is one run of memory, chunk by chunk."""
-    flat = tensor.detach().view(-1).view(torch.uint8)
-    return ((first, flat[first : first + CHUNK]) for first in range(0, flat.numel(), CHUNK))
+    """(first byte, bytes, the same or room for them on the host) of a contiguous tensor, chunk by chunk."""
+    flat, chunk = tensor.detach().view(-1).view(torch.uint8), None
+    if not _on_host(tensor):
+        chunk = torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+    for first in range(0, flat.numel(), CHUNK):
+        part = flat[first : first + CHUNK]
+        yield first, part, part if chunk is None else chunk[: part.numel()]
 
 
-def _write(writer, plane, tensor, chunk):
-    """A tensor as a plane; `chunk` gives memory for what the host cannot read."""
-    source = tensor.detach().contiguous()  # by a name: the library reads its memory
-    if _on_host(source):
-        library.checkpoint_write(writer, *plane, source.data_ptr(), source.nbytes)
-        return
-    for _, part in _parts(source):
-        chunk()[: part.numel()].copy_(part)
-        library.checkpoint_write(writer, *plane, chunk().data_ptr(), part.numel())
+def _write(writer, plane, tensor):
+    """A tensor as a plane."""
+    for _, part, host in _parts(tensor.detach().contiguous()):
+        if host is not part:
+            host.copy_(part)
+        library.checkpoint_write(writer, *plane, host.data_ptr(), host.numel())
 
 
-def _read(handle, plane, tensor, chunk):
+def _read(handle, plane, tensor):
     """A plane into a tensor of as many bytes."""
-    to = tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    if _on_host(to):
-        library.checkpoint_read(handle, *plane, 0, to.data_ptr(), to.nbytes)
-        increment_version(to)
-    else:
-        for first, part in _parts(to):
-            library.checkpoint_read(handle, *plane, first, chunk().data_ptr(), part.numel())
-            part.copy_(chunk()[: part.numel()])
+    to = tensor.contiguous()
+    for first, part, host in _parts(to):
+        library.checkpoint_read(handle, *plane, first, host.data_ptr(), host.numel())
+        if host is part:
+            increment_version(to)
+        else:
+            part.copy_(host)
     if to is not tensor:
         tensor.copy_(to)
-
-
-def _read_host(handle, place, array):
-    """An array's planes as bytes in the host's memory, and None where it has one."""
-    planes = [torch.empty(plane.bytes, dtype=torch.uint8, device="cpu") for plane in array.planes]
-    for i, to in enumerate(planes):
-        library.checkpoint_read(handle, *place, i, 0, to.data_ptr(), to.nbytes)
-    return [*planes, None][:2]
 
 
 # ---- Saving ----
@@ -148,34 +116,25 @@ def _read_host(handle, place, array):
 
 @torch.no_grad()
 def save(opt, model, path, *, scaler=None, notes=None):
-    _check_arguments(opt, model, scaler)
+    held, rest = _contents(opt, model, scaler)
     if opt._handle is not None and getattr(opt._handle._path, "batches", 0):
-        raise UsageError(
-            "save in the middle of a step: gradients of earlier micro-batches wait in the accumulators, and "
-            "a checkpoint has none; save after the last micro-batch"
-        )
-    held, rest = _contents(opt, model)
+        raise UsageError("save in the middle of a step loses gradients; save after its last micro-batch")
     opt._settle()
     opt._update_rules()
     own = [key for key in opt.state if not isinstance(key, torch.Tensor)]
     own += [name for p in held.values() for name in opt.state.get(p, ()) if not is_ours(name)]
     if own:
-        raise UsageError(
-            f"opt.state has {few(map(repr, own))}, of your own, for which a checkpoint has no place; keep it "
-            "beside the checkpoint (or as text in notes=), or save opt.state_dict() by torch.save"
-        )
+        what = f"opt.state has {few(map(repr, own))} of your own, for which files have no place"
+        raise UsageError(f"{what}; keep it as text in notes=, or use torch.save of opt.state_dict()")
     notes = {} if notes is None else notes
     if not isinstance(notes, dict) or not all(isinstance(x, str) for pair in notes.items() for x in pair):
         raise UsageError("notes must be a dict of strings; json.dumps makes a string of most things")
     saved = [{key: x for key, x in group.items() if key not in _NOT_SAVED} for group in opt.param_groups]
     param_groups = [{key: _plain(x, key) for key, x in group.items()} for group in saved]
-    entries = {
-        "writer": _WRITER,
-        "param_groups": json.dumps(param_groups),
-        "others": _others_text({name: x for name, x in rest.items() if x.dtype not in NAMES}),
-        **{_NOTE + name: text for name, text in notes.items()},
-    }
     plain = {name: x for name, x in rest.items() if x.dtype in NAMES}
+    others = {name: x for name, x in rest.items() if x.dtype not in NAMES}
+    entries = {"writer": _WRITER, "param_groups": json.dumps(param_groups), "others": _others_text(others)}
+    entries.update({_NOTE + name: text for name, text in notes.items()})
     groups = [_group_entry(opt._rule_of(x), x["seed"], opt._hypers(x), x["lr"]) for x in opt.param_groups]
     tensors = [_held_entry(opt, name, p) for name, p in held.items()]
     for number, (name, x) in enumerate(plain.items(), len(opt._number)):
@@ -190,14 +149,13 @@ def save(opt, model, path, *, scaler=None, notes=None):
         "notes": [{"name": name, "text": text} for name, text in entries.items()],
         "tensors": tensors,
     }
-    chunk = functools.cache(_new_chunk)
     with _abi.new_checkpoint(path, contents) as writer:
         for t, p in enumerate(held.values()):
             with opt._tried(p) as entry:  # refuses planes that do not fit the parameter any more
                 for place, tensor in entry.layout.stored(p, opt.state[p]):
-                    _write(writer, (t, *place), tensor, chunk)
+                    _write(writer, (t, *place), tensor)
         for t, x in enumerate(plain.values(), len(held)):
-            _write(writer, (t, 0, 0), x, chunk)
+            _write(writer, (t, 0, 0), x)
 
 
 def _plain(value, key):
@@ -205,17 +163,14 @@ def _plain(value, key):
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return {"tensor": [value.tolist(), kind, value.device.type]}
+        return {"tensor": [value.tolist(), str(value.dtype).removeprefix("torch."), value.device.type]}
     if isinstance(value, (list, tuple)):
         made = [_plain(x, key) for x in value]
         return made if isinstance(value, list) else {"tuple": made}
     if isinstance(value, dict) and all(isinstance(x, str) for x in value):
         return {"dict": {name: _plain(x, key) for name, x in value.items()}}
-    raise UsageError(
-        f"{key} in a parameter group is a {type(value).__name__}, which a checkpoint has no form for; it can "
-        "be a number, a string, a tensor, or lists and dicts of these"
-    )
+    kind = type(value).__name__
+    raise UsageError(f"{key} of a group is a {kind}; saved are numbers, strings, tensors, lists and dicts")
 
 
 def _others_text(others):
@@ -229,11 +184,8 @@ def _others_text(others):
     text = json.dumps(made)
     if len(text) > _MAX_OTHERS:
         largest = max(made, key=lambda name: len(made[name]["data"]))
-        raise UsageError(
-            f"tensors that are neither fp32, bf16 nor fp16 take {len(text)} bytes of text, and the limit is "
-            f"{_MAX_OTHERS}; the largest is {largest} ({made[largest]['dtype']}): cast it, or register the "
-            "buffer with persistent=False"
-        )
+        size = f"{len(text)} bytes of text, above {_MAX_OTHERS}, hold {largest} ({made[largest]['dtype']})"
+        raise UsageError(f"{size} and others without a format; cast it or register it with persistent=False")
     return text
 
 
@@ -245,12 +197,11 @@ def _group_entry(rule, seed, hypers, lr):
 
 def _held_entry(opt, name, p):
     state, (number, group) = opt.state.get(p) or {}, opt._number[p]
+    made = dict(name=name, shape=p.shape, group=group, id=number, step=getattr(state, "steps", 0) + 1)
     norm, arrays = state.get("adagc_norm", 0.0), opt._layout(p).described
-    return {
-        **dict(name=name, shape=p.shape, group=group, id=number, step=getattr(state, "steps", 0) + 1),
-        "adagc_norm": norm if norm > 0 and math.isfinite(norm) else 0.0,
-        "arrays": [dict(name=name, format=form, rounding=by) for name, form, by in arrays],
-    }
+    made["adagc_norm"] = norm if 0 < norm < math.inf else 0.0
+    made["arrays"] = [dict(name=name, format=form, rounding=by) for name, form, by in arrays]
+    return made
 
 
 # ---- Loading ----
@@ -258,117 +209,58 @@ def _held_entry(opt, name, p):
 
 @torch.no_grad()
 def load(opt, model, path, *, scaler=None):
-    _check_arguments(opt, model, scaler)
+    held, rest = _contents(opt, model, scaler)
     if opt._handle is not None:
-        raise UsageError(
-            "loading while release_gradients is at work; handle.remove() first, load, and call it again"
-        )
-    held, rest = _contents(opt, model)
+        raise UsageError("load under release_gradients; call handle.remove(), load, then release again")
     with _abi.open_checkpoint(path) as (handle, contents):
-        folder, ours = contents.folder, _Trainer(contents)
+        folder, scale, (groups, texts, notes) = contents.folder, contents.loss_scale, _trainer(contents)
+        stored = {tensor.name: tensor for tensor in contents.tensors}
         for number, tensor in enumerate(contents.tensors):
             tensor.number = number
-        stored = {tensor.name: tensor for tensor in contents.tensors}
-        scale = contents.loss_scale
         if scaler is not None and scaler.is_enabled() and not scale.scale:
             raise UsageError(f"{folder} has no loss scale: it was saved without scaler=; load it without")
         if scaler is None and scale.scale:
             warnings.warn(f"{folder} has a loss scale; give scaler= to restore it", stacklevel=4)
-        _check_present(held, rest, stored, ours, folder)
-        others = {name: ours.other(name, x) for name, x in rest.items() if name not in stored}
+        _check_present(held, rest, stored, texts, groups, folder)
+        others = {name: _from_text(name, x, texts, folder) for name, x in rest.items() if name not in stored}
         opt._settle()
         with unchanged_on_error(opt):
-            _load_groups(opt, held, stored, contents.groups, ours, folder)
+            _load_groups(opt, held, stored, contents, groups)
             opt._forget_tables()
             opt._update_rules()
-            for tensor, array in ((tensor, array) for tensor in contents.tensors for array in tensor.arrays):
-                if not array.fits:  # the library reads planes by what it knows by that name
-                    raise UsageError(
-                        f"{tensor.name}: {folder} has its {array.name} in {array.format!r} "
-                        f"({array.rounding!r}), which this library has not, or has with other planes; use "
-                        "the Scruple that wrote it"
-                    )
             for name, p in held.items():
-                _check_fits(opt, name, p, stored[name], contents)
-                draws = any(array.rounding in _DRAWN for array in stored[name].arrays)
-                # A run goes on with its own random numbers. One of another program cannot: its parameters
-                # are in another order where groups part them, and its gradients are not torch's.
-                if ours.groups is not None and draws and stored[name].id != opt._number[p][0]:
-                    raise UsageError(
-                        f"{name} is parameter {opt._number[p][0]} of the optimizer, and {stored[name].id} in "
-                        f"{folder}: with stochastic rounding the random numbers follow it; make the "
-                        "optimizer from the parameters in the same order"
-                    )
+                _check_fits(opt, name, p, stored[name], contents, groups is not None)
             for tensor in contents.tensors:
                 library.checkpoint_verify(handle, tensor.number)
             for p in held.values():
                 make_state(opt, p)
         try:
-            chunk = functools.cache(_new_chunk)
             for name, p in held.items():
-                _read_held(handle, opt, p, stored[name], chunk)
+                _read_held(handle, opt, p, stored[name])
             for name, x in rest.items():
-                if name in stored:
-                    _read_weight(handle, x, stored[name], chunk)
-                else:
+                if name in others:
                     x.copy_(others[name])
+                else:
+                    _read_weight(handle, x, stored[name])
         except Error as problem:  # every checksum was right a moment ago
-            raise Error(
-                f"{folder} changed or could not be read while it was loaded ({problem}); model and optimizer "
-                "are part old, part new: load again before going on"
-            ) from problem
+            found = f"{folder} changed or could not be read while it was loaded ({problem})"
+            raise Error(f"{found}; model and optimizer are part old, part new: load again") from problem
         if scale.scale and scaler is not None:
             scaler.load_state_dict({name: getattr(scale, field) for field, name in _SCALER.items()})
-        return ours.notes
+        return notes
 
 
-class _Trainer:
-    """What the writer has put into `trainer`: one of ours, or another program's."""
-
-    def __init__(self, contents):
-        entries = {note.name: note.text for note in contents.notes}
-        self.folder, self.groups, self.others = contents.folder, None, {}
-        self.notes = dict(entries)
-        if entries.get("writer") != _WRITER:
-            return
-        self.notes = {k[len(_NOTE) :]: v for k, v in entries.items() if k.startswith(_NOTE)}
-        try:
-            self.groups = [dict(group) for group in json.loads(entries["param_groups"])]
-            self.others = dict(json.loads(entries["others"]))
-        except (KeyError, TypeError, ValueError, RecursionError) as problem:
-            raise Error(f"{self.folder}: what {_WRITER} wrote cannot be read: {problem}") from None
-
-    def holds(self, tensor):
-        """Whether an optimizer stepped it."""
-        return self.groups is None or tensor.group < len(self.groups)
-
-    def group(self, number, now):
-        """A group's values by torch's names. Formats are not among them: they must be the optimizer's."""
-        try:
-            saved = {key: _restored(value, now) for key, value in self.groups[number].items()}
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as problem:
-            raise Error(f"{self.folder}: parameter group {number} cannot be read: {problem}") from None
-        return {key: value for key, value in saved.items() if key not in (*_FORMATS, *_NOT_SAVED)}
-
-    def other(self, name, x):
-        """The saved values of a tensor that has no format."""
-        entry = self.others[name]
-        try:
-            kind, shape, data = entry["dtype"], tuple(entry["shape"]), base64.b64decode(entry["data"])
-            if kind == str(x.dtype).removeprefix("torch.") and shape == tuple(x.shape):
-                size = x.numel() * x.element_size()
-                data = zlib.decompressobj().decompress(data, size + 1)
-                if len(data) != size:
-                    raise ValueError(f"{len(data)} bytes where {size} belong")
-                made = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-                ctypes.memmove(made.data_ptr(), data, size)
-                return made
-        except (KeyError, TypeError, ValueError, zlib.error) as problem:
-            raise Error(f"{self.folder}: the text of {name!r} cannot be read: {problem}") from None
-        raise UsageError(
-            f"{name} is {x.dtype} of shape {tuple(x.shape)} in the model, and torch.{kind} of shape {shape} "
-            f"in {self.folder}; load into the model that it was saved from"
-        )
+def _trainer(contents):
+    """(groups, {name: tensor as text}, notes) that save put into `trainer`; others put notes alone."""
+    entries = {note.name: note.text for note in contents.notes}
+    if entries.get("writer") != _WRITER:
+        return None, {}, entries
+    notes = {name.removeprefix(_NOTE): text for name, text in entries.items() if name.startswith(_NOTE)}
+    try:
+        groups = [dict(group) for group in json.loads(entries["param_groups"])]
+        return groups, dict(json.loads(entries["others"])), notes
+    except _UNREADABLE as problem:
+        raise Error(f"{contents.folder}: what {_WRITER} wrote cannot be read: {problem}") from None
 
 
 def _restored(value, now):
@@ -387,62 +279,72 @@ def _restored(value, now):
     return torch.tensor(values, dtype=getattr(torch, dtype), device=device)
 
 
-def _check_present(held, rest, stored, trainer, folder):
-    known = set(stored) | set(trainer.others)
-    missing = [name for name in (*held, *rest) if name not in known]
-    unknown = [name for name in (*stored, *trainer.others) if name not in held and name not in rest]
-    if missing or unknown:
-        found = said(("it lacks {}", missing), ("it has {}, which the model has not", unknown))
-        raise UsageError(
-            f"{folder} is not of this model: {found}. Names are those of model.named_parameters(); of a "
-            "wrapped model pass the one inside (model.module, model._orig_mod), as when it was saved"
-        )
-    frozen = [name for name in rest if name in stored and trainer.holds(stored[name])]
-    thawed = [name for name in held if name not in stored or not trainer.holds(stored[name])]
-    if frozen or thawed:
-        had, has = "{} had an optimizer's state and is in none now", "{} had none and is in the optimizer now"
-        raise UsageError(
-            f"{folder} was saved with another choice of parameters: {said((had, frozen), (has, thawed))}. "
-            "Make the optimizer from the same parameters"
-        )
-    for name, x in (*held.items(), *rest.items()):
-        if name in stored and stored[name].shape != list(x.shape):
-            raise UsageError(
-                f"{name} has shape {tuple(x.shape)} in the model and {tuple(stored[name].shape)} in "
-                f"{folder}; load into the model that it was saved from"
-            )
-        if name in stored and x.dtype not in NAMES:
-            raise UsageError(
-                f"{name} is {x.dtype} in the model, and a number of 16 or 32 bits in {folder}; cast it back"
-            )
+def _other_model(name, x, kind, shape, folder):
+    ours, theirs = f"{x.dtype} of shape {tuple(x.shape)}", f"{kind} of shape {tuple(shape)} in {folder}"
+    return UsageError(f"{name} is {ours} in the model, and {theirs}; load into the model that was saved")
 
 
-def _load_groups(opt, held, stored, groups, trainer, folder):
+def _from_text(name, x, texts, folder):
+    """The saved values of a tensor that has no format."""
+    try:
+        entry = texts[name]
+        kind, shape = f"torch.{entry['dtype']}", tuple(entry["shape"])
+        data = zlib.decompressobj().decompress(base64.b64decode(entry["data"]), x.nbytes + 1)
+    except _UNREADABLE as problem:
+        raise Error(f"{folder}: the text of {name!r} cannot be read: {problem}") from None
+    if (kind, shape) != (str(x.dtype), tuple(x.shape)):
+        raise _other_model(name, x, kind, shape, folder)
+    if len(data) != x.nbytes:
+        raise Error(f"{folder}: the text of {name!r} has {len(data)} bytes where {x.nbytes} belong")
+    made = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    ctypes.memmove(made.data_ptr(), data, len(data))
+    return made
+
+
+def _check_present(held, rest, stored, texts, groups, folder):
+    model, saved = held | rest, stored | texts
+    stepped = {name for name, x in stored.items() if groups is None or x.group < len(groups)}
+    idle = saved.keys() - stepped
+    found = said(
+        ("it lacks {}", [name for name in model if name not in saved]),
+        ("it has {}, which the model has not", [name for name in saved if name not in model]),
+        ("{} had an optimizer's state and is in none now", [name for name in rest if name in stepped]),
+        ("{} had none and is in the optimizer now", [name for name in held if name in idle]),
+    )
+    if found:
+        hint = "of a wrapped model pass the one inside (model.module, model._orig_mod)"
+        raise UsageError(f"{folder} does not fit: {found}. Make the optimizer of the same parameters; {hint}")
+    for name, tensor in stored.items():
+        x = model[name]
+        if tensor.shape != list(x.shape) or x.dtype not in NAMES:
+            raise _other_model(name, x, tensor.arrays[0].format, tensor.shape, folder)
+        for array in tensor.arrays:
+            if not array.fits:  # the library reads planes by what it knows by that name
+                has = f"{array.name} in {array.format!r} ({array.rounding!r}), which this library lacks"
+                raise UsageError(f"{name}: {folder} has {has}; use the Scruple that wrote it")
+
+
+def _load_groups(opt, held, stored, contents, saved):
     """Seeds, hyperparameters and what schedulers keep, as torch brings lr; formats stay."""
-    names = {p: name for name, p in held.items()}
+    names, folder = {p: name for name, p in held.items()}, contents.folder
     for index, group in enumerate(opt.param_groups):
         firsts = {stored[names[p]].group: names[p] for p in reversed(group["params"])}
         if len(firsts) > 1:
-            raise UsageError(
-                f"parameter group {index} of the optimizer has parameters of {len(firsts)} groups of "
-                f"{folder} (such as {few(firsts.values())}), whose hyperparameters may differ; make the "
-                "optimizer with the same groups"
-            )
+            found = f"parameters of {len(firsts)} groups of {folder} ({few(firsts.values())})"
+            raise UsageError(f"group {index} has {found}; make the optimizer with the same groups")
         for number in firsts:
-            source = groups[number]
-            if source.optimizer != opt._rule_of(group):
-                raise UsageError(
-                    f"{folder} is of optimizer {source.optimizer!r}, and this is {opt._rule_of(group)!r}; load it "
-                    "into one of the same kind"
-                )
-            saved = _from_hypers(group, source, folder)
-            if trainer.groups is not None:
-                saved.update(trainer.group(number, group))
-            group.update(saved)
-        try:
-            opt._new_rule(group)  # the library looks at the values
-        except (ArithmeticError, LookupError, TypeError, ValueError, ctypes.ArgumentError) as problem:
-            raise Error(f"{folder}: a group has values that no optimizer takes: {problem}") from None
+            rule, source = opt._rule_of(group), contents.groups[number]
+            if source.optimizer != rule:
+                kinds = f"is of optimizer {source.optimizer!r}, and this is {rule!r}"
+                raise UsageError(f"{folder} {kinds}; load it into one of the same kind")
+            group.update(_from_hypers(group, source, folder))
+            try:
+                values = {} if saved is None else saved[number]
+                values = {key: _restored(x, group) for key, x in values.items()}
+                group.update({key: x for key, x in values.items() if key not in (*_FORMATS, *_NOT_SAVED)})
+                opt._new_rule(group)  # the library looks at the values
+            except _UNREADABLE as problem:
+                raise Error(f"{folder}: no optimizer takes the values of group {number}: {problem}") from None
 
 
 def _from_hypers(group, source, folder):
@@ -457,58 +359,64 @@ def _from_hypers(group, source, folder):
     return made
 
 
-def _check_fits(opt, name, p, tensor, contents):
+def _check_fits(opt, name, p, tensor, contents, ours):
     """The arrays in the file are those that the optimizer keeps of this parameter, or are converted."""
-    group, folder, layout = opt.param_groups[opt._number[p][1]], contents.folder, opt._layout(p)
-    arrays = [(array.name, array.format, array.rounding) for array in tensor.arrays]
-    formats = {array: form for array, form, _ in arrays}
-    if p.dtype is torch.float32:  # it takes a weight of any format: all their values are fp32 numbers
-        formats["weight"], arrays[0] = layout.formats["weight"], layout.described[0]
-    stored = layout.as_saved(formats, group["recipe"])
-    if stored is None or list(map(meaning, arrays)) != list(map(meaning, stored.described)):
-        said = ", ".join(f"{a.name} in {a.format} ({a.rounding})" for a in tensor.arrays)
-        asked = ", ".join(f"{array} in {form} ({by})" for array, form, by in layout.described)
+    (number, index), layout, folder = opt._number[p], opt._layout(p), contents.folder
+    recipe = opt.param_groups[index]["recipe"]
+    found = [(array.name, array.format, array.rounding) for array in tensor.arrays]
+    # fp32 takes a weight of any format: all their values are fp32 numbers.
+    taken = [layout.described[0], *found[1:]] if p.dtype is torch.float32 else found
+    stored = layout.as_saved({array: form for array, form, _ in taken}, recipe)
+    if stored is None or list(map(meaning, taken)) != list(map(meaning, stored.described)):
+        has = ", ".join(f"{array} in {form} ({by})" for array, form, by in found)
+        keeps = ", ".join(f"{array} in {form} ({by})" for array, form, by in layout.described)
         raise UsageError(
-            f"{name}: {folder} has {said}, and the optimizer keeps {asked}; the checkpoint is of recipe "
-            f"{contents.recipe!r} and the optimizer of {group['recipe']!r}: make the optimizer (and cast "
-            "the model) as it was saved, or change the file with "
-            f"'scruple checkpoint convert {folder} --recipe {group['recipe']} --out NEW'"
+            f"{name}: {folder} (recipe {contents.recipe!r}) has {has}, and the optimizer ({recipe!r}) keeps "
+            f"{keeps}; make the optimizer (and cast the model) as it was saved, or change the file with "
+            f"'scruple checkpoint convert {folder} --recipe {recipe} --out NEW'"
         )
+    # A run goes on with its own random numbers. One of another program cannot: its parameters are in another
+    # order where groups part them, and its gradients are not torch's.
+    if ours and tensor.id != number and any(rounding in _DRAWN for *_, rounding in found):
+        numbers = f"{number} of the optimizer and {tensor.id} in {folder}, which random numbers follow"
+        raise UsageError(f"{name} is parameter {numbers}; give the optimizer parameters in the same order")
 
 
-def _read_held(handle, opt, p, tensor, chunk):
-    state = opt._state.of(p)
+def _read_held(handle, opt, p, tensor):
+    state, layout = opt._state.of(p), opt._layout(p)
     state.show(tensor.step - 1)
     state.pop("adagc_norm", None)
     if tensor.adagc_norm:
         state["adagc_norm"] = tensor.adagc_norm
-    layout = opt._layout(p)
     for (a, plane), held in layout.stored(p, state):
-        array, place = tensor.arrays[a], (tensor.number, a)
-        if array.format == layout.arrays[a][2].name:
-            _read(handle, (*place, plane), held, chunk)
+        index, _, form = layout.arrays[a]
+        if tensor.arrays[a].format == form.name:
+            _read(handle, (tensor.number, a, plane), held)
         elif a == 0:
-            _read_weight(handle, p, tensor, chunk)
+            _read_weight(handle, p, tensor)
         elif plane == 0:
-            form, planes = _abi.format_named(array.format), _read_host(handle, place, array)
-            recode(opt._entry(p).row, layout.arrays[a][0], form, *planes, p.device)
+            form, planes = _read_array(handle, tensor, a)
+            codes, scales = [*planes, None][:2]
+            recode(opt._entry(p).row, index, form, codes, scales, p.device)
 
 
-def _read_weight(handle, x, tensor, chunk):
+def _read_array(handle, tensor, a):
+    """An array's format, and its planes as bytes in the host's memory."""
+    array = tensor.arrays[a]
+    planes = [torch.empty(plane.bytes, dtype=torch.uint8, device="cpu") for plane in array.planes]
+    for i, plane in enumerate(planes):
+        _read(handle, (tensor.number, a, i), plane)
+    return _abi.format_named(array.format), planes
+
+
+def _read_weight(handle, x, tensor):
     """The weight alone, of any format, into a tensor of any dtype that has its values."""
-    array, place = tensor.arrays[0], (tensor.number, 0)
-    if array.format == NAMES.get(x.dtype):
-        _read(handle, (*place, 0), x, chunk)
+    if tensor.arrays[0].format == NAMES[x.dtype]:
+        _read(handle, (tensor.number, 0, 0), x)
         return
-    codes, aux = _read_host(handle, place, array)
-    rule, values = _abi.Rule("sgd"), torch.empty(x.shape, dtype=torch.float32, device="cpu")
+    form, planes = _read_array(handle, tensor, 0)
+    rounding = _abi.rounding_names().index(tensor.arrays[0].rounding)  # a split is read by it
+    rule = _abi.Rule("sgd")
     row = _abi.Tensor(optimizer=rule.handle, size=x.numel(), step=1)
-    row.arrays[_abi.WEIGHT] = _abi.Array(
-        _abi.format_named(array.format).handle,
-        codes.data_ptr(),
-        None if aux is None else aux.data_ptr(),
-        _abi.rounding_names().index(array.rounding),  # a split is read by it
-    )
-    if x.numel():
-        library.decode(engine_for(values.device), byref(row), _abi.WEIGHT, values.data_ptr())
-    x.copy_(values)
+    row.arrays[_abi.WEIGHT] = _abi.Array(form.handle, *(x.data_ptr() for x in planes), rounding=rounding)
+    x.copy_(decode(row, _abi.WEIGHT, x.shape, torch.device("cpu")))
