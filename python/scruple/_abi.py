@@ -157,38 +157,30 @@ def said(*pairs):
 
 
 def _find():
-    named = os.environ.get("SCRUPLE_LIBRARY")
-    if named:
+    if named := os.environ.get("SCRUPLE_LIBRARY"):
         return named
     here = pathlib.Path(__file__).resolve().parent
-    places = [here / "libscruple.so", here.parents[1] / "build" / "libscruple.so"]
-    for place in places:
-        if place.exists():
-            return str(place)
-    raise Error(
-        f"libscruple.so was not found in {places[0].parent} or {places[1].parent}; install the package "
-        "with 'pip install .', or run 'make build', or set SCRUPLE_LIBRARY to the file"
-    )
+    build = here.parents[1] / "build"
+    for folder in (here, build):
+        if (folder / "libscruple.so").exists():
+            return str(folder / "libscruple.so")
+    hint = "run 'pip install .' or 'make build', or set SCRUPLE_LIBRARY to the file"
+    raise Error(f"libscruple.so was not found in {here} or {build}; {hint}")
 
 
 def last_error():
     return library.last_error().decode(errors="replace")
 
 
-def _checked(function):
-    def call(*arguments):
-        status = function(*arguments)
-        if status:
-            raise _KINDS.get(status, Error)(last_error())
-
-    return call
+def _check(status, function, arguments):
+    if status:
+        raise _KINDS.get(status, Error)(last_error())
 
 
 class _Library:
     """Loaded when first asked for something, so that importing this module cannot fail."""
 
-    def __init__(self):
-        self._lock = threading.Lock()
+    _lock = threading.Lock()
 
     def __getattr__(self, name):  # only for what is not there yet
         if name.startswith("_"):
@@ -207,8 +199,7 @@ class _Library:
             raise Error(f"{path} cannot be used as libscruple: {problem}") from None
         if found != ABI_VERSION:
             raise Error(
-                f"{path} speaks version {found} of the ABI and this package version {ABI_VERSION}; "
-                "install both from one source"
+                f"{path} has ABI {found} and this package {ABI_VERSION}; install both from one source"
             )
         for line in _FUNCTIONS.strip().splitlines():
             result, _, rest = line.partition(" ")
@@ -216,7 +207,9 @@ class _Library:
             for name in names.split(", "):
                 function = getattr(with_gil if name == "borrow_gradients" else c, "scruple_" + name)
                 function.restype, function.argtypes = _type(result), list(map(_type, taken.split()))
-                setattr(self, name, _checked(function) if result == "status" else function)
+                if result == "status":
+                    function.errcheck = _check
+                setattr(self, name, function)
         self.path = path
 
 
@@ -258,9 +251,7 @@ class Format:
         return f"<format {self.name}: {self.doc}>"
 
 
-@functools.cache
-def format_at(handle):
-    return Format(handle)
+format_at = functools.cache(Format)
 
 
 @functools.cache
