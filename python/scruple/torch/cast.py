@@ -6,7 +6,7 @@ import functools
 import torch
 from torch.utils._pytree import tree_map_only
 
-from .._abi import UsageError
+from .._abi import UsageError, few
 
 _WITH_STATISTICS = torch.nn.modules.batchnorm._NormBase  # batch and instance normalisation
 
@@ -27,36 +27,43 @@ def cast_model(model, dtype=torch.bfloat16, *, overrides=None):
         pattern: target if isinstance(target, tuple) and len(target) == 2 else (target, dtype)
         for pattern, target in (overrides or {}).items()
     }
-    for pattern, targets in [(None, (dtype, dtype)), *overrides.items()]:
+    for pattern, targets in [("*", (dtype, dtype)), *overrides.items()]:
         for target in targets:
             if target not in (torch.bfloat16, torch.float16, torch.float32):
-                raise UsageError(
-                    f"cast_model to {target}{f' for {pattern!r}' if pattern else ''}; it can be "
-                    "torch.bfloat16, torch.float16 or torch.float32"
-                )
-    choose = _Overrides(overrides)
+                raise UsageError(f"{pattern!r} cast to {target}; use torch.bfloat16, float16 or float32")
+    used = set()
+
+    def choose(name):
+        """The dtypes for this name, or for the nearest module around it; None where nothing was said."""
+        while name:
+            for pattern, dtypes in overrides.items():
+                if fnmatch.fnmatchcase(name, pattern):
+                    used.add(pattern)
+                    return dtypes
+            name = name.rpartition(".")[0]
+        return None
+
     params, buffers, doors = {}, [], []  # nothing is cast before all names are known to be right
     for path, module in model.named_modules():
         own = choose(path)
         if own is not None and own != (dtype, dtype) and choose(path.rpartition(".")[0]) != own:
             doors.append((module, *own))
         statistics = isinstance(module, _WITH_STATISTICS)
-        for name, p in module.named_parameters(recurse=False):
-            full = (path + "." + name).lstrip(".")
-            target, _ = choose(full) or (None if statistics else dtype, None)
+        for name, p in module.named_parameters(path, recurse=False):
+            target, _ = choose(name) or (None if statistics else dtype, None)
             if target and p.is_floating_point():
-                first, other = params.setdefault(p, (full, target))
+                first, other = params.setdefault(p, (name, target))
                 if other != target:
-                    raise UsageError(
-                        f"{first} and {full} are one parameter, and would be {other} and {target}; give both "
-                        "names the same dtype, or untie them"
-                    )
+                    both = f"{first} and {name} are one parameter, and would be {other} and {target}"
+                    raise UsageError(f"{both}; give both names the same dtype, or untie them")
         for name, buffer in module.named_buffers(recurse=False):
             kept = statistics or name in module._non_persistent_buffers_set and _loses(buffer, dtype)
-            target, _ = choose((path + "." + name).lstrip(".")) or (None if kept else dtype, None)
+            target, _ = choose(f"{path}.{name}".lstrip(".")) or (None if kept else dtype, None)
             if target and buffer.is_floating_point():
                 buffers.append((module, name, target))
-    choose.check(model)
+    if unused := [repr(pattern) for pattern in overrides if pattern not in used]:
+        some = few(repr(name) for name, _ in model.named_parameters())
+        raise UsageError(f"nothing is called {', '.join(unused)} (overrides); names look like {some}")
     for p, (_, target) in params.items():
         gradient, p.grad = p.grad, None
         p.data = p.data.to(target)
@@ -73,40 +80,13 @@ def _loses(buffer, dtype):
     return buffer.is_meta or not torch.equal(buffer.to(dtype).to(buffer.dtype), buffer)
 
 
-class _Overrides:
-    def __init__(self, patterns):
-        self.patterns, self.used = dict(patterns), set()
-
-    def __call__(self, name):
-        """The dtypes for this name, or for the nearest module around it; None where nothing was said."""
-        while name:
-            for pattern, dtypes in self.patterns.items():
-                if fnmatch.fnmatchcase(name, pattern):
-                    self.used.add(pattern)
-                    return dtypes
-            name = name.rpartition(".")[0]
-        return None
-
-    def check(self, model):
-        unused = [repr(pattern) for pattern in self.patterns if pattern not in self.used]
-        if unused:
-            some = ", ".join(repr(name) for name, _ in list(model.named_parameters())[:3])
-            raise UsageError(
-                f"overrides name {', '.join(unused)}, which nothing is called; names look like {some}"
-            )
-
-
-def _to(value, dtype):
-    """All tensors of floating-point numbers in it."""
-    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
-
-
 # Hooks by name, so that the model can be pickled.
 
 
 def _cast_inputs(dtype, module, args, kwargs):
-    return _to(args, dtype), _to(kwargs, dtype)
+    return _cast_output(dtype, module, args, (args, kwargs))
 
 
 def _cast_output(dtype, module, args, output):
-    return _to(output, dtype)
+    """All tensors of floating-point numbers in it."""
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, output)
