@@ -27,21 +27,14 @@ class ReleaseGradients(Callback):
             raise UsageError("manual optimization: call scruple.torch.release_gradients in on_train_start")
         if len(trainer.optimizers) != 1:
             raise UsageError(f"there are {len(trainer.optimizers)} optimizers; release works with one")
-        self.clip = trainer.gradient_clip_val
-        if self.clip and trainer.gradient_clip_algorithm not in (None, "norm"):
-            raise UsageError(
-                f"gradient_clip_algorithm is {trainer.gradient_clip_algorithm!r}; release clips by 'norm'"
-            )
-        self.handle = release_gradients(
-            trainer.strategy.model,  # not the module inside: a DDP has to be seen and refused
-            trainer.optimizers[0],
-            self.policy,
-            accumulate=trainer.accumulate_grad_batches,
-            reduction="sum",  # Lightning divides the loss
-            max_norm=self.clip or None,
-            scaler=getattr(trainer.precision_plugin, "scaler", None) or False,
-            **self.options,
-        )
+        self.clip, by = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        if self.clip and by not in (None, "norm"):
+            raise UsageError(f"gradient_clip_algorithm is {by!r}; release clips by 'norm'")
+        model = trainer.strategy.model  # not the module inside: a DDP has to be seen and refused
+        scaler = getattr(trainer.precision_plugin, "scaler", None) or False
+        given = dict(accumulate=trainer.accumulate_grad_batches, max_norm=self.clip or None, scaler=scaler)
+        given["reduction"] = "sum"  # Lightning divides the loss
+        self.handle = release_gradients(model, trainer.optimizers[0], self.policy, **given, **self.options)
         trainer.gradient_clip_val = None  # it would find no gradients
 
     def on_train_end(self, trainer, module, exception=None):

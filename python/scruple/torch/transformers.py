@@ -33,25 +33,18 @@ class Release(TrainerCallback):
         max_norm = args.max_grad_norm if args.max_grad_norm and not per_tensor else None
         if max_norm and self.policy == "released":
             raise UsageError(
-                f"policy 'released' with max_grad_norm={max_norm} (the Trainer's default is 1.0): parameters "
-                "are stepped before the norm of all is known; use policy 'compressed', set max_grad_norm=0, "
-                "or clip each parameter by tensor_norm or adagc"
+                f"'released' with max_grad_norm={max_norm} (the Trainer's default is 1.0) steps before the "
+                "norm is known; use 'compressed', max_grad_norm=0, or clip each by tensor_norm or adagc"
             )
         params = [p for p in trainer.model_wrapped.parameters() if p.requires_grad]
         parts = args.gradient_accumulation_steps
         if self.policy == "released" and parts == 1 and not any(map(is_sharded, params)):
             # Before those of release, which take the gradients.
             self.hooks = [p.register_post_accumulate_grad_hook(self._see) for p in params]
-        self.handle = release.release_gradients(
-            trainer.model_wrapped,  # not the model inside: a DDP has to be seen and refused
-            trainer.optimizer,
-            self.policy,
-            accumulate=parts,
-            reduction="sum",  # the Trainer divides the loss
-            max_norm=max_norm,
-            scaler=trainer.accelerator.scaler or False,
-            **options,
-        )
+        model = trainer.model_wrapped  # not the model inside: a DDP has to be seen and refused
+        given = dict(accumulate=parts, max_norm=max_norm, scaler=trainer.accelerator.scaler or False)
+        given["reduction"] = "sum"  # the Trainer divides the loss
+        self.handle = release.release_gradients(model, trainer.optimizer, self.policy, **given, **options)
         # What clips stored gradients would find none, and log a norm of 0.
         self.accelerator, trainer.accelerator.clip_grad_norm_ = trainer.accelerator, self._norm
 
