@@ -25,25 +25,20 @@ def check_updates(opt, model=None, threshold=0.1):
     """
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
     if opt._handle is not None:
-        raise _abi.UsageError(
-            "release_gradients takes the gradients that a step is tried with; call check_updates before it"
-        )
+        raise _abi.UsageError("release_gradients takes the gradients; call check_updates before it")
     opt._settle()
     opt._update_rules()
     found = []
     for p, (number, index) in opt._number.items():
         if p.grad is None or not local(p).numel():
             continue
-        layout = opt._layout(p)
-        rounding = layout.row.arrays[_abi.WEIGHT].rounding
-        kept = layout.arrays[_abi.WEIGHT][2].aux_bits
-        if rounding == _abi.STOCHASTIC or rounding == _abi.WIDE and kept < 16:  # with 16 wide drops nothing
+        _, weight, rounding = opt._layout(p).described[0]
+        base, plus, extra = weight.partition("+")
+        if rounding == "stochastic" or rounding == "wide" and extra != "16":  # with 16 wide drops nothing
             continue
         share = _unmoved(opt, p)
         if share > threshold:
-            weight = layout.formats["weight"]
             lr = float(opt.param_groups[index]["lr"])
-            base, plus, extra = weight.partition("+")
             drawn = "rounding={'weights': 'wide'}" if plus else "rounding='stochastic'"
             wider = f"weights='{base}+{16 if plus else 8}' (more extra bits) or {drawn}"
             if weight == "fp32" or extra in ("16", "fp32"):
@@ -74,6 +69,5 @@ def _unmoved(opt, p):
     options = _abi.options(_abi.StepOptions, multiplier=1.0, parts=1)
     library.step(engine_for(device), byref(row), 1, byref(options))
     after = decode(row, _abi.WEIGHT, row.size, device)
-    moving = gradient != 0
-    count = int(moving.sum())
-    return float(((before == after) & moving).sum()) / count if count else 0.0
+    unmoved = (before == after)[gradient != 0]
+    return unmoved.double().mean().item() if unmoved.numel() else 0.0

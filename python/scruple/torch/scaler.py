@@ -22,10 +22,7 @@ class LossScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if any(g is not None and g.dtype == torch.float16 for g in gradients):
-            raise UsageError(
-                "unscale_ would write fp16 gradients back unscaled, and the small ones would vanish; leave "
-                "it out: scaler.step(opt, max_norm=1.0) unscales and clips inside the step"
-            )
+            raise UsageError("fp16 underflows in unscale_; leave it to scaler.step(opt, max_norm=1.0)")
         super().unscale_(optimizer)
 
     def _check_inf_per_device(self, optimizer):

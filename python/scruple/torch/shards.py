@@ -63,18 +63,15 @@ def part_of(param, values):
     if not is_sharded(param) or tuple(values.shape) == ():
         return values
     if is_sharded(values):
-        if values.placements == param.placements:
-            return values._local_tensor
-        return values.redistribute(param.device_mesh, param.placements)._local_tensor
+        same = values.placements == param.placements
+        return local(values if same else values.redistribute(param.device_mesh, param.placements))
     shape, begins = _place(param)
     return values[tuple(slice(b, b + n) for b, n in zip(begins, shape))]
 
 
 def is_run(param):
     """Whether what is here is one run of the parameter's elements that begins where groups begin."""
-    return not is_sharded(param) or (
-        tuple(param._local_tensor.shape[1:]) == tuple(param.shape[1:]) and offset_of(param) % ROW == 0
-    )
+    return local(param).shape[1:] == param.shape[1:] and offset_of(param) % ROW == 0
 
 
 def like(param, plane, values_per_unit, by_rows=False, bytes_apart=False):
