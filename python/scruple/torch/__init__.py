@@ -11,16 +11,5 @@ from .optimizers import SGD, SGDW, Adagrad, Adam, AdamW, Lion, RMSprop
 from .release import release_gradients
 from .scaler import LossScaler
 
-__all__ = [
-    "SGD",
-    "SGDW",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Lion",
-    "LossScaler",
-    "RMSprop",
-    "cast_model",
-    "check_updates",
-    "release_gradients",
-]
+__all__ = ["SGD", "SGDW", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop"]
+__all__ += ["LossScaler", "cast_model", "check_updates", "release_gradients"]
