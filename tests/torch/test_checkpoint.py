@@ -365,6 +365,17 @@ class Resume(Folder):
             take_steps(o, list(m.parameters()), 2, first=2)
         self.assertSame(picture(opt, model), picture(other, twin))
 
+    def test_codes_of_a_frozen_layer(self):
+        """Parameters of integers, which the optimizer was given and does not step."""
+        model = mlp(torch.bfloat16)
+        codes = torch.arange(8, dtype=torch.int8, device=DEVICE)
+        model.register_parameter("codes", torch.nn.Parameter(codes.clone(), requires_grad=False))
+        opt = st.AdamW(model.parameters())
+        scruple.save(opt, model, self.path("a"))
+        model.codes.zero_()
+        scruple.load(opt, model, self.path("a"))
+        self.assertSame(model.codes.data, codes)
+
     def test_in_chunks(self):
         """Planes longer than a chunk, on both ways, as those on a GPU go."""
         model, opt = self.saved("whole")

@@ -328,7 +328,7 @@ def _load_groups(opt, held, stored, contents, saved):
     """Seeds, hyperparameters and what schedulers keep, as torch brings lr; formats stay."""
     names, folder = {p: name for name, p in held.items()}, contents.folder
     for index, group in enumerate(opt.param_groups):
-        firsts = {stored[names[p]].group: names[p] for p in reversed(group["params"])}
+        firsts = {stored[names[p]].group: names[p] for p in reversed(group["params"]) if p in names}
         if len(firsts) > 1:
             found = f"parameters of {len(firsts)} groups of {folder} ({few(firsts.values())})"
             raise UsageError(f"group {index} has {found}; make the optimizer with the same groups")
