@@ -71,17 +71,10 @@ void check_format(const scruple_array& array, unsigned role, i64 size, bool memo
   if ((format.roles & role) == 0)
     fail(SCRUPLE_UNSUPPORTED, where, ": format ", format.name, " cannot hold ", role_name(role),
          "; formats that can: ", formats_for(role));
-  unsigned roundings = format.roundings[role == SCRUPLE_ROLE_NONNEG ? 1 : 0];
-  if (role != SCRUPLE_ROLE_GRADIENT && role != SCRUPLE_ROLE_ACCUMULATOR)
-    roundings &= ~(1u << kDither);  // reading it needs the number of writes, which gradients alone count
-  if (array.rounding < 0 || array.rounding >= kRoundings || (roundings >> array.rounding & 1u) == 0) {
-    std::string supported;
-    for (int r = 0; r < kRoundings; ++r)
-      if ((roundings >> r & 1u) != 0)
-        supported += (supported.empty() ? "" : ", ") + std::string(rounding_name(r));
+  if (!can_round(format, role, array.rounding))
     fail(SCRUPLE_UNSUPPORTED, where, ": format ", format.name, " does not round by ",
-         rounding_name(array.rounding), " (", array.rounding, "); it can: ", supported);
-  }
+         rounding_name(array.rounding), " (", array.rounding,
+         "); it can: ", rounding_names(roundings_for(format, role)));
   if (!memory || size == 0) return;
   if (array.codes == nullptr) fail(SCRUPLE_INVALID, where, ": codes is null");
   if (format.layout.aux_bits > 0 && array.aux == nullptr)

@@ -127,6 +127,24 @@ const char* rounding_name(int rounding) {
   return rounding >= 0 && rounding < kRoundings ? kNames[rounding] : "unknown";
 }
 
+unsigned roundings_for(const scruple_format& format, unsigned role) {
+  const unsigned roundings = format.roundings[role == SCRUPLE_ROLE_NONNEG ? 1 : 0];
+  const bool is_gradient = role == SCRUPLE_ROLE_GRADIENT || role == SCRUPLE_ROLE_ACCUMULATOR;
+  // Reading it needs the number of writes, which gradients alone count.
+  return is_gradient ? roundings : roundings & ~(1u << kDither);
+}
+
+bool can_round(const scruple_format& format, unsigned role, int rounding) {
+  return rounding >= 0 && rounding < kRoundings && (roundings_for(format, role) >> rounding & 1u) != 0;
+}
+
+std::string rounding_names(unsigned roundings) {
+  std::string names;
+  for (int r = 0; r < kRoundings; ++r)
+    if ((roundings >> r & 1u) != 0) names += (names.empty() ? "" : ", ") + std::string(rounding_name(r));
+  return names;
+}
+
 // Formats of two parts alone can round wide.
 int reads_as(const scruple_format& format, int rounding) {
   const bool is_split = (format.roundings[0] >> kWide & 1u) != 0;

@@ -49,6 +49,10 @@ Bytes bytes_of(const scruple_format& format, i64 size);
 std::string formats_for(unsigned role);
 const char* role_name(unsigned role);
 const char* rounding_name(int rounding);
+// How an array of this role can be rounded in the format, as bits; and such bits as a sentence part.
+unsigned roundings_for(const scruple_format& format, unsigned role);
+std::string rounding_names(unsigned roundings);
+bool can_round(const scruple_format& format, unsigned role, int rounding);
 // The first rounding whose codes mean the same.
 int reads_as(const scruple_format& format, int rounding);
 

@@ -249,8 +249,23 @@ typedef struct scruple_tensor {
 /* Fills in format and rounding of every array that the tensor's optimizer has, optional slots too, by a
  * recipe's name; scruple_tensor_array says which are used. A slot that the hyperparameters ask to be exact
  * (amsgrad's second moments, those of a centered mean square) gets fp32 in every recipe. tensor->optimizer and
- * tensor->size must be set, and planes that the library owns freed. Arrays may be changed one by one afterwards. */
+ * tensor->size must be set, and planes that the library owns freed. Arrays may be changed one by one afterwards, as below or by hand. */
 SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe);
+/* A format, by its name, in place of the recipe's; planes that the library owns must be freed. `which`: "weights";
+ * "moments", every used slot that the format can hold, or "second moments", those that are never negative; one used
+ * slot, by its name; "gradient". A slot that must be exact stays in fp32. Where the format can hold none of the others,
+ * the first gets it all the same: scruple_tensor_check then says what would fit. The rounding stays where the new format
+ * can round so, and else becomes nearest. */
+SCRUPLE_API scruple_status scruple_tensor_set_format(scruple_tensor* tensor, const char* which,
+                                                     const char* format);
+/* A rounding, by its name. `which`: "" or NULL, the weights and every used slot that can round so; "weights";
+ * "moments", every used slot that can, of which there must be one; one used slot, by its name. fp32 rounds nothing,
+ * whatever is said of it. */
+SCRUPLE_API scruple_status scruple_tensor_set_rounding(scruple_tensor* tensor, const char* which,
+                                                       const char* rounding);
+/* What scruple_tensor_alloc checks of formats and roundings, of all that is used; of the gradient where it has a
+ * format. */
+SCRUPLE_API scruple_status scruple_tensor_check(const scruple_tensor* tensor);
 /* What `array` holds: its name ("weight", "exp_avg", "gradient") and its role in a step; *used is 0 for a slot that the
  * optimizer's hyperparameters do not ask for. Any of the outputs may be NULL. */
 SCRUPLE_API scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name,
