@@ -10,43 +10,21 @@ namespace {
 
 constexpr const char* kDefaultRecipe = "scruple";
 
-bool is_slot(int array) { return array >= SCRUPLE_SLOT && array < SCRUPLE_GRADIENT; }
-
-int role_of(const scruple_tensor& tensor, int array) {
-  int role = 0;
-  check(scruple_tensor_array(&tensor, array, nullptr, &role, nullptr));
-  return role;
-}
-
-const scruple_format* known_format(const std::string& name) {
+// The library's own sentence does not say which name was perhaps meant, nor that a format had nothing to hold.
+void use_format(scruple_tensor& tensor, const char* which, const std::string& name, unsigned roles) {
+  if (name.empty()) return;
   std::vector<std::string> known;
   for (int f = 0; f < scruple_format_count(); ++f) known.emplace_back(info_of(scruple_format_at(f)).name);
   check_name("format", name, known);
-  return format_named(name.c_str());
-}
-
-// The recipe's way of rounding stays where the new format knows it.
-void use_format(scruple_array& array, const std::string& name) {
-  array.format = known_format(name);
-  if ((info_of(array.format).roundings >> array.rounding & 1u) == 0) array.rounding = SCRUPLE_NEAREST;
-}
-
-// Gives a format to every used slot of these roles that it can hold. Where it can hold none, the first one
-// gets it all the same: the library then says what would fit.
-void use_for_slots(scruple_tensor& tensor, const std::string& name, unsigned roles) {
-  const unsigned serves = info_of(known_format(name)).roles;
-  scruple_array* first = nullptr;
-  bool served = false;
-  for (const int a : used_arrays(tensor)) {
-    const unsigned role = static_cast<unsigned>(role_of(tensor, a));
-    if (!is_slot(a) || (role & roles) == 0) continue;
-    if (first == nullptr) first = &tensor.arrays[a];
-    if ((role & serves) == 0) continue;
-    use_format(tensor.arrays[a], name);
-    served = true;
-  }
-  if (first == nullptr) throw UsageError("there is no moment here for format " + name + " to hold");
-  if (!served) use_format(*first, name);
+  const std::vector<int> arrays = used_arrays(tensor);
+  const auto serves = [&](int array) {
+    int role = 0;
+    check(scruple_tensor_array(&tensor, array, nullptr, &role, nullptr));
+    return (static_cast<unsigned>(role) & roles) != 0;
+  };
+  if (std::none_of(arrays.begin(), arrays.end(), serves))
+    throw UsageError("there is no moment here for format " + name + " to hold");
+  check(scruple_tensor_set_format(&tensor, which, name.c_str()));
 }
 
 // All but dither, which is for gradients.
@@ -57,48 +35,24 @@ std::vector<std::string> rounding_names() {
   return names;
 }
 
-int rounding_named(const std::string& name) {
-  const std::vector<std::string> known = rounding_names();
-  if (std::find(known.begin(), known.end(), name) != known.end()) return find_rounding(name);
-  throw UsageError("--rounding is '" + name + "'; it must be " + either(known) +
-                   ", or such a mode for some arrays: weights=wide, moments=nearest, exp_avg_sq=stochastic" +
-                   did_you_mean(name, known));
-}
-
-// "MODE": every weight and moment that can round this way does. "WHICH=MODE": the weights, the moments, or the slot
-// of that name. Where none can, the first gets it all the same: the library then says what it can.
+// "MODE", or "WHICH=MODE" for the weights, the moments, or the slot of that name.
 void use_rounding(scruple_tensor& tensor, const std::string& text) {
   const std::size_t equals = text.find('=');
   const std::string which = equals == std::string::npos ? "" : text.substr(0, equals);
-  const int rounding = rounding_named(equals == std::string::npos ? text : text.substr(equals + 1));
-  scruple_array* first = nullptr;
+  const std::string mode = equals == std::string::npos ? text : text.substr(equals + 1);
+  const std::vector<std::string> modes = rounding_names();
+  if (std::find(modes.begin(), modes.end(), mode) == modes.end())
+    throw UsageError(
+        "--rounding is '" + mode + "'; it must be " + either(modes) +
+        ", or such a mode for some arrays: weights=wide, moments=nearest, exp_avg_sq=stochastic" +
+        did_you_mean(mode, modes));
+  const scruple_status status = scruple_tensor_set_rounding(&tensor, which.c_str(), mode.c_str());
+  if (status != SCRUPLE_INVALID) return check(status);
+  const std::string problem = scruple_last_error();
   std::vector<std::string> known = {"weights", "moments"};
-  bool served = false;
-  for (const int a : used_arrays(tensor)) {
-    if (a == SCRUPLE_GRADIENT) continue;
-    if (is_slot(a)) known.emplace_back(array_name(tensor, a));
-    if (!which.empty() && which != (is_slot(a) ? "moments" : "weights") && which != array_name(tensor, a))
-      continue;
-    scruple_array& array = tensor.arrays[a];
-    if (first == nullptr) first = &array;
-    if ((info_of(array.format).roundings >> rounding & 1u) == 0) continue;
-    array.rounding = rounding;
-    served = true;
-  }
-  if (first == nullptr)
-    throw UsageError("--rounding " + text + ": there is no '" + which + "' here; there are " + joined(known) +
-                     did_you_mean(which, known));
-  if (!served) first->rounding = rounding;
-}
-
-// The library checks formats and roundings when it allocates; for a tensor without elements that costs
-// nothing.
-void check_formats(const scruple_tensor& tensor) {
-  static Engine engine("cpu-baseline", 1);  // whatever SCRUPLE_ENGINE says
-  scruple_tensor empty = tensor;
-  empty.size = 0;
-  check(scruple_tensor_alloc(engine.raw(), &empty, ~0u));
-  scruple_tensor_free(engine.raw(), &empty);
+  for (const int a : used_arrays(tensor))
+    if (a != SCRUPLE_WEIGHT && a != SCRUPLE_GRADIENT) known.emplace_back(array_name(tensor, a));
+  throw UsageError("--rounding " + text + ": " + problem + did_you_mean(which, known));
 }
 
 std::vector<std::string> hyper_names(const Optimizer& optimizer) {
@@ -182,16 +136,16 @@ scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_r
   tensor.step = 1;
   check(scruple_tensor_use(&tensor, with_recipe.c_str()));
   scruple_array& accumulator = tensor.arrays[SCRUPLE_GRADIENT];
-  if (!gradient.empty()) use_format(accumulator, gradient);
+  use_format(tensor, "gradient", gradient, SCRUPLE_ROLE_GRADIENT);
   if (unbiased)
     for (const int rounding : {SCRUPLE_STOCHASTIC, SCRUPLE_DITHER})  // the last that its format can
       if ((info_of(accumulator.format).roundings >> rounding & 1u) != 0) accumulator.rounding = rounding;
   if (stays_fp32(with_recipe, size)) return tensor;
-  if (!weights.empty()) use_format(tensor.arrays[SCRUPLE_WEIGHT], weights);
-  if (!moments.empty()) use_for_slots(tensor, moments, SCRUPLE_ROLE_SIGNED | SCRUPLE_ROLE_NONNEG);
-  if (!second_moments.empty()) use_for_slots(tensor, second_moments, SCRUPLE_ROLE_NONNEG);
+  use_format(tensor, "weights", weights, SCRUPLE_ROLE_WEIGHT);
+  use_format(tensor, "moments", moments, SCRUPLE_ROLE_SIGNED | SCRUPLE_ROLE_NONNEG);
+  use_format(tensor, "second moments", second_moments, SCRUPLE_ROLE_NONNEG);
   for (const std::string& rounding : roundings) use_rounding(tensor, rounding);
-  check_formats(tensor);
+  check(scruple_tensor_check(&tensor));
   return tensor;
 }
 
