@@ -116,7 +116,8 @@ status optimizer_set: void* char* double
 status optimizer_set_seed: void* uint64
 status tensor_use: Tensor* char*
 status tensor_array: Tensor* int char** int* int*
-status tensor_alloc: void* Tensor* uint32
+status tensor_set_format, tensor_set_rounding: Tensor* char* char*
+status tensor_check: Tensor*
 status tensor_reset: void* Tensor*
 status tensor_view: Tensor* int64 int64 Tensor*
 status encode, decode: void* Tensor* int void*

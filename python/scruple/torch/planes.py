@@ -65,70 +65,25 @@ def _arrays(row):
     return found
 
 
-def _set_format(array, name):
-    form = _abi.format_named(name)
-    array.format = form.handle
-    if not form.rounds(array.rounding):
-        array.rounding = _abi.NEAREST
-
-
 def _set_moments(row, moments, arrays):
-    """Slots that must be exact stay as the library has them, in fp32."""
-    slots = {name: (a, role) for a, name, role in arrays if a != _abi.WEIGHT}
-    if not isinstance(moments, dict):
-        roles = _abi.format_named(moments).roles
-        loose = [name for name, (_, role) in slots.items() if role != _abi.ROLE_EXACT]
-        fits = [name for name in loose if slots[name][1] & roles]
-        moments = dict.fromkeys(fits or loose[:1], moments)  # where it fits none, the library says what would
-    for name, form in moments.items():
-        if name not in slots:
+    """One format for all that it can hold, or each slot's own."""
+    slots = [name for a, name, _ in arrays if a != _abi.WEIGHT]
+    for name, form in (moments if isinstance(moments, dict) else {"moments": moments}).items():
+        if isinstance(moments, dict) and name not in slots:
             raise UsageError(f"moments names slot {name!r}; this optimizer has {', '.join(slots) or 'none'}")
-        _abi.format_named(form)  # says what there is, where there is no such format
-        if slots[name][1] != _abi.ROLE_EXACT:
-            _set_format(row.arrays[slots[name][0]], form)
+        library.tensor_set_format(byref(row), name.encode(), str(form).encode())
 
 
-def _set_rounding(row, rounding, arrays):
+def _set_rounding(row, rounding):
     """A name is for every array that can round so; what a dict says of an array, that must be able to do."""
-    exact, slots = isinstance(rounding, dict), {name: a for a, name, _ in arrays if a != _abi.WEIGHT}
-    numbers = {name: i for i, name in enumerate(_abi.rounding_names()) if i != _abi.DITHER}  # of gradients
-    if not exact:  # moments have no second part that could be wide
-        rounding = {"weights": rounding, "moments": "stochastic" if rounding == "wide" else rounding}
-    for key, value in rounding.items():
-        if not isinstance(value, str) or value not in numbers:
-            raise UsageError(
-                f"rounding is {value!r}; it can be {', '.join(numbers)}, or a dict of these for "
-                "'weights', 'moments' or slots by name"
-            )
-        if key not in ("weights", "moments", *slots):
-            raise UsageError(
-                f"rounding names {key!r}; it can name {', '.join(map(repr, ('weights', 'moments', *slots)))}"
-            )
-    for name, a in {"weights": _abi.WEIGHT, **slots}.items():
-        named = rounding.get(name, None if a == _abi.WEIGHT else rounding.get("moments"))
-        form = _abi.format_at(row.arrays[a].format)
-        if named is None or form.name == "fp32":  # which rounds nothing
-            continue
-        if form.rounds(numbers[named]):
-            row.arrays[a].rounding = numbers[named]
-        elif exact:
-            known = [known for known, number in numbers.items() if form.rounds(number)]
-            raise UsageError(
-                f"rounding {named!r} of {name}: they are kept in {form.name}, which can be rounded "
-                f"{', '.join(known)}"
-            )
-
-
-@functools.cache
-def _one_engine():
-    return _abi.Engine("cpu-baseline", 1)
-
-
-def _check_formats(row):
-    """The library checks formats when it allocates; for no elements that costs nothing."""
-    empty = _abi.Tensor.from_buffer_copy(row)
-    empty.size = 0
-    library.tensor_alloc(_one_engine().handle, byref(empty), 0xF)
+    texts = [*rounding, *rounding.values()] if isinstance(rounding, dict) else [rounding]
+    if not all(isinstance(text, str) and text for text in texts):
+        names = "a name such as 'stochastic', or a dict of names for 'weights', 'moments' or slots"
+        raise UsageError(f"rounding is {rounding!r}; it can be {names}")
+    if isinstance(rounding, str):  # moments have no second part that could be wide
+        rounding = {"": rounding, **({"moments": "stochastic"} if rounding == "wide" else {})}
+    for which in sorted(rounding, key=lambda which: which not in ("", "moments")):  # before the slots' own
+        library.tensor_set_rounding(byref(row), which.encode(), rounding[which].encode())
 
 
 def codes_name(slot, form):
@@ -202,15 +157,14 @@ class Layout:
         row.arrays[_abi.GRADIENT] = _abi.Array()
         arrays = _arrays(row)
         small = size <= _abi.recipes()[group["recipe"]].small
-        weight = row.arrays[_abi.WEIGHT]
         asked = group["weights"] if not small else None
-        named = asked or _abi.format_at(weight.format).name
-        _set_format(weight, weight_format(named, dtype, asked))
+        named = weight_format(asked or _abi.format_at(row.arrays[_abi.WEIGHT].format).name, dtype, asked)
+        library.tensor_set_format(byref(row), b"weights", named.encode())
         if group["moments"] and not small:
             _set_moments(row, group["moments"], arrays)
         if group["rounding"] is not None:
-            _set_rounding(row, group["rounding"], arrays)
-        _check_formats(row)
+            _set_rounding(row, group["rounding"])
+        library.tensor_check(byref(row))
         self.row, self.dtype, self.rule = row, dtype, rule  # which lives as long as a row points to it
         self.arrays = [(a, name, _abi.format_at(row.arrays[a].format)) for a, name, _ in arrays]
         self.exact = {name for _, name, role in arrays if role == _abi.ROLE_EXACT}
@@ -247,7 +201,7 @@ class Layout:
                 form = _abi.format_named(formats[name])
                 made.row.arrays[a] = _abi.Array(form.handle)
             made.arrays.append((a, name, form))
-        _check_formats(made.row)
+        library.tensor_check(byref(made.row))
         made.planes = list(_planes(made.arrays))
         return made
 
