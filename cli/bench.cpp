@@ -179,7 +179,7 @@ Traffic traffic_of(const std::vector<scruple_tensor>& tensors) {
   Traffic sum;
   for (const scruple_tensor& tensor : tensors)
     for (const int a : used_arrays(tensor)) {
-      const std::int64_t bytes = bytes_of(tensor.arrays[a].format, tensor.size);
+      const std::int64_t bytes = plane_bytes(tensor.arrays[a].format, tensor.size).total();
       sum.held += bytes;
       sum.moved += a == SCRUPLE_GRADIENT ? bytes : 2 * bytes;
     }

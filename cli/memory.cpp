@@ -10,23 +10,13 @@
 namespace scruple::cli {
 namespace {
 
-struct Planes {
-  std::int64_t codes = 0, aux = 0;
-};
-
-Planes planes_of(const scruple_format* format, std::int64_t size) {
-  Planes planes;
-  check(scruple_format_bytes(format, size, &planes.codes, &planes.aux));
-  return planes;
-}
-
 void add_tensor(Memory& memory, const scruple_tensor& tensor, std::int64_t count, bool gradients) {
   std::size_t slot = 0;
   for (const int a : used_arrays(tensor)) {
     const scruple_format* format = tensor.arrays[a].format;
-    const Planes planes = planes_of(format, tensor.size);
+    const PlaneBytes planes = plane_bytes(format, tensor.size);
     if (a == SCRUPLE_GRADIENT) {
-      if (gradients) memory.gradients += count * (planes.codes + planes.aux);
+      if (gradients) memory.gradients += count * planes.total();
       continue;
     }
     (info_of(format).aux_is_scale != 0 ? memory.scales : memory.extra) += count * planes.aux;
@@ -82,11 +72,6 @@ std::int64_t free_memory() {
         std::min(free, std::max<std::int64_t>(
                            static_cast<std::int64_t>(addresses.rlim_cur) - pages * sysconf(_SC_PAGESIZE), 0));
   return free;
-}
-
-std::int64_t bytes_of(const scruple_format* format, std::int64_t size) {
-  const Planes planes = planes_of(format, size);
-  return planes.codes + planes.aux;
 }
 
 }  // namespace scruple::cli

@@ -30,7 +30,4 @@ Memory measure(const Choice& choice, const Optimizer& optimizer, const std::stri
 // without a word: ask first. Where it cannot be read: no limit.
 std::int64_t free_memory();
 
-// Bytes of both planes of one array.
-std::int64_t bytes_of(const scruple_format* format, std::int64_t size);
-
 }  // namespace scruple::cli

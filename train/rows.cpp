@@ -21,19 +21,10 @@ std::vector<int> stored_arrays(const scruple_tensor& row) {
   return arrays;
 }
 
-struct Bytes {
-  std::int64_t codes = 0, aux = 0;
-};
-Bytes bytes_of_planes(const scruple_format* format, std::int64_t size) {
-  Bytes bytes;
-  check(scruple_format_bytes(format, size, &bytes.codes, &bytes.aux));
-  return bytes;
-}
-
 std::vector<io::Plane> planes_of(const scruple_format* format, const std::vector<std::int64_t>& shape,
                                  std::int64_t size) {
   const scruple_format_info info = info_of(format);
-  const Bytes whole = bytes_of_planes(format, size), block = bytes_of_planes(format, io::kBlock);
+  const PlaneBytes whole = plane_bytes(format, size), block = plane_bytes(format, io::kBlock);
   return io::planes_of(
       {info.name, info.aux_bits, info.aux_is_scale != 0, whole.codes, whole.aux, block.codes, block.aux},
       shape);

@@ -38,10 +38,9 @@ State::State(Backend& backend, const std::vector<Parameter>& parameters, const O
     row.step = 1;
     for (const int a : used_arrays(row)) {
       if (a == SCRUPLE_GRADIENT) continue;  // the sink's
-      std::int64_t codes = 0, aux = 0;
-      check(scruple_format_bytes(row.arrays[a].format, row.size, &codes, &aux));
-      row.arrays[a].codes = plane(row, a, false, codes);
-      if (aux > 0) row.arrays[a].aux = plane(row, a, true, aux);
+      const PlaneBytes bytes = plane_bytes(row.arrays[a].format, row.size);
+      row.arrays[a].codes = plane(row, a, false, bytes.codes);
+      if (bytes.aux > 0) row.arrays[a].aux = plane(row, a, true, bytes.aux);
     }
     table_.push_back(row);
     scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];

@@ -18,11 +18,8 @@ scruple_optimizer* with_rate(const Optimizer& optimizer, double lr) {
 
 std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
   std::int64_t sum = 0;
-  for (const scruple_tensor& row : table) {
-    std::int64_t codes = 0, aux = 0;
-    check(scruple_format_bytes(row.arrays[SCRUPLE_GRADIENT].format, row.size, &codes, &aux));
-    sum += codes + aux;
-  }
+  for (const scruple_tensor& row : table)
+    sum += plane_bytes(row.arrays[SCRUPLE_GRADIENT].format, row.size).total();
   return sum;
 }
 

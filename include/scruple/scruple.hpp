@@ -46,6 +46,17 @@ inline scruple_format_info info_of(const scruple_format* format) {
   return info;
 }
 
+// Of the two planes of an array.
+struct PlaneBytes {
+  std::int64_t codes = 0, aux = 0;
+  std::int64_t total() const { return codes + aux; }
+};
+inline PlaneBytes plane_bytes(const scruple_format* format, std::int64_t size) {
+  PlaneBytes bytes;
+  check(scruple_format_bytes(format, size, &bytes.codes, &bytes.aux));
+  return bytes;
+}
+
 // The scruple_rounding of this name; -1: there is none.
 inline int find_rounding(const std::string& name) {
   int rounding = 0;
