@@ -70,7 +70,11 @@ struct Contents {
   explicit Contents(const io::Checkpoint& checkpoint) : folder(checkpoint.folder()) {
     const io::Manifest& from = checkpoint.manifest();
     reserve(from);
-    for (const io::Group& group : from.groups) add(group);
+    current.reserve(from.groups.size());
+    for (io::Group group : from.groups) {
+      group.hyperparameters = with_current_names(group.hyperparameters, folder);
+      add(current.emplace_back(std::move(group)));
+    }
     for (const auto& [name, text] : from.trainer)
       notes.push_back({c_name(name), text.c_str(), count_of(text)});
     for (const io::TensorState& tensor : from.tensors) add(tensor);
@@ -85,6 +89,7 @@ struct Contents {
 
  private:
   const std::string& folder;
+  std::vector<io::Group> current;  // hyperparameters by their names of now
 
   const char* c_name(const std::string& name) const {
     if (name.find('\0') != std::string::npos)
@@ -180,7 +185,8 @@ io::Manifest manifest_of(const scruple_checkpoint_contents& from) {
   for (const scruple_checkpoint_group& given : listed(from.groups, from.group_count, "groups")) {
     io::Group group = {text_of(given.optimizer, "a group's optimizer"), given.seed, {}};
     for (const auto& [name, value] : listed(given.hypers, given.hyper_count, "hyperparameters"))
-      group.hyperparameters[std::string(current_name(text_of(name, "a hyperparameter's name")))] = value;
+      group.hyperparameters[text_of(name, "a hyperparameter's name")] = value;
+    group.hyperparameters = with_current_names(group.hyperparameters, group.optimizer);
     manifest.groups.push_back(std::move(group));
   }
   if (const scruple_checkpoint_scale& scale = from.loss_scale; scale.scale != 0) {

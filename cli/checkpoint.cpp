@@ -47,7 +47,7 @@ struct Options {
 class Decoder {
  public:
   explicit Decoder(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {
-    for (const io::Group& group : checkpoint.manifest().groups)
+    for (const io::Group& group : train::groups_of(checkpoint))
       optimizers_.push_back(train::optimizer_of(group));
   }
 
@@ -185,9 +185,9 @@ ordered_json tensor_json(const TensorState& tensor) {
           {"step", tensor.step}, {"adagc_norm", norm},    {"bytes", bytes},        {"arrays", arrays}};
 }
 
-ordered_json groups_json(const io::Manifest& manifest) {
+ordered_json groups_json(const Checkpoint& checkpoint) {
   ordered_json groups = ordered_json::array();
-  for (const io::Group& group : manifest.groups)
+  for (const io::Group& group : train::groups_of(checkpoint))
     groups.push_back(
         {{"optimizer", group.optimizer}, {"seed", group.seed}, {"hyperparameters", group.hyperparameters}});
   return groups;
@@ -282,7 +282,7 @@ void inspect(const Options& options) {
                             {"recipe", manifest.recipe},
                             {"step", manifest.step},
                             {"files", manifest.files.size()},
-                            {"groups", groups_json(manifest)},
+                            {"groups", groups_json(checkpoint)},
                             {"loss_scale", loss_scale_json(manifest)},
                             {"trainer", manifest.trainer},
                             {"bytes", kinds},
@@ -441,6 +441,7 @@ void convert(const Options& options) {
   io::Manifest manifest = checkpoint.manifest();
   manifest.recipe = options.recipe;
   manifest.library = scruple_version();
+  manifest.groups = train::groups_of(checkpoint);
   manifest.trainer = with_recipe(manifest.trainer, options.recipe);
   for (TensorState& tensor : manifest.tensors) {
     const TensorState form = train::stored_form(tensor.name, tensor.shape,
@@ -570,7 +571,7 @@ class Difference {
   Difference(const Checkpoint& a, const Checkpoint& b) : decode_a_(a), decode_b_(b) {
     setting("step", a.manifest().step, b.manifest().step);
     setting("recipe", a.manifest().recipe, b.manifest().recipe);
-    setting("groups", groups_json(a.manifest()), groups_json(b.manifest()));
+    setting("groups", groups_json(a), groups_json(b));
     setting("loss_scale", loss_scale_json(a.manifest()), loss_scale_json(b.manifest()));
     for (const TensorState& tensor : a.manifest().tensors) {
       const TensorState* const other = find(b, tensor.name);

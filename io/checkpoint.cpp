@@ -11,7 +11,6 @@
 
 #include "io/crc32.h"
 #include "io/json.h"
-#include "optim/renamed.h"
 
 namespace scruple::io {
 namespace {
@@ -351,7 +350,7 @@ class ManifestReader {
                        json_.members("hyperparameters", [&](const std::string& name) {
                          limit("hyperparameters", group.hyperparameters.size());
                          const double value = json_.number("a hyperparameter");
-                         const auto [at, fresh] = group.hyperparameters.emplace(current_name(name), value);
+                         const auto [at, fresh] = group.hyperparameters.emplace(name, value);
                          if (!fresh) json_.refuse("hyperparameter ", shown(at->first), " stands twice");
                        });
                      }}});

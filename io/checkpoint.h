@@ -61,7 +61,7 @@ struct TensorState {
 struct Group {
   std::string optimizer;
   std::uint64_t seed = 0;
-  std::map<std::string, double> hyperparameters;
+  std::map<std::string, double> hyperparameters;  // as the file names them; optim/renamed.h knows old names
 };
 
 struct LossScale {

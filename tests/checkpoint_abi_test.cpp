@@ -139,6 +139,14 @@ class Checkpoints : public Files {
     write_all(writer, manifest, part);
     expect(SCRUPLE_OK, scruple_checkpoint_commit(writer.get()), "");
   }
+  static void write_by_io(const std::string& folder, const io::Manifest& manifest, std::size_t files = 1) {
+    std::string data;
+    io::write_checkpoint(folder, manifest, files, [&](std::size_t t, std::size_t a, std::size_t p) {
+      const io::TensorState& tensor = manifest.tensors[t];
+      data = data_of(tensor, tensor.arrays[a], tensor.arrays[a].planes[p]);
+      return bytes_of(data);
+    });
+  }
   static Reader open(const std::string& folder) {
     scruple_checkpoint* checkpoint = nullptr;
     expect(SCRUPLE_OK, scruple_checkpoint_open(folder.c_str(), &checkpoint), "");
@@ -162,12 +170,7 @@ TEST_F(Checkpoints, AreByteForByteThoseOfTheOtherDoor) {
   for (const std::size_t files : {1u, 3u, 9u})
     for (const std::size_t part : {1u, 100u, 1u << 20}) {
       std::filesystem::remove_all(path("io"));
-      std::string data;
-      io::write_checkpoint(path("io"), manifest, files, [&](std::size_t t, std::size_t a, std::size_t p) {
-        const io::TensorState& tensor = manifest.tensors[t];
-        data = data_of(tensor, tensor.arrays[a], tensor.arrays[a].planes[p]);
-        return bytes_of(data);
-      });
+      write_by_io(path("io"), manifest, files);
       save(path("abi"), manifest, static_cast<std::int64_t>(files), part);
       std::size_t count = 0;
       for (const auto& entry : std::filesystem::directory_iterator(path("io"))) {
@@ -181,17 +184,29 @@ TEST_F(Checkpoints, AreByteForByteThoseOfTheOtherDoor) {
     }
 }
 
-// In 0.1.0 decay_lr was max_lr: who still says so writes what everyone reads.
+// In 0.1.0 decay_lr was max_lr: who still says so writes what everyone reads, and what 0.1.0 wrote is read so.
 TEST_F(Checkpoints, TakeAHyperparametersOldName) {
   io::Manifest manifest = sample();
   manifest.groups[0].hyperparameters = {{"max_lr", 0.5}};
-  save(path("c"), manifest);
-  const Reader checkpoint = open(path("c"));
-  const scruple_checkpoint_group& group = scruple_checkpoint_manifest(checkpoint.get())->groups[0];
-  ASSERT_EQ(group.hyper_count, 1);
-  EXPECT_STREQ(group.hypers[0].name, "decay_lr");
-  EXPECT_EQ(group.hypers[0].value, 0.5);
-  EXPECT_EQ(content("c/manifest.json").find("max_lr"), std::string::npos);
+  save(path("now"), manifest);
+  write_by_io(path("then"), manifest);
+  for (const char* name : {"now", "then"}) {
+    const Reader checkpoint = open(path(name));
+    const scruple_checkpoint_group& group = scruple_checkpoint_manifest(checkpoint.get())->groups[0];
+    ASSERT_EQ(group.hyper_count, 1);
+    EXPECT_STREQ(group.hypers[0].name, "decay_lr") << name;
+    EXPECT_EQ(group.hypers[0].value, 0.5);
+  }
+  EXPECT_EQ(content("now/manifest.json").find("max_lr"), std::string::npos);
+  EXPECT_NE(content("then/manifest.json").find("max_lr"), std::string::npos);
+}
+
+TEST_F(Checkpoints, RefuseAHyperparameterByBothItsNames) {
+  io::Manifest manifest = sample();
+  manifest.groups[0].hyperparameters = {{"decay_lr", 0.5}, {"max_lr", 0.5}};
+  refuse_begin(*Given(manifest).get(), "\"decay_lr\" stands twice");
+  write_by_io(path("c"), manifest);
+  refuse_open(path("c"), SCRUPLE_FILE, path("c") + ": hyperparameter \"decay_lr\" stands twice");
 }
 
 TEST_F(Checkpoints, SayWhatIsInThem) {

@@ -83,6 +83,27 @@ scruple_tensor described(const Optimizer& optimizer, std::int64_t size, std::uin
   return row;
 }
 
+// In 0.1.0 decay_lr was max_lr.
+TEST_F(Planes, OfAnOlderNameOfAHyperparameter) {
+  const Optimizer optimizer("adamw", {{"decay_lr", 0.5}});
+  io::Manifest manifest;
+  manifest.library = "0.1.0";
+  manifest.groups = {group_of(optimizer)};
+  const auto write = [&](const char* name) {
+    io::write_checkpoint(path(name), manifest, 1, [](auto...) -> std::span<const std::byte> { return {}; });
+    return io::Checkpoint(path(name));
+  };
+  std::map<std::string, double>& hypers = manifest.groups[0].hyperparameters;
+  const std::map<std::string, double> current = hypers;
+  hypers["max_lr"] = 0.5;
+  expect_words(message_of([&] { groups_of(write("both")); }),
+               path("both") + ": hyperparameter \"decay_lr\" stands twice", "both names");
+  hypers.erase("decay_lr");
+  const std::vector<io::Group> groups = groups_of(write("old"));
+  EXPECT_EQ(groups.at(0).hyperparameters, current);
+  EXPECT_EQ(optimizer_of(groups[0]).get("decay_lr"), 0.5);
+}
+
 // As 0.1 saved it: everything rounded to nearest, `scant` with 4 bits, AMSGrad's second moments in 8. Codes mean the
 // same whatever rounded them; moments in a format that the recipe has left are decoded and encoded.
 TEST_F(Planes, OfEarlierRecipesLoadIntoTodays) {

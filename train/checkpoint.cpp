@@ -57,6 +57,7 @@ Model model_of(Engine& engine, const io::Checkpoint& checkpoint) {
   Model model;
   model.shape = config_of(checkpoint).shape;
   const io::Manifest& manifest = checkpoint.manifest();
+  const std::vector<io::Group> groups = groups_of(checkpoint);
   const std::vector<Parameter> parameters = parameters_of(model.shape);
   if (manifest.tensors.size() != parameters.size())
     fail(checkpoint.folder(), " has ", manifest.tensors.size(), " tensors, and a model of its shape has ",
@@ -66,7 +67,7 @@ Model model_of(Engine& engine, const io::Checkpoint& checkpoint) {
     if (tensor.name != parameters[p].name || tensor.shape != parameters[p].shape)
       fail(checkpoint.folder(), ": tensor ", p, " is \"", tensor.name, "\", and its model has \"",
            parameters[p].name, "\" there, or of another shape");
-    const Optimizer optimizer = optimizer_of(manifest.groups.at(tensor.group));
+    const Optimizer optimizer = optimizer_of(groups.at(tensor.group));
     const Tensor stored(engine, row_of(tensor, optimizer.raw()));
     scruple_tensor row = stored.raw();
     for (std::size_t plane = 0; plane < tensor.arrays[0].planes.size(); ++plane)

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "optim/renamed.h"
+
 namespace scruple::train {
 namespace {
 
@@ -164,6 +166,13 @@ void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorStat
     stored.decode(which, values.data());
     check(scruple_encode(engine.raw(), &row, which, values.data()));
   }
+}
+
+std::vector<io::Group> groups_of(const io::Checkpoint& checkpoint) {
+  std::vector<io::Group> groups = checkpoint.manifest().groups;
+  for (io::Group& group : groups)
+    group.hyperparameters = with_current_names(group.hyperparameters, checkpoint.folder());
+  return groups;
 }
 
 io::Group group_of(const Optimizer& optimizer) {

@@ -30,6 +30,8 @@ void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorStat
 void for_each_part(Memory& memory, std::span<const std::byte> bytes,
                    const std::function<void(std::span<const std::byte>)>& take);
 
+// The checkpoint's, with hyperparameters by their names of now.
+std::vector<io::Group> groups_of(const io::Checkpoint& checkpoint);
 io::Group group_of(const Optimizer& optimizer);
 // Throws where this library has no such optimizer or hyperparameter.
 Optimizer optimizer_of(const io::Group& group);

@@ -146,8 +146,9 @@ Position Trainer::take_up(const io::Checkpoint& from) {
   if (manifest.groups.size() != 2 || manifest.tensors.size() != parameters.size())
     io::fail(from.folder(), " has ", manifest.tensors.size(), " tensors in ", manifest.groups.size(),
              " groups, and a model of this shape has ", parameters.size(), " in 2");
-  check_group(manifest.groups[0], group_of(decaying_));
-  check_group(manifest.groups[1], group_of(undecayed_));
+  const std::vector<io::Group> groups = groups_of(from);
+  check_group(groups[0], group_of(decaying_));
+  check_group(groups[1], group_of(undecayed_));
   Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     const io::TensorState& tensor = manifest.tensors[p];
