@@ -44,16 +44,16 @@ bool is_one_run(const View& view, int64_t size) {
 
 }  // namespace
 
-int64_t scruple_borrow_gradients(scruple_tensor* tensors, int64_t count, void* const* objects,
-                                 const void* exchange) {
+int64_t scruple_borrow_gradients(scruple_tensor* tensors, int64_t count, void* objects,
+                                 scruple_item_function item, const void* exchange) {
   const auto* table = static_cast<const Exchange*>(exchange);
-  if (tensors == nullptr || objects == nullptr || table == nullptr || table->major != 1 ||
+  if (tensors == nullptr || objects == nullptr || item == nullptr || table == nullptr || table->major != 1 ||
       table->view == nullptr)
     return 0;
   for (int64_t i = 0; i < count; ++i) {
     scruple_array& gradient = tensors[i].arrays[SCRUPLE_GRADIENT];
     View view;
-    if (gradient.format == nullptr || table->view(objects[i], &view) != 0 ||
+    if (gradient.format == nullptr || table->view(item(objects, i), &view) != 0 ||
         std::strcmp(format_of(view), gradient.format->name) != 0 || !is_one_run(view, tensors[i].size))
       return i;
     gradient.codes = view.data + view.byte_offset;

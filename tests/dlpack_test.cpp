@@ -42,6 +42,8 @@ struct Object {
 
 constexpr uint8_t kInteger = 0, kFloat = 2, kBfloat = 4;
 
+void* item_of(void* objects, ptrdiff_t index) { return static_cast<void**>(objects)[index]; }
+
 // Whether a gradient of `size` elements in this format is pointed at the object.
 bool takes(const char* format, int64_t size, const Object& object, const Exchange& exchange = {}) {
   int old = 0;
@@ -51,7 +53,7 @@ bool takes(const char* format, int64_t size, const Object& object, const Exchang
   row.arrays[SCRUPLE_GRADIENT].codes = &old;
   View view = object.view();
   void* objects[] = {&view};
-  const int64_t taken = scruple_borrow_gradients(&row, 1, objects, &exchange);
+  const int64_t taken = scruple_borrow_gradients(&row, 1, objects, item_of, &exchange);
   const char* wanted = static_cast<char*>(object.data) + object.byte_offset;
   EXPECT_EQ(row.arrays[SCRUPLE_GRADIENT].codes, taken == 1 ? static_cast<const void*>(wanted) : &old);
   return taken == 1;
@@ -98,7 +100,7 @@ TEST(Dlpack, LeavesATableThatItCannotRead) {
   other = {};
   other.view = nullptr;
   EXPECT_FALSE(takes("fp32", 6, object, other));
-  EXPECT_EQ(scruple_borrow_gradients(nullptr, 1, nullptr, nullptr), 0);
+  EXPECT_EQ(scruple_borrow_gradients(nullptr, 1, nullptr, nullptr, nullptr), 0);
 }
 
 TEST(Dlpack, EndsAtTheFirstThatItLeaves) {
@@ -111,7 +113,7 @@ TEST(Dlpack, EndsAtTheFirstThatItLeaves) {
     row.arrays[SCRUPLE_GRADIENT].format = scruple_format_find("fp32");
   }
   const Exchange exchange;
-  EXPECT_EQ(scruple_borrow_gradients(rows, 4, objects, &exchange), 2);
+  EXPECT_EQ(scruple_borrow_gradients(rows, 4, objects, item_of, &exchange), 2);
   EXPECT_EQ(rows[1].arrays[SCRUPLE_GRADIENT].codes, object.data);
   EXPECT_EQ(rows[2].arrays[SCRUPLE_GRADIENT].codes, nullptr);
   EXPECT_EQ(rows[3].arrays[SCRUPLE_GRADIENT].codes, nullptr);

@@ -317,12 +317,14 @@ SCRUPLE_API scruple_status scruple_step(scruple_engine* engine, const scruple_te
 
 /* ---- Gradients ---- */
 
-/* Points the gradient of tensors[i] at the memory of objects[i], a tensor of a framework that shows its own
+/* Points the gradient of tensors[i] at the memory of item(objects, i), a tensor of a framework that shows its own
  * by DLPack's exchange table, version 1; nothing is copied. Returns for how many it did: it ends at the first
  * that is not one run of as many elements, in the format that this gradient has already (fp32, bf16 or fp16).
- * Python's tensors want the GIL held, and one that cannot be shown leaves an exception set. */
-SCRUPLE_API int64_t scruple_borrow_gradients(scruple_tensor* tensors, int64_t count, void* const* objects,
-                                             const void* exchange);
+ * From Python, `objects` is a tuple and `item` PyTuple_GetItem. That wants the GIL held, and a tensor that cannot
+ * be shown leaves an exception set. */
+typedef void* (*scruple_item_function)(void* objects, ptrdiff_t index);
+SCRUPLE_API int64_t scruple_borrow_gradients(scruple_tensor* tensors, int64_t count, void* objects,
+                                             scruple_item_function item, const void* exchange);
 
 /* The 2-norm of all gradients as stored, in double, by a fixed reduction tree, handed to the host; *found_inf
  * is 1 if any is not finite, else 0. Either output may be NULL. Where `steps` is in use and gradients are

@@ -12,6 +12,7 @@ import os
 import pathlib
 import threading
 import types
+import weakref
 from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
 
 ABI_VERSION = 2
@@ -39,7 +40,7 @@ _types = {
     **{"status": c_int, "void": None, "char*": c_char_p, "void*": c_void_p, "bytes": ctypes.c_char},
     **{"float": ctypes.c_float, "double": c_double, "size_t": ctypes.c_size_t, "int": c_int},
     **{"int32": ctypes.c_int32, "int64": c_int64, "uint32": c_uint32, "uint64": c_uint64},
-    **{"alloc": ALLOC, "free": FREE, "reduce": REDUCE},
+    **{"alloc": ALLOC, "free": FREE, "reduce": REDUCE, "object": ctypes.py_object},
 }
 
 
@@ -142,7 +143,7 @@ char* rounding_name: int
 char* engine_name: void*
 void* sink_found_inf: void*
 Contents* checkpoint_manifest: void*
-int64 borrow_gradients: void* int64 void* void*
+int64 borrow_gradients: void* int64 object void* void*
 void engine_destroy, optimizer_destroy, sink_destroy, checkpoint_close, checkpoint_abandon: void*
 """
 
@@ -199,9 +200,7 @@ class _Library:
         except (OSError, AttributeError) as problem:
             raise Error(f"{path} cannot be used as libscruple: {problem}") from None
         if found != ABI_VERSION:
-            raise Error(
-                f"{path} has ABI {found} and this package {ABI_VERSION}; install both from one source"
-            )
+            raise Error(f"{path} has ABI {found}, and this package {ABI_VERSION}; install both together")
         for line in _FUNCTIONS.strip().splitlines():
             result, _, rest = line.partition(" ")
             names, _, taken = rest.partition(":")
@@ -303,11 +302,8 @@ class Engine:
     def __init__(self, name, threads=0):
         self.handle = c_void_p()
         library.engine_create(name.encode(), threads, byref(self.handle))
+        weakref.finalize(self, library.engine_destroy, self.handle).atexit = False
         self.name = library.engine_name(self.handle).decode()
-
-    def __del__(self):
-        if getattr(self, "handle", None):
-            library.engine_destroy(self.handle)
 
 
 class Rule:
@@ -316,6 +312,7 @@ class Rule:
     def __init__(self, name):
         self.handle, self._told = c_void_p(), ({}, None, None)
         library.optimizer_create(name.encode(), byref(self.handle))
+        weakref.finalize(self, library.optimizer_destroy, self.handle).atexit = False
 
     def tell(self, values, seed, lr_address):
         """Hyperparameters by name, and where lr stands if the device has it. What is known costs nothing."""
@@ -329,10 +326,6 @@ class Rule:
         library.optimizer_set_seed(self.handle, seed)
         library.optimizer_read_lr(self.handle, lr_address)
         self._told = values, seed, lr_address
-
-    def __del__(self):
-        if getattr(self, "handle", None):
-            library.optimizer_destroy(self.handle)
 
 
 # ---- Checkpoints ----

@@ -378,6 +378,49 @@ class InEveryRecipe(Case):
         take_steps(opt, [p], 1)
         self.assertEqual(int(opt.state[p]["step"]), 101)
 
+    def test_a_state_that_was_moved_is_written_to_later(self):
+        """Whoever has moved a state to another parameter holds that parameter's state."""
+        ps, qs = [parameter(300), parameter(300, seed=1)], [parameter(300), parameter(300, seed=1)]
+        for opt, (old, new) in (
+            (st.Adam(ps[:1], lr=0.1, recipe="fp32"), ps),
+            (torch.optim.Adam(qs[:1], lr=0.1), qs),
+        ):
+            take_steps(opt, [old], 2)
+            held = opt.state.pop(old)
+            opt.param_groups[0]["params"][0] = new
+            opt.state[new] = held
+            take_steps(opt, [new], 2)
+            held["exp_avg"] = torch.zeros_like(new)
+            held["step"] = torch.tensor(0.0)
+            take_steps(opt, [new], 1)
+        self.assertLess(float((ps[1] - qs[1]).detach().abs().max()), 2e-6)
+
+    def test_one_state_for_two_optimizers(self):
+        """Each steps by its own learning rate."""
+        p = parameter(300, dtype=torch.bfloat16)
+        one, two = st.AdamW([p], lr=0.0, weight_decay=0), st.AdamW([p], lr=0.1, weight_decay=0)
+        take_steps(one, [p], 2)
+        before = p.detach().clone()
+        two.state = one.state
+        take_steps(one, [p], 1)
+        self.assertSame(p.detach(), before)
+        take_steps(two, [p], 1)
+        self.assertGreater(float((p.detach() - before).abs().max()), 0.01)
+        self.assertEqual(int(two.state[p]["step"]), 4)
+
+    def test_torchs_own_state_is_not_written_to(self):
+        """A moment in fp32 could be a plane as it stands; it stays torch's."""
+        p, q = parameter(300), parameter(300)
+        opt, theirs = st.Adam([p], lr=0.1, recipe="fp32"), torch.optim.Adam([q], lr=0.1)
+        take_steps(theirs, [q], 2)
+        saved = theirs.state_dict()
+        before = copy.deepcopy(saved)
+        opt.load_state_dict(saved)
+        take_steps(opt, [p], 2)
+        self.assertSame(saved["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
+        take_steps(theirs, [q], 1)  # which writes to it
+        take_steps(opt, [p], 1)
+
     def test_in_inference_mode(self):
         p = parameter(300, dtype=torch.bfloat16)
         opt = st.AdamW([p], lr=0.01)

@@ -7,8 +7,10 @@ import ctypes
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import numbers
+import operator
 import threading
 import warnings
 import weakref
@@ -22,12 +24,13 @@ from .. import _abi
 from .._abi import UsageError, library
 from . import state as state_files
 from .engines import engine_for
-from .planes import NAMES, Layout, count_of, decode, encode, is_begun, is_ours, meaning, start, start_extra
+from .planes import NAMES, Layout, count_of, decode, described, encode
+from .planes import is_begun, meaning, sized, start_extra
 from .shards import groups_of, like, local, offset_of, part_of
-from .table import Table, check_gradient, object_addresses
-from .watched import State, States, copy_of, version
+from .table import Table, check_gradient
+from .watched import States, copy_of, version
 
-_NONE = object_addresses([None])
+_turns = itertools.count()  # of groups, parameters and formats, over all optimizers
 # What decides how state is stored, beside hyperparameters that ask for exact moments.
 _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
 
@@ -80,10 +83,10 @@ class Optimizer(torch.optim.Optimizer):
         if differentiable:
             raise UsageError("differentiable=True: the step runs outside autograd; use torch.optim for it")
         stored = dict(recipe=recipe, weights=weights, moments=moments, rounding=rounding, seed=seed)
-        # Keys of every group, so that torch.distributed.checkpoint carries them.
-        stored.update(version=state_files.VERSION, formats=None)
+        # In every group, so that torch.distributed.checkpoint carries them.
+        more = dict(maximize=maximize, capturable=capturable, version=state_files.VERSION, formats=None)
         self._forget()
-        self.defaults = {**hypers, **stored, "maximize": maximize, "capturable": capturable}
+        self.defaults = {**hypers, **stored, **more}
         self._new_rule(self.defaults)  # looks at hyperparameters first, as torch does
         self._made = False  # all of its groups
         super().__init__(params, self.defaults)
@@ -93,10 +96,11 @@ class Optimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **how):
         """help() and those who read signatures find what `options` stands for."""
         super().__init_subclass__(**how)
-        own, shared = (inspect.signature(kind.__init__).parameters for kind in (cls, Optimizer))
+        own, *bases = (inspect.signature(kind.__init__).parameters for kind in cls.__mro__[:-1])
         named = [x for x in own.values() if x.kind is not x.VAR_KEYWORD]
-        more = [x for x in shared.values() if x.kind is x.KEYWORD_ONLY and x.name not in own]
-        cls.__signature__ = inspect.Signature(named[1:] + (more if len(named) < len(own) else []))
+        shared = [x for base in bases if "hypers" in base for x in base.values() if x.kind is x.KEYWORD_ONLY]
+        more = [x for x in shared if x.name not in own] if len(named) < len(own) else []
+        cls.__signature__ = inspect.Signature(named[1:] + more)
 
     @staticmethod
     def profile_hook_step(step):
@@ -117,7 +121,6 @@ class Optimizer(torch.optim.Optimizer):
         """torch.optim's. Where the device counts steps, who looks here waits for it."""
         with self._lock:
             for table in self._tables.values():
-                table.counts.seen = True
                 if table.counter is not None:
                     table.count()
             if self._handle is not None:
@@ -136,9 +139,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._handle is not None:
             self._handle.refuse_late("a parameter group was added")
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            self._check_group(group)
+            self._check_group(self.param_groups[-1])
             if self._made:
                 self._check_weights()
         except Exception:
@@ -158,14 +160,9 @@ class Optimizer(torch.optim.Optimizer):
             if p.dtype not in NAMES and not p.requires_grad:
                 continue  # codes of a frozen layer, say: nobody's business until they have a gradient
             if p.layout is not torch.strided:
-                raise UsageError(
-                    f"a parameter of shape {tuple(p.shape)} is sparse; scruple steps dense parameters"
-                )
+                raise UsageError(f"{sized(p)} is sparse; scruple steps dense parameters")
             if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride())):
-                raise UsageError(
-                    f"a parameter of shape {tuple(p.shape)} has strides {p.stride()}: several of its "
-                    "elements share one place in memory; use .contiguous() on it first"
-                )
+                raise UsageError(f"elements of {sized(p)} share memory; use .contiguous() on it first")
             Layout(rule, group, p.dtype, p.numel())
 
     def _check_weights(self):
@@ -174,8 +171,7 @@ class Optimizer(torch.optim.Optimizer):
         for named in (group["weights"] or "fp32" for group in self.param_groups):
             if kinds == {"fp32"} and not named.startswith("fp32"):
                 raise UsageError(
-                    f"weights={named!r}, and every parameter is in fp32; cast the model first (cast_model), or leave "
-                    "weights out"
+                    f"weights={named!r} for fp32 parameters; cast_model first, or leave weights out"
                 )
 
     def _hypers(self, group):
@@ -212,19 +208,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _forget(self):
         self._rules, self._cells, self._handle = {}, {}, None
-        self._turn = 0  # of groups, parameters and formats
         self._lock = threading.RLock()  # a state dict may be taken by another thread
         self._forget_tables()
 
     def _forget_tables(self):
         self._tables, self._owner, self._buckets = {}, {}, None
-        self._turn += 1
+        self._turn = next(_turns)
 
     def _rule(self, index, device):
-        name = self._rule_of(self.param_groups[index])
-        key = (index, device, name)
+        key = (index, device, self._rule_of(self.param_groups[index]))
         if key not in self._rules:
-            self._rules[key] = _abi.Rule(name)
+            self._rules[key] = _abi.Rule(key[2])
         return self._rules[key]
 
     def _rule_of(self, group):
@@ -236,7 +230,8 @@ class Optimizer(torch.optim.Optimizer):
             self._settle()
             self._forget_tables()
             self._make_buckets(hypers)
-            self._check_kept()
+            known = [p for p, held in self._state.items() if getattr(held, "entry", None)]
+            self._state.changed.update(dict.fromkeys(known))  # it may mean something else now
         for (index, device, name), rule in self._rules.items():
             if name == self._rule_of(self.param_groups[index]):
                 self._update_rule(rule, self.param_groups[index], hypers[index], device)
@@ -244,69 +239,64 @@ class Optimizer(torch.optim.Optimizer):
             self._adopt()
 
     def _adopt(self):
-        """Takes over what users have written into the state since the last look."""
+        """Takes over what users have written into the state since the last look; refuses groups by which it would
+        be read as something else."""
         changed = [p for p in self._state.changed if p in self._number and p.dtype in NAMES]
-        held = {p: self._state.get(p) for p in changed}
-        written = [p for p, x in held.items() if not isinstance(x, State) or not x.is_intact(p)]
+        held = {p: self._state.of(p) for p in changed if p in self._state}
+        written = {p: None for p in changed if p not in held or not held[p].is_intact(p)}
+        for p in held:
+            if p not in written:
+                self._check_meaning(p, self._layout(p))
         if self._handle is not None:
             self._handle._path.replace(written)
         for p in written:
             if p in self._owner:
                 self._settle_table(self._owner[p])
         for p in written:
-            if is_begun(held[p]):
+            if is_begun(held.get(p)):
                 self._entry(p)
         self._state.changed.clear()
-        self._state.changed.update((p, None) for p in changed if getattr(self._state.get(p), "lent", None))
+        self._state.changed.update((p, None) for p, state in held.items() if state.lent)
 
     def _has_changed(self, hypers):
-        """Whether somebody has moved the model, changed a group's parameters or formats, taken state away, or
-        given a hyperparameter a value for which the rule keeps another slot."""
-        if self._buckets is None:
+        """Whether somebody has moved the model, changed a group's parameters or formats, or given a hyperparameter
+        a value for which the rule keeps another slot."""
+        if self._buckets is None or len(self._seen) != len(self.param_groups):
             return True
-        moved = any(local(params[0]).device != device for device, params in self._buckets.items())
-        return moved or list(map(self._asks, self.param_groups, hypers)) != self._seen
+        for group, values, (params, asked) in zip(self.param_groups, hypers, self._seen):
+            same = len(params) == len(group["params"]) and all(map(operator.is_, params, group["params"]))
+            if not same or self._asks(group, values) != asked:
+                return True
+        return any(local(params[0]).device != device for device, params in self._buckets.items())
 
     def _asks(self, group, hypers):
-        """What of a group decides rows, slots and formats."""
-        slots = list(map(bool, hypers.values()))
-        return object_addresses(group["params"]), slots, [group.get(name) for name in _SETTINGS]
-
-    def _check_kept(self):
-        """Refuses groups by which what stands in the state would be read as something else."""
-        try:
-            for p in self._number:
-                if isinstance(self._state.get(p), State) and self._state[p].entry is not None:
-                    self._check_meaning(p, self._layout(p))
-        except UsageError:
-            self._buckets = None  # to be looked at again
-            raise
+        """What of a group decides slots and formats."""
+        return list(map(bool, hypers.values())), [group.get(name) for name in _SETTINGS]
 
     def _check_meaning(self, p, layout):
         state, now = self._state[p], dict(map(meaning, layout.described))
-        was = {} if state.entry is None else dict(map(meaning, state.entry.layout.described))
-        left = {plane.name: held for plane, held in state.entry.by_plane()} if was else {}
-        for name in was:  # in its order: the same sentence every time
-            if name in now and was[name] != now[name] and dict.get(state, name) is left.get(name):
+        if state.entry is None:
+            return
+        left = {plane.name: held for plane, held in state.entry.by_plane()}
+        for name, was in map(meaning, state.entry.layout.described):
+            if now.get(name, was) != was and dict.get(state, name) is left.get(name):
                 raise UsageError(
-                    f"{name} of a parameter of shape {tuple(p.shape)} is held as {was[name]}, and would be "
-                    f"{now[name]}: its group was changed, or it was cast, after its first step. Set that "
-                    "back; or make a new optimizer, load this one's state_dict(as_='torch') into it, and its "
-                    "master_weights() with set_master_weights"
+                    f"{name} of {sized(p)} is held as {was}, and would be {now[name]}: its group was changed, or it "
+                    "was cast, after its first step. Set that back; or make a new optimizer, load this one's "
+                    "state_dict(as_='torch') into it, and its master_weights() with set_master_weights"
                 )
 
     def _make_buckets(self, hypers):
         """The parameters that can go into one call: those of one device."""
         self._buckets, self._number = {}, {}
-        self._seen = copy.deepcopy(list(map(self._asks, self.param_groups, hypers)))
+        asked = copy.deepcopy(list(map(self._asks, self.param_groups, hypers)))
+        self._seen = [(list(group["params"]), asks) for group, asks in zip(self.param_groups, asked)]
         for index, group in enumerate(self.param_groups):
             for p in group["params"]:
-                if p in self._number:  # repeated, of which torch warns
-                    continue
-                self._number[p] = len(self._number), index
-                device = local(p).device
-                self._rule(index, device)
-                self._buckets.setdefault(device, []).append(p)
+                if p not in self._number:  # else repeated, of which torch warns
+                    self._number[p] = len(self._number), index
+                    self._rule(index, local(p).device)
+                    self._buckets.setdefault(local(p).device, []).append(p)
 
     def _entry(self, p):
         """Makes the parameter's state where it has none, and takes over what a user has written there."""
@@ -321,10 +311,11 @@ class Optimizer(torch.optim.Optimizer):
         planes, values, steps = layout.read(p, state)
         row = layout.place(weight, planes, self._number[p][0], offset_of(p))
         row.step = steps + 1
-        if not is_begun(state):
-            start(row, weight, planes)
-        elif planes.get("extra") is not state.get("extra"):
-            start_extra(weight, planes)
+        fresh = not is_begun(state)
+        if fresh and weight.numel():
+            library.tensor_reset(engine_for(weight.device), byref(row))
+        if "extra" in planes and (fresh or planes["extra"] is not state.get("extra")):
+            start_extra(weight, planes["extra"])
         for slot, found in values.items():
             array, part = layout.index(slot), part_of(p, found)
             here = decode(row, array, weight.shape, weight.device)
@@ -336,7 +327,7 @@ class Optimizer(torch.optim.Optimizer):
         dict.update(state, planes)
         strided = not weight.is_contiguous()
         state.entry = Entry(layout, row, list(planes.values()), weight.data_ptr(), strided, self._turn)
-        if state.get("step") is not state.shown or state.steps != steps or state.shown is None:
+        if state.shown is None or state.get("step") is not state.shown or state.steps != steps:
             state.show(steps)
         return state.entry
 
@@ -344,12 +335,12 @@ class Optimizer(torch.optim.Optimizer):
     def _tried(self, p):
         """The parameter's entry. One that was never stepped has state while this lasts, and none behind it:
         that would fix its master copy now, and weights may yet be loaded into it."""
-        fresh = not is_begun(self.state.get(p))
+        own = dict(self.state.get(p, ()))
         try:
             yield self._entry(p)
         finally:
-            if fresh:
-                own = {name: value for name, value in self.state.pop(p, {}).items() if not is_ours(name)}
+            if not is_begun(own):
+                self.state.pop(p)
                 self.state.update({p: own} if own else {})
 
     def _layout(self, p):
@@ -365,11 +356,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settle_table(self, table):
         """Brings its step counts into the state, and drops it."""
-        if self._tables.pop(table.key, None) is None:
-            return
-        table.count()
-        for p in table.params:
-            self._owner.pop(p, None)
+        if self._tables.pop(table.key, None) is not None:
+            table.count()
+            for p in table.params:
+                self._owner.pop(p, None)
 
     def _settle(self):
         with self._lock:
@@ -380,7 +370,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _filled(self, key, params, gradients):
         """The table `key` of parameters of one device, with these gradients; None where there are none."""
-        if _NONE in object_addresses(gradients):
+        if any(map(operator.is_, gradients, itertools.repeat(None))):
             here = [g is not None for g in gradients]
             key = (*key, bytes(here))
             params, gradients = ([x for x, has in zip(xs, here) if has] for xs in (params, gradients))
@@ -429,10 +419,7 @@ class Optimizer(torch.optim.Optimizer):
             if max_norm is not None and tables:
                 self.last_norm, found_inf, clip = self._measure(tables, max_norm, scale, found_inf)
             elif max_norm is not None and self._handle is not None:
-                raise UsageError(
-                    "clipping in the step: release_gradients has taken the gradients inside backward; give "
-                    "it max_norm instead (policy 'compressed')"
-                )
+                raise UsageError("release_gradients has the gradients; give it max_norm, with 'compressed'")
             self._take(tables, scale, found_inf, clip)
             for table in tables if scale is not None else ():  # as torch leaves them: unscaled
                 torch._foreach_div_([local(p.grad) for p in table.params], scale.to(table.device).squeeze())
@@ -455,11 +442,8 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _found_inf(self):
         """{device: 1 where a gradient there is not finite}, for LossScaler."""
-        flags = {}
-        for table in self._present():
-            total = self._sum_squares([table], table.device)
-            flags[table.device] = (~torch.isfinite(total)).to(torch.float32).view(1)
-        return flags
+        sums = {table.device: self._sum_squares([table], table.device) for table in self._present()}
+        return {device: (~torch.isfinite(total)).to(torch.float32).view(1) for device, total in sums.items()}
 
     def clip_and_step(self, max_norm):
         """step(max_norm=max_norm), and the norm before clipping as a tensor on the gradients' device; None
@@ -524,13 +508,11 @@ class Optimizer(torch.optim.Optimizer):
         """{parameter: its value in fp32, with the bits that the parameter itself does not show}."""
         self._settle()
         self._update_rules()
-        found = {}
-        for p in self._own_params():
-            if not is_begun(self.state.get(p)):
-                found[p] = p.detach().to(torch.float32, copy=True)
-                continue
-            row, weight = self._contiguous(p, self._entry(p))
-            found[p] = like(p, decode(row, _abi.WEIGHT, weight.shape, weight.device), 1)
+        found = {p: p.detach().to(torch.float32, copy=True) for p in self._own_params()}
+        for p in found:
+            if is_begun(self.state.get(p)):
+                row, weight = self._contiguous(p, self._entry(p))
+                found[p] = like(p, decode(row, _abi.WEIGHT, weight.shape, weight.device), 1)
         return found
 
     def _contiguous(self, p, entry):
@@ -550,23 +532,14 @@ class Optimizer(torch.optim.Optimizer):
         self._update_rules()
         for p, value in values.items():
             if p not in self._number:
-                raise UsageError(
-                    f"a value for a parameter of shape {tuple(p.shape)} that is not in the optimizer"
-                )
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_meta:
-                what = f"{value.dtype} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
-                raise UsageError(
-                    f"a value for a parameter of shape {tuple(p.shape)} is {what}; it must be numbers"
-                )
-            if tuple(value.shape) != tuple(p.shape):
-                raise UsageError(
-                    f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
-                )
-        memory = {_memory(p) for p in values}
-        values = {
-            p: value.clone() if _memory(value) in memory and value.data_ptr() != p.data_ptr() else value
-            for p, value in values.items()  # of another parameter, which may be written first
-        }
+                raise UsageError(f"a value for {sized(p)} that is not in the optimizer")
+            floats = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_meta
+            if not floats or value.shape != p.shape:
+                raise UsageError(f"a value for {sized(p)} is {described(value)}; give floats of that shape")
+        memory, values = set(map(_memory, values)), dict(values)
+        for p, value in values.items():  # in the memory of a parameter, which may be written first
+            if _memory(value) in memory and value.data_ptr() != p.data_ptr():
+                values[p] = value.clone()
         # Those with state first: only they can be refused, and the others get state here.
         order = sorted(values, key=lambda p: not is_begun(self._state.get(p)))
         return values, {p: self._entry(p) for p in order}
@@ -637,10 +610,8 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Takes a state_dict() of ours, or of torch.optim's or FlashOptim's optimizer of the same kind."""
         if self._handle is not None:
-            raise UsageError(
-                "loading while release_gradients is at work; handle.remove() first, load, and call it again "
-                "(with accelerate after prepare(); with the Trainer by scruple.torch.transformers)"
-            )
+            hint = "(with accelerate after prepare(); with the Trainer by scruple.torch.transformers)"
+            raise UsageError(f"load under release_gradients; handle.remove() first, and release again {hint}")
         state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)

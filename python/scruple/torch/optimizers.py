@@ -13,6 +13,7 @@ All take, for the optimizer or per parameter group:
             "exp_avg": "stochastic"}, in which a slot's own name counts before "moments"; in place of the
             recipe's
   seed      of stochastic rounding; together with step, parameter and element it decides every random number
+  decay_lr  SGDW, Adam, AdamW, Lion: where it is above 0, decay is weight_decay * lr / decay_lr, not weight_decay * lr
 
 They take torch's `maximize` and `capturable` too. `foreach` and `fused` are accepted and change nothing:
 every step is one fused call per device.
@@ -36,28 +37,25 @@ class SGD(Optimizer):
         super().__init__(params, _hypers(locals()), **options)
 
 
-class SGDW(Optimizer):
-    """SGD with decoupled decay (Loshchilov and Hutter, 1711.05101). Where `decay_lr` is above 0, decay is
-    weight_decay * lr / decay_lr instead of weight_decay * lr."""
+class _Decoupled(Optimizer):
+    """With weight decay apart from the gradient (Loshchilov and Hutter, 1711.05101)."""
+
+    def __init__(self, params, hypers, *, decay_lr=0.0, **options):
+        super().__init__(params, {**hypers, "decay_lr": decay_lr}, **options)
+
+
+class SGDW(_Decoupled):
+    """SGD with decoupled decay."""
 
     rule = "sgdw"
 
     def __init__(
-        self,
-        params,
-        lr=1e-3,
-        momentum=0,
-        dampening=0,
-        weight_decay=1e-2,
-        nesterov=False,
-        *,
-        decay_lr=0.0,
-        **options,
+        self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=1e-2, nesterov=False, **options
     ):
         super().__init__(params, _hypers(locals()), **options)
 
 
-class Adam(Optimizer):
+class Adam(_Decoupled):
     """torch.optim.Adam; with decoupled_weight_decay, which may differ by group, it is AdamW."""
 
     rule = "adam"
@@ -75,49 +73,28 @@ class Adam(Optimizer):
         amsgrad=False,
         *,
         decoupled_weight_decay=False,
-        decay_lr=0.0,
         **options,
     ):
         super().__init__(params, _hypers(locals()), **options)
 
 
 class AdamW(Adam):
-    """torch.optim.AdamW. Where `decay_lr` is above 0, decay is weight_decay * lr / decay_lr instead of
-    weight_decay * lr."""
+    """torch.optim.AdamW."""
 
     rule = "adamw"
 
     def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
-        *,
-        decay_lr=0.0,
-        **options,
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, **options
     ):
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=True,
-            decay_lr=decay_lr,
-            **options,
-        )
+        super().__init__(params, decoupled_weight_decay=True, **_hypers(locals()), **options)
 
 
-class Lion(Optimizer):
-    """The sign of an interpolated momentum (Chen et al., 2302.06675). `decay_lr` as in AdamW."""
+class Lion(_Decoupled):
+    """The sign of an interpolated momentum (Chen et al., 2302.06675)."""
 
     rule = "lion"
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, *, decay_lr=0.0, **options):
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **options):
         super().__init__(params, _hypers(locals()), **options)
 
 

@@ -7,7 +7,6 @@ values, and their scales "/scale".
 
 import copy
 import ctypes
-import functools
 import itertools
 import math
 import numbers
@@ -29,6 +28,14 @@ _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FORMER = {"scant": ("log4", "log5")}
 
 
+def sized(p):
+    return f"a parameter of shape {tuple(p.shape)}"
+
+
+def described(x):
+    return f"{x.dtype} of shape {tuple(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
+
+
 def weight_format(name, dtype, asked):
     """For a parameter of this dtype: it is the visible part, and `name` says what is kept beside it. `asked`:
     by the user, not by a recipe."""
@@ -36,17 +43,12 @@ def weight_format(name, dtype, asked):
     _abi.format_named(name)  # says what there is, where there is no such format
     base, plus, extra = name.partition("+")
     if base not in NAMES.values():
-        raise UsageError(
-            f"weights in {name}: a torch parameter cannot hold them; pass weights='bf16+8' (or 'fp32' for "
-            "fp32 parameters) to keep the recipe's moments"
-        )
+        raise UsageError(f"weights in {name}: no torch parameter holds them; pass weights='bf16+8' or 'fp32'")
     if own == "fp32":
         return own
     if asked and base not in (own, "fp32"):
-        raise UsageError(
-            f"weights='{name}' for a parameter in {own}: what is kept completes the parameter itself; give "
-            f"its group weights='{own}{plus}{extra}', or cast the model to {base}"
-        )
+        hint = f"give its group weights='{own}{plus}{extra}', or cast the model to {base}"
+        raise UsageError(f"weights='{name}' for a parameter in {own}, which it completes; {hint}")
     return own + "+fp32" if name == "fp32" else own + plus + extra
 
 
@@ -117,15 +119,14 @@ class Plane(NamedTuple):
         codes, aux = self.form.bytes(param.numel())
         return ((codes if self.part == "codes" else aux) // self.dtype.itemsize,)
 
+    def zeros(self, param):
+        return torch.zeros(self.shape(param), dtype=self.dtype, device=param.device)
+
     def fits(self, param, held):
         """Whether a tensor can be this plane of the parameter."""
-        return (
-            isinstance(held, torch.Tensor)
-            and held.dtype == self.dtype
-            and held.device == param.device
-            and held.is_contiguous()
-            and tuple(held.shape) == self.shape(param)
-        )
+        if not isinstance(held, torch.Tensor) or not held.is_contiguous():
+            return False
+        return (held.dtype, held.device, tuple(held.shape)) == (self.dtype, param.device, self.shape(param))
 
 
 def _planes(arrays):
@@ -147,10 +148,7 @@ class Layout:
 
     def __init__(self, rule, group, dtype, size):
         if dtype not in NAMES:
-            hint = (
-                "train a real parameter, such as torch.view_as_real of it, and use view_as_complex in forward"
-            )
-            hint = hint if dtype.is_complex else "use fp32, bf16 or fp16"
+            hint = "train torch.view_as_real of it" if dtype.is_complex else "use fp32, bf16 or fp16"
             raise UsageError(f"a parameter has dtype {dtype}, for which there is no format; {hint}")
         row = _abi.Tensor(optimizer=rule.handle, size=size, step=1)
         library.tensor_use(byref(row), str(group["recipe"]).encode())
@@ -166,18 +164,15 @@ class Layout:
             _set_rounding(row, group["rounding"])
         library.tensor_check(byref(row))
         self.row, self.dtype, self.rule = row, dtype, rule  # which lives as long as a row points to it
-        self.arrays = [(a, name, _abi.format_at(row.arrays[a].format)) for a, name, _ in arrays]
         self.exact = {name for _, name, role in arrays if role == _abi.ROLE_EXACT}
-        self.planes = list(_planes(self.arrays))
+        self._set_arrays([(a, name, _abi.format_at(row.arrays[a].format)) for a, name, _ in arrays])
 
-    @property
-    def coded(self):
-        """Moments that are not kept under torch's name for them."""
-        return [plane.slot for plane in self.planes if plane.name.endswith("/codes")]
-
-    @property
-    def formats(self):
-        return {name: form.name for _, name, form in self.arrays}
+    def _set_arrays(self, arrays):
+        self.arrays, self.planes = arrays, list(_planes(arrays))
+        self.formats = {name: form.name for _, name, form in arrays}
+        self.slots = [name for a, name, _ in arrays if a != _abi.WEIGHT]
+        # Moments that are not kept under torch's name for them.
+        self.coded = [plane.slot for plane in self.planes if plane.name.endswith("/codes")]
 
     @property
     def described(self):
@@ -193,16 +188,14 @@ class Layout:
         if formats.keys() != self.formats.keys():
             return None
         made = copy.copy(self)
-        made.row, made.arrays = _abi.Tensor.from_buffer_copy(self.row), []
+        made.row = _abi.Tensor.from_buffer_copy(self.row)
         for a, name, form in self.arrays:
             if formats[name] != form.name:
                 if name not in self.exact and (formats[name], form.name) != _FORMER.get(recipe):
                     return None
-                form = _abi.format_named(formats[name])
-                made.row.arrays[a] = _abi.Array(form.handle)
-            made.arrays.append((a, name, form))
+                made.row.arrays[a] = _abi.Array(_abi.format_named(formats[name]).handle)
         library.tensor_check(byref(made.row))
-        made.planes = list(_planes(made.arrays))
+        made._set_arrays([(a, name, _abi.format_named(formats[name])) for a, name, _ in self.arrays])
         return made
 
     def read(self, p, state):
@@ -225,19 +218,14 @@ class Layout:
             if slot == "extra" and here and not fit:  # other elements: they begin at the visible weight
                 here = parts[0].shape(weight) == tuple(getattr(state["extra"], "shape", ()))
             for plane in parts:
-                planes[plane.name] = state.get(plane.name)
-                if not fit and (given or not here):
-                    planes[plane.name] = torch.zeros(
-                        plane.shape(weight), dtype=plane.dtype, device=weight.device
-                    )
+                fresh = not fit and (given or not here)
+                planes[plane.name] = plane.zeros(weight) if fresh else state.get(plane.name)
         if begun and steps is None:  # torch.optim.SGD counts none; what matters is that the first is over
             steps = 1
             lacks += ["step"] * any(plane.slot not in ("extra", "momentum_buffer") for plane in self.planes)
         if lacks:
-            raise UsageError(
-                f"opt.state of a parameter of shape {tuple(p.shape)} lacks {', '.join(lacks)}; it has "
-                f"{', '.join(map(str, state))}. Set what is missing, or opt.state[p] = {{}} to begin anew"
-            )
+            found = f"opt.state of {sized(p)} lacks {', '.join(lacks)}; it has {', '.join(map(str, state))}"
+            raise UsageError(f"{found}. Set what is missing, or opt.state[p] = {{}} to begin anew")
         return planes, values, steps or 0
 
     def place(self, param, planes, number, offset):
@@ -247,11 +235,9 @@ class Layout:
         row.arrays[_abi.WEIGHT].codes = param.data_ptr()
         for plane in self.planes:
             if not plane.fits(param, planes.get(plane.name)):
-                raise UsageError(
-                    f"a parameter of shape {tuple(param.shape)} is {NAMES[self.dtype]} on {param.device}, "
-                    f"and its state has no {plane.name!r} for that: it was cast or moved after its first "
-                    "step. Do that before, or make a new optimizer and load state_dict(as_='torch') into it"
-                )
+                what = f"{sized(param)} is {NAMES[self.dtype]} on {param.device}, and its state has no {plane.name!r}"
+                hint = "Do that before its first step, or load state_dict(as_='torch') into a new optimizer"
+                raise UsageError(f"{what} for that: it was cast or moved. {hint}")
             setattr(row.arrays[plane.array], plane.part, planes[plane.name].data_ptr())
         return row
 
@@ -266,16 +252,12 @@ class Layout:
         return next(a for a, known, _ in self.arrays if known == name)
 
 
-@functools.cache
-def _known_names():
-    return {*_FIXED, *(slot for _, slots, _ in _abi.rules().values() for slot in slots)}
-
-
 def is_ours(name, layout=None):
     """Whether an entry of a parameter's state means something to an optimizer, or to one of this layout; others
     are the user's own."""
     slot, *coded = str(name).replace("::", "/").split("/")
-    return slot in _known_names() and (layout is None or bool(coded) or slot in {*_FIXED, *layout.formats})
+    known = slot in _FIXED or any(slot in slots for _, slots, _ in _abi.rules().values())
+    return known and (layout is None or bool(coded) or slot in {*_FIXED, *layout.formats})
 
 
 def is_begun(state):
@@ -283,19 +265,15 @@ def is_begun(state):
 
 
 def _checked_values(p, slot, found):
-    what = repr(found)
-    if isinstance(found, torch.Tensor):
-        what = f"{found.dtype} of shape {tuple(found.shape)}"
-        if found.is_floating_point() and found.layout is torch.strided and found.shape == p.shape:
-            nonneg = any(slots.get(slot) == _abi.ROLE_NONNEG for _, slots, _ in _abi.rules().values())
-            least = 0.0 if nonneg else -math.inf
-            if bool((local(found).isfinite() & (local(found) >= least)).all()):
-                return found
-            what = "negative or not finite somewhere" if nonneg else "not finite somewhere"
-    raise UsageError(
-        f"opt.state[p][{slot!r}] is {what}, for a parameter of shape {tuple(p.shape)}; set floats of that shape, "
-        "or opt.state[p] = {} to begin anew"
-    )
+    what, like = described(found), isinstance(found, torch.Tensor) and found.shape == p.shape
+    if like and found.is_floating_point() and found.layout is torch.strided:
+        nonneg = any(slots.get(slot) == _abi.ROLE_NONNEG for _, slots, _ in _abi.rules().values())
+        right = local(found).isfinite() & (local(found) >= (0.0 if nonneg else -math.inf))
+        if bool(right.all()):
+            return found
+        what = f"{'negative or ' * nonneg}not finite somewhere"
+    hint = "set floats of that shape, or opt.state[p] = {} to begin anew"
+    raise UsageError(f"opt.state[p][{slot!r}] is {what}, for {sized(p)}; {hint}")
 
 
 def count_of(state):
@@ -311,16 +289,10 @@ def count_of(state):
     return int(one)
 
 
-def start(row, param, planes):
-    """First values: the wide weight is the visible one, moments are what their rule begins with."""
-    if param.numel():
-        library.tensor_reset(engine_for(param.device), byref(row))
-    start_extra(param, planes)
-
-
-def start_extra(param, planes):
-    if param.dtype != torch.float32 and planes.get("extra", param).dtype == torch.float32:
-        planes["extra"].copy_(param)  # a master copy; zero extra bits mean the visible value already
+def start_extra(param, extra):
+    """The wide weight is the visible one: zero extra bits mean that already, a master copy does not."""
+    if param.dtype != torch.float32 and extra.dtype == torch.float32:
+        extra.copy_(param)
 
 
 def decode(row, array, shape, device):
@@ -329,6 +301,17 @@ def decode(row, array, shape, device):
     if row.size:
         library.decode(engine_for(device), byref(row), array, values.data_ptr())
     return values
+
+
+def decode_as(row, array, form, planes, shape, device):
+    """The same of planes in another format than the row's."""
+    held = [
+        None if x is None else x.to(device).contiguous() for x in planes
+    ]  # alive until they have been read
+    source = _abi.Tensor.from_buffer_copy(row)
+    source.size = math.prod(shape)
+    source.arrays[array] = _abi.Array(form.handle, *(None if x is None else x.data_ptr() for x in held))
+    return decode(source, array, shape, device)
 
 
 def chunks(row):
@@ -357,9 +340,7 @@ def recode(row, array, form, codes, scales, device):
     planes = [None if plane is None else plane.reshape(-1).view(torch.uint8) for plane in (codes, scales)]
     for first, size, part in chunks(row):
         held = [
-            None if plane is None else plane[begin : begin + count].to(device)
+            None if plane is None else plane[begin : begin + count]
             for plane, begin, count in zip(planes, form.bytes(first), form.bytes(size))
         ]
-        source = _abi.Tensor.from_buffer_copy(part)
-        source.arrays[array] = _abi.Array(form.handle, *(None if x is None else x.data_ptr() for x in held))
-        encode(part, array, decode(source, array, size, device), device)
+        encode(part, array, decode_as(part, array, form, held, (size,), device), device)

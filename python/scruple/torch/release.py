@@ -26,7 +26,7 @@ from .. import _abi
 from .._abi import UsageError, library
 from .engines import engine_for
 from .optimizer import Optimizer
-from .planes import is_begun
+from .planes import is_begun, sized
 from .shards import groups_of, is_sharded, local
 from .table import Counts, Pieces, Rows
 
@@ -88,27 +88,20 @@ def release_gradients(
     mine = set(opt._all_params())
     params = [p for p in model.parameters() if p.requires_grad and p in mine]
     if not params:
-        raise UsageError(
-            "no parameter of the model that needs a gradient is in the optimizer; make it from this model"
-        )
+        raise UsageError("no parameter of the model that needs a gradient is in the optimizer")
     if process_group is not None:
-        if any(is_sharded(p) for p in params):
+        if any(map(is_sharded, params)):
             raise UsageError("process_group with sharded parameters: fully_shard reduces those gradients")
         _broadcast(model, process_group)  # before the optimizer takes master copies
     if scaler:
         KNOWN.add(scaler)
-    plain = policy == "released" and accumulate == 1 and not (max_norm or tensor_norm or adagc or scaler)
-    if plain:
+    if policy == "released" and accumulate == 1 and not (max_norm or tensor_norm or adagc or scaler):
         path = Steps(opt, params)
     else:
-        options = dict(
-            policy=POLICIES[policy],
-            micro_batches=accumulate,
-            max_norm=max_norm if max_norm and math.isfinite(max_norm) else 0.0,
-            tensor_norm=tensor_norm or 0.0,
-            adagc=adagc or 0.0,
-            accumulation=_abi.ACCUMULATE[accumulation or "gradients"],
-        )
+        options = dict(policy=POLICIES[policy], micro_batches=accumulate)
+        options.update(max_norm=max_norm if max_norm and math.isfinite(max_norm) else 0.0)
+        options.update(tensor_norm=tensor_norm or 0.0, adagc=adagc or 0.0)
+        options.update(accumulation=_abi.ACCUMULATE[accumulation or "gradients"])
         path = Sinks(opt, params, options, accumulator, scaler, reduction == "sum")
     return Handle(opt, params, path, process_group, scaler is not None)
 
@@ -119,8 +112,7 @@ def _as_accelerate_does(opt, accumulate, reduction, scaler):
         steps = opt.gradient_state.num_steps
         if accumulate not in (None, steps) and steps > 1:
             raise UsageError(
-                f"accumulate is {accumulate}, but the Accelerator has gradient_accumulation_steps={steps}; "
-                "leave accumulate out"
+                f"accumulate is {accumulate}, but gradient_accumulation_steps={steps}; leave accumulate out"
             )
         if accumulate in (None, steps):  # accelerator.backward divides, and steps where it sees fit
             accumulate, reduction = steps, reduction or "sum"
@@ -131,26 +123,22 @@ def _as_accelerate_does(opt, accumulate, reduction, scaler):
 def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator):
     """What the library cannot know; the rest is refused there."""
     if not isinstance(opt, Optimizer):
-        raise UsageError(
-            f"the optimizer is a {type(opt).__name__}; release_gradients works with those of scruple.torch"
-        )
+        raise UsageError(f"the optimizer is a {type(opt).__name__}; it must be one of scruple.torch")
     if opt._handle is not None:
         raise UsageError("release_gradients is at work on this optimizer already; handle.remove() first")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise UsageError(
-            "the model is a DistributedDataParallel, whose buckets keep every gradient until backward has "
-            "ended; pass the model inside it (model.module) with "
-            "process_group=torch.distributed.group.WORLD, which averages gradients in its place, or shard "
-            "with fully_shard (FSDP2)"
+            "the model is a DistributedDataParallel, whose buckets keep every gradient; pass the model inside it "
+            "(model.module) and process_group=torch.distributed.group.WORLD, or use fully_shard (FSDP2)"
         )
     if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
-        raise UsageError(
-            "the model is FSDP1's FullyShardedDataParallel and flattens parameters; use FSDP2's fully_shard"
-        )
+        raise UsageError("FSDP1's FullyShardedDataParallel flattens parameters; use FSDP2's fully_shard")
     if not isinstance(accumulate, int) or accumulate < 1:
-        raise UsageError(
-            f"accumulate is {accumulate!r}; it must be a whole number of backward passes, from 1"
-        )
+        raise UsageError(f"accumulate is {accumulate!r}; it must be a number of backward passes, from 1")
+    if accumulation is not None and policy == "compressed":
+        raise UsageError(f"accumulation={accumulation!r} is for 'released'; leave it out")
+    if scaler not in (None, False) and not isinstance(scaler, torch.amp.GradScaler):
+        raise UsageError(f"scaler is a {type(scaler).__name__}; it must be a GradScaler or a LossScaler")
     choices = {
         "policy": (policy, POLICIES, " (for stored gradients, call opt.step() after backward as ever)"),
         "reduction": (reduction, ("mean", "sum"), ""),
@@ -160,15 +148,6 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
     for name, (value, known, more) in choices.items():
         if value not in known:
             raise UsageError(f"{name} is {value!r}; it can be {' or '.join(map(repr, known))}{more}")
-    if accumulation is not None and policy == "compressed":
-        raise UsageError(
-            f"policy 'compressed' with accumulation={accumulation!r}: it adds up gradients, for any "
-            "optimizer; leave accumulation out"
-        )
-    if scaler not in (None, False) and not isinstance(scaler, torch.amp.GradScaler):
-        raise UsageError(
-            f"scaler is a {type(scaler).__name__}; it must be a torch.amp.GradScaler or a LossScaler"
-        )
 
 
 def by_device(tensors):
@@ -241,26 +220,22 @@ class Sinks:
     def _check(self, params):
         if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
             raise UsageError(
-                f"the parameters are on {', '.join(map(str, self.devices))}; a norm or an overflow over "
-                "several devices in one process is not supported: put them on one, or shard with fully_shard"
+                f"a norm or an overflow over {', '.join(map(str, self.devices))} in one process is not supported: put "
+                "the parameters on one device, or shard with fully_shard"
             )
         for p in params:
             if not local(p).is_contiguous():
                 raise UsageError(
-                    f"a parameter of shape {tuple(p.shape)} has strides {local(p).stride()}; this policy "
-                    "steps contiguous parameters: use .contiguous() (or "
-                    ".to(memory_format=torch.contiguous_format))"
+                    f"{sized(p)} has strides {local(p).stride()}; this policy steps contiguous parameters: use "
+                    ".contiguous() (or .to(memory_format=torch.contiguous_format))"
                 )
         decides = self.options["tensor_norm"] or self.options["adagc"] or self.scaler
         if self.released and decides and any(map(is_sharded, params)):
             raise UsageError(
-                "policy 'released' with clipping or loss scaling on sharded parameters: each rank would "
-                "decide by its own shard; use policy='compressed'"
+                "'released' with clipping or loss scaling: each rank would decide by its shard; use 'compressed'"
             )
         if len({tuple(groups_of(p)) for p in params}) > 1:
-            raise UsageError(
-                "parameters are sharded over different ranks; give each kind an optimizer of its own"
-            )
+            raise UsageError("parameters are sharded over different ranks; give each kind its own optimizer")
 
     def begin(self):
         self.opt._update_rules()
@@ -271,8 +246,7 @@ class Sinks:
         parts = self.options["micro_batches"]
         if self.batches == parts:
             raise UsageError(
-                f"accumulate={parts}, and this is backward number {parts + 1} since the last opt.step(); "
-                "call opt.step(), or release_gradients with a larger accumulate"
+                f"accumulate={parts}, and this is backward number {parts + 1} since the last opt.step(); call it"
             )
         for sink in self.sinks.values():
             sink.begin(1 / parts if self.sums else 1)
@@ -312,8 +286,8 @@ class Sinks:
             return
         if self.released and not self.sums:
             raise UsageError(
-                f"{came} of {parts} micro-batches are in the moments already, each divided by {parts}; a "
-                "shorter step cannot be made of them: let the rest come, or use policy='compressed'"
+                f"{came} of {parts} micro-batches are in the moments already, each divided by {parts}: let the rest "
+                "come, or use policy='compressed'"
             )
         self.opt._update_rules()
         for sink in self.sinks.values():
@@ -431,8 +405,7 @@ class Sink:
         found = self._pieces([self.index[number] for number in gradients])
         if moved := found.moved():
             raise UsageError(
-                f"the parameter of shape {tuple(moved[0].shape)} has moved in memory since release_gradients; "
-                "handle.remove(), and call it again"
+                f"{sized(moved[0])} has moved in memory in a step; handle.remove(), and call it again"
             )
         kept = found.lend(list(gradients.values()))  # noqa: F841 - alive until the call has been queued
         engine_for(self.device)
@@ -452,9 +425,7 @@ class Sink:
             problem, self.problem = self.problem, None
             if problem is None:
                 raise
-            raise _abi.Error(
-                f"the sum of squares could not be added up over the ranks: {problem}"
-            ) from problem
+            raise _abi.Error(f"the norm could not be added up over the ranks: {problem}") from problem
 
     def flag(self):
         return tensor_at(library.sink_found_inf(self.handle), torch.float32, self.device).clone()
@@ -489,11 +460,12 @@ class Handle:
 
     def __init__(self, opt, params, path, process_group, knows_scaler):
         self._opt, self._path, self._lock = opt, path, threading.RLock()
-        self._numbers = {p: i for i, p in enumerate(params)}
+        self._params, self._numbers = params, {p: i for i, p in enumerate(params)}
+        self._others = [p for p in opt._all_params() if p not in self._numbers]
         # Whether gradients are taken, whether opt.zero_grad() came since the last step, whether inside paused().
         self._armed, self._zeroed, self._paused = True, False, False
         self._left, self._done = {}, set()  # gradients left in p.grad; parameters stepped since opt.step()
-        self._twice, self._has_stepped = False, False  # since then; opt.step() was called at all
+        self._steps = None  # whether the loop calls opt.step(); False: after a second backward
         self._group, self._knows_scaler = process_group, knows_scaler
         self._task = None  # the backward pass that is running
         self._lengths = [local(p).numel() for p in params]
@@ -502,10 +474,8 @@ class Handle:
         self._flying = {}, []  # gradients that are being averaged over ranks, and what to wait for
         opt._settle()
         opt._handle = self
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(functools.partial(self._arrive, i))
-            for i, p in enumerate(params)
-        ]
+        hook = torch.Tensor.register_post_accumulate_grad_hook
+        self._hooks = [hook(p, functools.partial(self._arrive, i)) for p, i in self._numbers.items()]
 
     def remove(self):
         """Gradients stay in p.grad again, for opt.step()."""
@@ -549,22 +519,29 @@ class Handle:
 
     def before_step(self):
         """Refuses a second backward, and gradients in p.grad that opt.step() would step with."""
-        if self._twice:
-            self._twice = False
+        if self._steps is False:
+            self._steps = True
+            self._refuse_second()
+        for i in list(self._left):
+            self._refuse_left(i, self._params[i].grad)
+        for p in self._others:
+            if p.grad is not None:
+                self.refuse_late(f"{sized(p)} was unfrozen")
+
+    def _refuse_second(self):
+        raise UsageError(
+            "a second backward before opt.step() came to parameters that the first has stepped. Call opt.step() after "
+            "each; for one step of several add the losses, or give accumulate=; put a pass that is no training step "
+            "inside `with handle.paused():`"
+        )
+
+    def _refuse_left(self, i, gradient):
+        if self._left.pop(i)() is gradient:
             raise UsageError(
-                "a second backward before opt.step() came to parameters that the first has stepped. Call opt.step() "
-                "after each; for one step of several add the losses, or give accumulate=; put a pass that is no "
-                "training step inside `with handle.paused():`"
+                f"{sized(gradient)} has a gradient of a pass that was no training step: inside handle.paused(), or "
+                "after opt.step() and before opt.zero_grad(). Call opt.zero_grad() before every training pass, or "
+                "before none"
             )
-        for p in self._opt._all_params():
-            if p.grad is not None and p not in self._numbers:
-                self.refuse_late(f"a parameter of shape {tuple(p.shape)} was unfrozen")
-            elif p.grad is not None:
-                raise UsageError(
-                    f"a parameter of shape {tuple(p.shape)} has a gradient of a pass that was no training step: "
-                    "inside handle.paused(), or after opt.step() and before opt.zero_grad(). Call opt.zero_grad() "
-                    "before every training pass, or before none"
-                )
 
     def refuse_late(self, what):
         if not isinstance(self._path, Steps):
@@ -574,7 +551,7 @@ class Handle:
             )
 
     def after_step(self):
-        self._has_stepped, took = True, bool(self._done)
+        self._steps, took = True, bool(self._done)
         if getattr(self._path, "sums", False):
             took = self._path.batches > 0
             self.flush()
@@ -585,10 +562,10 @@ class Handle:
             self._done.clear()
 
     def before_zero_grad(self):
-        if self._done and self._has_stepped:
+        if self._done and self._steps:
             raise UsageError(
-                "opt.zero_grad() before opt.step(): backward has stepped with these gradients. Call opt.step() "
-                "after a training pass; put a pass that is none inside `with handle.paused():`"
+                "opt.zero_grad() before opt.step(): backward has stepped with these gradients. Call opt.step() after "
+                "a training pass; put a pass that is none inside `with handle.paused():`"
             )
         self._armed = self._zeroed = True
         self._left.clear()
@@ -600,13 +577,13 @@ class Handle:
             if self._paused or not self._armed:
                 self._left[i] = weakref.ref(p.grad)
                 return
-            if self._left and i in self._left and self._left.pop(i)() is p.grad:
-                self.before_step()
+            if i in self._left:
+                self._refuse_left(i, p.grad)
             if i in self._done:
-                self._twice = True
-                if self._has_stepped:
+                if self._steps:
                     p.grad = None
-                    self.before_step()
+                    self._refuse_second()
+                self._steps = False
             # Not left in p.grad: what a failed backward leaves there would be added to the next one's.
             gradient, p.grad = p.grad, None
             if gradient is None:
@@ -615,9 +592,8 @@ class Handle:
                 self._begin()
             if i in self._used:
                 raise UsageError(
-                    f"a second gradient of one backward came for a parameter of shape {tuple(p.shape)}, "
-                    "after the first was used: it is shared by blocks under checkpoint(..., "
-                    "use_reentrant=True); use use_reentrant=False"
+                    f"a second gradient of one backward came for {sized(p)}, after the first was used: it is shared by "
+                    "blocks under checkpoint(..., use_reentrant=True); use use_reentrant=False"
                 )
             if i in self._waiting:
                 with torch.no_grad():
@@ -640,8 +616,8 @@ class Handle:
             self._abandon()
         if _is_nested() and not isinstance(self._path, Steps):
             raise UsageError(
-                "backward runs inside a reentrant checkpoint before any parameter outside it has come, and "
-                "its end cannot be seen from there; use checkpoint(..., use_reentrant=False)"
+                "backward begins inside a reentrant checkpoint, and its end cannot be seen from there; use "
+                "checkpoint(..., use_reentrant=False)"
             )
         self._path.begin()
         self._task = torch._C._current_graph_task_id()

@@ -25,8 +25,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from .. import _abi
-from .._abi import UsageError
-from .planes import NAMES, chunks, codes_name, decode, encode, is_begun, is_ours, recode
+from .._abi import UsageError, few
+from .planes import NAMES, chunks, codes_name, decode_as, described, encode, is_begun, is_ours, recode
 from .shards import is_run, is_sharded, like, local, offset_of, part_of
 from .watched import copy_of
 
@@ -67,14 +67,11 @@ def save(opt, as_):
     hidden = {"dampening": _HIDDEN} if coded and not by_rows else {}
     groups = []
     for group in opt.param_groups:
-        with_formats = (p for p in group["params"] if p.dtype in NAMES)
-        by_size = sorted(with_formats, key=lambda p: p.numel())  # the large have the recipe's formats
-        group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in by_size}
-        saved = {hidden.get(key, key): value for key, value in group.items() if key != "params"}
-        if as_ == "torch":
-            saved = {key: value for key, value in saved.items() if key not in _OURS}
-        saved["params"] = [numbers[p] for p in group["params"]]
-        groups.append(saved)
+        by_size = sorted(group["params"], key=torch.Tensor.numel)  # the large have the recipe's formats
+        group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in by_size if p.dtype in NAMES}
+        kept = [key for key in group if as_ == "scruple" or key not in _OURS]
+        saved = {hidden.get(key, key): group[key] for key in kept}
+        groups.append({**saved, "params": [numbers[p] for p in group["params"]]})
     return {"state": state, "param_groups": groups}
 
 
@@ -92,33 +89,26 @@ def _planes(opt, p, by_rows):
     saved = {"step": torch.tensor(state.steps, device="cpu")}
     if "adagc_norm" in state:
         saved["adagc_norm"] = torch.tensor(state["adagc_norm"], dtype=torch.float64, device="cpu")
-    for name, a, _, per, _, form in layout.planes:
+    for name, _, _, per, _, form in layout.planes:
         plane = like(p, state[name], per, by_rows)
         slot, _, kind = name.partition("/")
         if plane is not None:
             saved[name] = plane
         elif name == "extra":
-            bits = _unpacked(state[name], local(p).numel(), form.aux_bits).view(local(p).shape)
+            bits = _apart(state[name], local(p).numel(), form.aux_bits).view(local(p).shape)
             saved[name] = like(p, bits, 1, by_rows, bytes_apart=True)
         else:  # not one rank's groups: values, for the codes and their scales together
-            saved[slot + "/codes"] = like(p, _decoded(opt, p, a), 1)
+            saved[slot + "/codes"] = like(p, opt._entry(p).values(slot, local(p)), 1)
             if kind == "scale":
                 saved[name] = torch.zeros((), device="cpu")
     return saved
 
 
-def _decoded(opt, p, array):
-    weight = local(p)
-    return decode(opt._entry(p).row, array, weight.shape, weight.device)
-
-
 def _values(opt, p):
     """As torch.optim keeps it."""
-    layout = opt._layout(p)
     saved = {"step": torch.tensor(float(opt.state[p].steps), device="cpu")}
-    for a, name, _ in layout.arrays:
-        if a != _abi.WEIGHT:
-            saved[name] = like(p, _decoded(opt, p, a), 1)
+    for slot in opt._layout(p).slots:
+        saved[slot] = like(p, opt._entry(p).values(slot, local(p)), 1)
     return saved
 
 
@@ -153,16 +143,13 @@ def load(opt, saved):
         for group, source in zip(opt.param_groups, groups):
             _load_group(opt, group, source, ours)
             opt._check_group(group)
-        opt._forget_tables()
         opt._update_rules()
-        read = _read_ours if ours else _read_others
-        plan, mine = [], {}
+        read, plan, mine = _read_ours if ours else _read_others, [], {}
         for group, source in zip(opt.param_groups, groups):
             for p, number in zip(group["params"], source["params"]):
-                found = states.get(number)
                 mine[number] = p
-                if found and is_begun(found):
-                    plan.append((p, read(opt, p, number, found, source)))
+                if is_begun(states.get(number)):
+                    plan.append((p, read(opt, p, number, states[number], source)))
         for p, write in plan:
             held = {name: x for name, x in old.get(p, {}).items() if is_ours(name) and name != "adagc_norm"}
             opt.state[p] = copy_of(p, held)  # its planes take the new values: no second copy
@@ -185,27 +172,20 @@ def _cast(p, value, number, groups, name):
 
 def _checked_groups(opt, saved):
     if not isinstance(saved, dict) or "state" not in saved or "param_groups" not in saved:
-        raise UsageError(
-            "a state dict has 'state' and 'param_groups'; this has "
-            f"{', '.join(map(repr, saved)) if isinstance(saved, dict) else type(saved).__name__}"
-        )
+        found = few(map(repr, saved)) if isinstance(saved, dict) else type(saved).__name__
+        raise UsageError(f"a state dict has 'state' and 'param_groups'; this has {found}")
     groups = saved["param_groups"]
     if len(groups) != len(opt.param_groups):
-        raise UsageError(
-            f"the state has {len(groups)} parameter groups and the optimizer {len(opt.param_groups)}; make "
-            "the optimizer with the same groups"
-        )
+        counts = f"{len(groups)} parameter groups and the optimizer {len(opt.param_groups)}"
+        raise UsageError(f"the state has {counts}; make the optimizer with the same groups")
     for i, (theirs, mine) in enumerate(zip(groups, opt.param_groups)):
         if len(theirs["params"]) != len(mine["params"]):
-            raise UsageError(
-                f"parameter group {i} has {len(theirs['params'])} parameters in the state and "
-                f"{len(mine['params'])} in the optimizer"
+            counts = (
+                f"{len(theirs['params'])} parameters in the state and {len(mine['params'])} in the optimizer"
             )
-        version = theirs.get("version")
-        if version is not None and version > VERSION:
-            raise UsageError(
-                f"the state has version {version}, and this scruple reads up to {VERSION}; install a newer"
-            )
+            raise UsageError(f"parameter group {i} has {counts}")
+        if (version := theirs.get("version") or 0) > VERSION:
+            raise UsageError(f"the state has version {version}, above {VERSION}; install a newer scruple")
     return [{_SHOWN.get(key, key): value for key, value in group.items()} for group in groups]
 
 
@@ -214,13 +194,9 @@ def _load_group(opt, group, source, ours):
     means something here or is the user's own."""
     if ours and "decay_lr" in source and "decoupled_weight_decay" in opt.defaults:
         source = {"decoupled_weight_decay": True, **source}  # of before AdamW's groups said so
-    both = "nesterov" in source and "nesterov" in opt.defaults
-    if ours and both and ("decay_lr" in source) != ("decay_lr" in opt.defaults):
-        kinds = "SGDW", "SGD"
-        theirs, mine = kinds if "decay_lr" in source else reversed(kinds)
-        raise UsageError(
-            f"the state is of {theirs}, whose weight decay is not that of {mine}; load it into {theirs}"
-        )
+    theirs, mine = ("SGDW" if "decay_lr" in x else "SGD" for x in (source, opt.defaults))
+    if ours and "nesterov" in source and "nesterov" in opt.defaults and theirs != mine:
+        raise UsageError(f"the state is of {theirs}, whose decay is not {mine}'s; load it into {theirs}")
     for key, value in source.items():
         known = key in opt.defaults and (ours or key not in _OURS) or key in _SCHEDULERS
         if key == "decoupled_weight_decay" and opt.rule == "adamw":  # as torch: AdamW stays what it is
@@ -230,27 +206,16 @@ def _load_group(opt, group, source, ours):
     group["version"] = VERSION
 
 
-def _found(number, state, name, kind=torch.Tensor, hint=""):
+def _found(number, state, name, kind=torch.Tensor):
     if not isinstance(state.get(name), kind):
-        has = ", ".join(map(str, state))
-        raise UsageError(f"parameter {number}: the state lacks {name!r}; it has {has}{hint}")
+        raise UsageError(f"parameter {number}: the state lacks {name!r}; it has {', '.join(map(str, state))}")
     return state[name]
 
 
-def _check_shape(number, name, found, shape):
-    if tuple(found.shape) != tuple(shape):
-        raise UsageError(
-            f"parameter {number}, {name}: the state has shape {tuple(found.shape)}, the parameter "
-            f"{tuple(shape)}"
-        )
-
-
-def _check_size(number, name, found, size, dtype=None):
-    if found.numel() != size or found.dtype != (dtype or found.dtype):
-        raise UsageError(
-            f"parameter {number}, {name}: the state has {found.numel()} of {found.dtype} and {size} of "
-            f"{dtype or found.dtype} belong there; was it saved for this model?"
-        )
+def _check(number, name, found, shape, dtype):
+    if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+        belongs = f"{dtype} of shape {tuple(shape)} belongs there; was it saved for this model?"
+        raise UsageError(f"parameter {number}, {name}: the state has {described(found)}, and {belongs}")
 
 
 def _read_ours(opt, p, number, state, source):
@@ -258,25 +223,20 @@ def _read_ours(opt, p, number, state, source):
     layout, weight = opt._layout(p), local(p)
     formats = (source.get("formats") or {}).get(NAMES[p.dtype])
     if source.get("formats") and formats is None:
-        raise UsageError(
-            f"parameter {number} is {NAMES[p.dtype]}, and the state was saved for "
-            f"{', '.join(source['formats'])} parameters; cast the model alike (cast_model), or load what "
-            "state_dict(as_='torch') gives"
-        )
+        kinds = f"parameter {number} is {NAMES[p.dtype]}, and the state is of {', '.join(source['formats'])}"
+        raise UsageError(f"{kinds}; cast the model alike (cast_model), or load its state_dict(as_='torch')")
     stored = layout  # what the planes in the state are
     if formats is not None and p.numel() > _abi.recipes()[source["recipe"]].small:
         stored = layout.as_saved(formats, source["recipe"])
     if stored is None:
-        raise UsageError(
-            f"parameter {number}: the state has formats {formats} and recipe {source['recipe']!r} means "
-            f"{layout.formats} here; load what state_dict(as_='torch') gives"
-        )
+        here = f"recipe {source['recipe']!r} means {layout.formats} here; load its state_dict(as_='torch')"
+        raise UsageError(f"parameter {number}: the state has formats {formats} and {here}")
     steps = int(_found(number, state, "step", (numbers.Real, torch.Tensor)))
-    coded = {slot for a, slot, form in stored.arrays if a != _abi.WEIGHT and codes_name(slot, form) != slot}
-    state = {name + "/codes" if name in coded else name: x for name, x in state.items()}  # of version 1
+    for slot in stored.coded:  # of version 1
+        state = {(slot + "/codes" if name == slot else name): x for name, x in state.items()}
     planes, values = {}, {}
     for plane in stored.planes:
-        name, slot, bits = plane.name, plane.name.partition("/")[0], plane.form.aux_bits
+        name, slot, bits = plane.name, plane.slot, plane.form.aux_bits
         codes = state.get(slot + "/codes")
         if isinstance(codes, torch.Tensor) and codes.is_floating_point():
             values[slot] = part_of(p, codes)
@@ -285,10 +245,10 @@ def _read_ours(opt, p, number, state, source):
         # Groups of the whole parameter that do not begin where ours do.
         across = is_sharded(p) and not is_sharded(found) and plane.per != 1 and not is_run(p)
         if name == "extra" and plane.per != 1 and tuple(found.shape[:-1]) == tuple(p.shape):
-            found = _packed(_from_bytes(part_of(p, found)), bits, plane.dtype)
+            found = _together(_from_bytes(part_of(p, found)), bits, plane.dtype)
         elif across and name == "extra":
-            whole = _unpacked(found.reshape(-1), p.numel(), bits).view(p.shape)
-            found = _packed(part_of(p, whole), bits, plane.dtype)
+            whole = _apart(found, p.numel(), bits).view(p.shape)
+            found = _together(part_of(p, whole), bits, plane.dtype)
         elif across:
             if slot not in values:
                 planes.pop(slot + "/codes", None)
@@ -298,23 +258,21 @@ def _read_ours(opt, p, number, state, source):
             found = _plane_part(p, found, plane.per)
             if plane.dtype == torch.int16 and found.shape == (*weight.shape, 2):
                 found = _from_bytes(found)
-        _check_size(number, name, found, math.prod(plane.shape(weight)), plane.dtype)
-        if plane.per == 1:
-            _check_shape(number, name, found, weight.shape)
-        planes[name] = found
+        planes[name] = found if plane.per == 1 else found.reshape(-1)
+        _check(number, name, planes[name], plane.shape(weight), plane.dtype)
     for slot, found in values.items():
-        _check_shape(number, slot, found, weight.shape)
+        _check(number, slot, found, weight.shape, found.dtype)
 
     def write():
-        entry = _ready(opt, p, steps)
+        entry, held = make_state(opt, p, steps), opt.state[p]
         if "adagc_norm" in state:
-            opt.state[p]["adagc_norm"] = float(state["adagc_norm"])
+            held["adagc_norm"] = float(state["adagc_norm"])
         for a, slot, form in stored.arrays:
             if form.name != layout.formats[slot] and slot not in values:
                 codes, scales = planes.pop(codes_name(slot, form)), planes.pop(slot + "/scale", None)
                 recode(entry.row, a, form, codes, scales, weight.device)
         for name, found in planes.items():
-            opt.state[p][name].copy_(found.reshape(opt.state[p][name].shape))
+            held[name].copy_(found)
         for slot, found in values.items():
             encode(entry.row, layout.index(slot), found, weight.device)
 
@@ -341,106 +299,93 @@ def _from_bytes(plane):
 
 def _decoded_whole(p, number, layout, slot, state):
     """Values of a moment of a whole parameter from planes that another process has saved."""
-    array, kept = layout.index(slot), []
-    row = _abi.Tensor.from_buffer_copy(layout.row)
-    row.size = p.numel()
-    for plane in layout.planes:
-        if plane.array == array:
-            found = _found(number, state, plane.name)
-            _check_size(number, plane.name, found, math.prod(plane.shape(p)), plane.dtype)
-            kept.append(found.to(local(p).device).contiguous())  # alive until it has been read
-            setattr(row.arrays[array], plane.part, kept[-1].data_ptr())
-    return decode(row, array, p.shape, local(p).device)
+    planes = [plane for plane in layout.planes if plane.slot == slot]
+    found = [_found(number, state, plane.name).reshape(plane.shape(p)) for plane in planes]
+    for plane, held in zip(planes, found):
+        _check(number, plane.name, held, plane.shape(p), plane.dtype)
+    return decode_as(layout.row, layout.index(slot), planes[0].form, found, p.shape, local(p).device)
 
 
 # ---- Extra bits of a weight, K to an element ----
 
 
-def _unpacked(plane, size, bits):
+def _apart(plane, size, bits):
     """A string of `bits` bits per element as one entry per element."""
-    places = torch.arange(bits, device=plane.device)
-    made = torch.empty(size, dtype=torch.uint8 if bits <= 8 else torch.int16, device=plane.device)
-    plane = plane.reshape(-1).view(torch.uint8)
+    wide, dtype = (8, torch.uint8) if bits <= 8 else (16, torch.int16)
+    return _repacked(plane, size, bits, wide).view(dtype)
+
+
+def _together(entries, bits, dtype):
+    """The reverse."""
+    return _repacked(entries, entries.numel(), 8 * entries.element_size(), bits).view(dtype)
+
+
+def _repacked(plane, size, was, bits):
+    """A string of `was` bits per element as one of `bits`."""
+    plane = plane.contiguous().view(-1).view(torch.uint8)
+    made = torch.zeros(-(-size * bits // 8), dtype=torch.uint8, device=plane.device)
+    places = torch.arange(8, dtype=torch.uint8, device=plane.device)
     for first in range(0, size, _BITS_CHUNK):
         count = min(_BITS_CHUNK, size - first)
-        part = plane[first * bits // 8 : -(-(first + count) * bits // 8)]
-        flags = (part[:, None] >> torch.arange(8, dtype=torch.uint8, device=plane.device)) & 1
-        flags = flags.reshape(-1)[: count * bits].view(count, bits)
-        made[first : first + count] = (flags.to(torch.int32) << places).sum(1).to(made.dtype)
+        part = plane[first * was // 8 : -(-(first + count) * was // 8)]
+        flags = ((part[:, None] >> places) & 1).view(-1)[: count * was].view(count, was)
+        flags = torch.nn.functional.pad(flags, (0, bits - was)).reshape(-1)  # or fewer
+        flags = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(-1, 8)
+        made[first * bits // 8 :][: len(flags)] = (flags << places).sum(1)
     return made
 
 
-def _packed(entries, bits, dtype):
-    """The reverse."""
-    entries = entries.reshape(-1)
-    made = torch.zeros(-(-entries.numel() * bits // 8), dtype=torch.uint8, device=entries.device)
-    places = torch.arange(8, device=entries.device)
-    for first in range(0, entries.numel(), _BITS_CHUNK):
-        part = entries[first : first + _BITS_CHUNK].to(torch.int32)
-        flags = ((part[:, None] >> torch.arange(bits, device=entries.device)) & 1).reshape(-1)
-        flags = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(-1, 8)
-        begin = first * bits // 8
-        made[begin : begin + len(flags)] = (flags << places).sum(1).to(torch.uint8)
-    return made.view(dtype)
+# ---- Other optimizers ----
 
 
 def _read_others(opt, p, number, state, source):
     """torch.optim's moments, and FlashOptim's codes."""
     layout, weight = opt._layout(p), local(p)
-    slots = [name for a, name, _ in layout.arrays if a != _abi.WEIGHT]
-    kinds = {slot for _, known, _ in _abi.rules().values() for slot in known}
-    others = [name for name in state if str(name).partition("::")[0] in kinds.difference(slots)]
-    others = [name for name in others if isinstance(state[name], torch.Tensor)]
-    if others:
-        raise UsageError(
-            f"parameter {number}: the state has {', '.join(others)}, of which {type(opt).__name__} with "
-            "these options has none; it must come from an optimizer of the same kind"
+    known = {slot for _, slots, _ in _abi.rules().values() for slot in slots}.difference(layout.slots)
+    tensors = [name for name, x in state.items() if isinstance(x, torch.Tensor)]
+    if others := [name for name in tensors if str(name).partition("::")[0] in known]:
+        found = (
+            f"parameter {number}: the state has {', '.join(others)}, and {type(opt).__name__} has none here"
         )
-    sizes = {slot + "::scales": -(-p.numel() // 32) for slot in slots if slot + "::quantized" in state}
-    if isinstance(state.get("error_bits"), torch.Tensor):
-        sizes["error_bits"] = p.numel()
-    for name, size in sizes.items():
-        _check_size(number, name, _found(number, state, name), size)
-    for slot in slots:
-        codes, hint = (
-            slot + "::quantized",
-            f"; it must come from an optimizer of the kind of {type(opt).__name__}",
-        )
-        found = _found(number, state, codes if codes in state and slot not in state else slot, hint=hint)
-        _check_shape(number, slot, found, p.shape)
-    steps = int(state.get("step", 1))  # torch's SGD counts none; what matters is that the first is over
+        raise UsageError(f"{found}; it must come from an optimizer of the same kind and options")
+    flash = [slot for slot in layout.slots if slot + "::quantized" in state and slot not in state]
+    for slot in flash:  # our format flash8, with its fp16 scales at times under the name of bf16
+        codes, scales = (_found(number, state, slot + part) for part in ("::quantized", "::scales"))
+        _check(number, slot, codes, p.shape, codes.dtype)
+        _check(number, slot + "::scales", scales.reshape(-1), (-(-p.numel() // 32),), scales.dtype)
+    errors = state.get("error_bits") if weight.dtype != torch.float32 else None
+    if errors is not None:
+        _check(number, "error_bits", errors, p.shape, errors.dtype)
 
     def write():
-        entry = _ready(opt, p, steps)
-        for slot in slots:
-            array, codes = layout.index(slot), state.get(slot + "::quantized")
-            if codes is not None:
-                # Our format flash8, with its fp16 scales at times under the name of bf16.
-                codes = codes.to(torch.int16).to(torch.uint8) if codes.element_size() > 1 else codes
-                scales = state[slot + "::scales"]
-                recode(entry.row, array, _abi.format_named("flash8"), codes, scales, weight.device)
-            else:
-                encode(entry.row, array, part_of(p, state[slot]), weight.device)
-        if isinstance(state.get("error_bits"), torch.Tensor) and weight.dtype != torch.float32:
-            _load_error_bits(entry.row, weight, state["error_bits"], source)
+        held = {name: x for name, x in state.items() if is_ours(name, layout) and "::" not in name}
+        held = tree_map_only(torch.Tensor, torch.clone, held)  # a plane in fp32 becomes the optimizer's own
+        for slot in flash:
+            codes, scales = state[slot + "::quantized"], state[slot + "::scales"]
+            codes = codes.to(torch.int16).to(torch.uint8) if codes.element_size() > 1 else codes
+            form = _abi.format_named("flash8")
+            held[slot] = decode_as(
+                layout.row, layout.index(slot), form, (codes, scales), p.shape, weight.device
+            )
+        opt.state[p] = held
+        try:
+            entry = opt._entry(p)
+        except UsageError as problem:
+            raise UsageError(f"parameter {number} of a state for {type(opt).__name__}: {problem}") from None
+        if errors is not None:
+            _load_error_bits(entry.row, weight, part_of(p, errors), source)
 
     return write
 
 
-def make_state(opt, p):
+def make_state(opt, p, steps=0):
     """Planes to write into: those that the parameter has, where they fit."""
-    layout, state = opt._layout(p), opt.state.get(p) or {}
-    fit = (plane.fits(local(p), state.get(plane.name)) for plane in layout.planes)
+    state = opt.state.get(p) or {}
+    fit = (plane.fits(local(p), state.get(plane.name)) for plane in opt._layout(p).planes)
     if "step" not in state or not all(fit):
         opt.state.pop(p, None)
-    return opt._entry(p)
-
-
-def _ready(opt, p, steps):
-    """The parameter's entry, with planes to write into."""
-    entry = make_state(opt, p)
+    entry = opt._entry(p)
     opt.state[p].show(steps)
-    entry.row.step = max(steps, 1)
     return entry
 
 

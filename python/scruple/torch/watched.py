@@ -67,10 +67,8 @@ class State(dict):
         for name, (reference, was) in self.lent.items():
             if version(reference()) != was and dict.get(self, name) is not reference():
                 del self.lent[name]
-                raise UsageError(
-                    f"a tensor that was {name!r} in opt.state before the last step was written to. It is not the "
-                    f"optimizer's any more: read or set opt.state[p][{name!r}] again, and write before a step"
-                )
+                what = f"a tensor that was {name!r} in opt.state before the last step was written to"
+                raise UsageError(f"{what}; read or set opt.state[p][{name!r}] again, and write before a step")
         if self.entry is None or self.param is not param or self.get("step") is not self.shown:
             return False
         same = (self.get(plane.name) is held for plane, held in self.entry.by_plane())
@@ -122,13 +120,17 @@ class States(collections.defaultdict):
         """The parameter's State; what a user has put there becomes one. Extra bits of another weight, or of an
         earlier one, are left out: they belong to the weight, and not to its moments."""
         held = self[param]
-        own = isinstance(held, State) and held.param is param
-        if not own or held.changed is not self.changed:
-            made = State(param, self.changed, {name: x for name, x in held.items() if own or name != "extra"})
-            if own:
-                made.entry, made.steps, made.shown = held.entry, held.steps, held.shown
-            dict.__setitem__(self, param, made)
-        return self[param]
+        owner = held.param if isinstance(held, State) else None
+        if (
+            owner is None or owner is not param and self.get(owner) is held
+        ):  # a plain dict, or still another's
+            held = State(param, self.changed, held)
+            dict.__setitem__(self, param, held)
+        if owner is not param:
+            held.entry = None
+            dict.pop(held, "extra", None)
+        held.param, held.changed = param, self.changed
+        return held
 
     def __reduce__(self):
         return collections.defaultdict, (dict, dict(self))
