@@ -1200,6 +1200,95 @@ class Passes(Case):
                 run.opt.zero_grad()
                 run.steps(3, 1)
 
+    SUMS = [
+        ("mean", st.AdamW, dict(policy="compressed", accumulator="fp32", accumulate=4)),
+        ("sum", st.AdamW, dict(policy="compressed", accumulator="fp32", accumulate=4, reduction="sum")),
+        ("momentum", st.SGD, dict(accumulate=4, accumulation="momentum")),
+        ("momentum's sum", st.SGD, dict(accumulate=4, accumulation="momentum", reduction="sum")),
+    ]
+
+    def accumulating(self, kind, release, **options):
+        options = dict(options, momentum=0.9) if kind is st.SGD else options
+        return Run(kind, torch.float32, lr=1e-2, recipe="fp32", release=release, **options)
+
+    def accumulate(self, run, release, first, steps=1):
+        """opt.step() and opt.zero_grad() after every fourth backward."""
+        share = 4 if release.get("reduction") == "sum" else 1
+        for step in range(first, first + steps):
+            for batch in range(4):
+                (loss_of(run.model, 4 * step + batch) / share).backward()
+            run.opt.step()
+            run.opt.zero_grad()
+
+    def test_zero_grad_drops_a_probe_between_micro_batches(self):
+        """As torch does; micro-batches that came before it go with it."""
+        for label, kind, release in self.SUMS[:2]:
+            for before in (0, 2):
+                with self.subTest(label, before=before):
+                    plain, run = (self.accumulating(kind, release) for _ in range(2))
+                    for each in (plain, run):
+                        self.accumulate(each, release, 0)
+                    for batch in range(before):
+                        loss_of(run.model, 50 + batch).backward()
+                    self.probe(run.model)
+                    run.opt.zero_grad()
+                    for each in (plain, run):
+                        self.accumulate(each, release, 1, steps=2)
+                    self.assertSame(plain.picture(), run.picture())
+
+    def test_zero_grad_after_a_probe_that_moments_have_taken(self):
+        """It is too late to drop it: refused, and opt.step() goes on."""
+        for label, kind, release in self.SUMS[2:]:
+            with self.subTest(label):
+                run = self.accumulating(kind, release)
+                self.accumulate(run, release, 0)
+                self.probe(run.model)
+                with self.refused("opt.zero_grad() before opt.step()", "moments", "handle.paused()"):
+                    run.opt.zero_grad()
+                run.opt.step()
+                run.opt.zero_grad()
+                loss_of(run.model, 1).backward()
+        # One backward a step, which opt.step() ends: the weights have taken it.
+        run = self.accumulating(st.AdamW, dict(tensor_norm=1.0, reduction="sum")).steps(0, 2)
+        self.probe(run.model)
+        with self.refused("weights", "handle.paused()", "opt.step()"):
+            run.opt.zero_grad()
+
+    def test_zero_grad_of_accumulating_loops_drops_nothing(self):
+        """(a) opt.step() and opt.zero_grad() for every micro-batch, in both orders, (b) after every fourth,
+        (d) opt.zero_grad() alone: the same steps, and no sink is made anew."""
+        dropped = mock.patch.object(release_module.Handle, "_abandon", side_effect=AssertionError("dropped"))
+        for label, kind, release in self.SUMS:
+            with self.subTest(label), dropped:
+                whole = self.accumulating(kind, release)
+                self.accumulate(whole, release, 0, steps=3)
+                self.assertEqual(whole.handle.report()["steps"], 3)
+                for loop in ("backward step zero", "zero backward step", "zero backward"):
+                    if release.get("reduction") == "sum":
+                        continue  # there opt.step() takes the step, also of one micro-batch
+                    run = self.accumulating(kind, release)
+                    for batch in range(12):
+                        if loop.startswith("zero"):
+                            run.opt.zero_grad()
+                        loss_of(run.model, batch).backward()
+                        if "step" in loop:
+                            run.opt.step()
+                        if loop.endswith("zero"):
+                            run.opt.zero_grad()
+                    self.assertSame(whole.picture(), run.picture(), loop)
+
+    def test_zero_grad_after_flush_drops_nothing(self):
+        for label, kind, release in self.SUMS[:2]:
+            with self.subTest(label):
+                run = self.accumulating(kind, release)
+                self.accumulate(run, release, 0)
+                loss_of(run.model, 9).backward()
+                run.handle.flush()
+                sinks = run.handle._path.sinks
+                run.opt.zero_grad()
+                self.assertIs(run.handle._path.sinks, sinks)
+                self.assertEqual(run.handle.report()["steps"], 2)
+
     def test_two_losses(self):
         for label, release in self.WAYS:
             with self.subTest(label):

@@ -466,6 +466,7 @@ class Handle:
         self._armed, self._zeroed, self._paused = True, False, False
         self._left, self._done = {}, set()  # gradients left in p.grad; parameters stepped since opt.step()
         self._steps = None  # whether the loop calls opt.step(); False: after a second backward
+        self._folded = False  # whether a backward that was no whole step has come since opt.step()
         self._group, self._knows_scaler = process_group, knows_scaler
         self._task = None  # the backward pass that is running
         self._lengths = [local(p).numel() for p in params]
@@ -505,6 +506,7 @@ class Handle:
             if self._task is not None:
                 self._abandon()
             self._path.flush()
+            self._folded = False
 
     @contextlib.contextmanager
     def paused(self):
@@ -551,7 +553,7 @@ class Handle:
             )
 
     def after_step(self):
-        self._steps, took = True, bool(self._done)
+        self._steps, self._folded, took = True, False, bool(self._done)
         if getattr(self._path, "sums", False):
             took = self._path.batches > 0
             self.flush()
@@ -562,11 +564,13 @@ class Handle:
             self._done.clear()
 
     def before_zero_grad(self):
-        if self._done and self._steps:
+        if self._steps and (self._done or self._folded and self._path.released):
             raise UsageError(
-                "opt.zero_grad() before opt.step(): backward has stepped with these gradients. Call opt.step() after "
-                "a training pass; put a pass that is none inside `with handle.paused():`"
+                "opt.zero_grad() before opt.step(): weights or moments have taken these gradients. Call opt.step() "
+                "after a training pass; put a pass that is none inside `with handle.paused():`"
             )
+        if self._steps and self._folded:
+            self._abandon()  # as torch drops gradients; a loop without opt.step() never means that
         self._armed = self._zeroed = True
         self._left.clear()
 
@@ -625,9 +629,11 @@ class Handle:
         self._callback = weakref.ref(callback)  # the backward holds it until its end, whichever that is
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
+    @torch.no_grad()
     def _abandon(self):
-        """The last backward ended in an exception."""
+        """The step begins anew: the last backward ended in an exception, or was no training pass."""
         self._task, self._waiting, self._size, self._flying = None, {}, 0, ({}, [])
+        self._folded = False
         self._used.clear()
         self._path.abandon()
 
@@ -640,7 +646,8 @@ class Handle:
         with self._lock:
             self._hand_over()
             self._land()
-            if self._path.end():
+            self._folded = not self._path.end()
+            if not self._folded:
                 self._done.update(self._used if isinstance(self._path, Steps) else self._numbers.values())
             self._used.clear()
             self._task = None
