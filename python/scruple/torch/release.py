@@ -14,7 +14,6 @@ import math
 import sys
 import threading
 import weakref
-from ctypes import byref
 
 import torch
 import torch.distributed
@@ -95,6 +94,8 @@ def release_gradients(
         _broadcast(model, process_group)  # before the optimizer takes master copies
     if scaler:
         KNOWN.add(scaler)
+    opt._settle()
+    opt._update_rules()
     if policy == "released" and accumulate == 1 and not (max_norm or tensor_norm or adagc or scaler):
         path = Steps(opt, params)
     else:
@@ -161,16 +162,13 @@ def by_device(tensors):
 class Steps:
     """Plain release: a bucket is a table of the optimizer's own."""
 
+    sums, batches = False, 0  # of Sinks: no backward waits for others
+
     def __init__(self, opt, params):
         self.opt, self.params = opt, params
-        opt._settle()
-        opt._update_rules()
         for p in params:  # now, while memory is whole; inside backward it would lie between activations
             if not is_begun(opt.state.get(p)):
                 opt._entry(p)
-
-    def begin(self):
-        self.opt._update_rules()
 
     def add(self, gradients):
         for device, found in by_device(gradients).items():
@@ -185,7 +183,7 @@ class Steps:
     def report(self, *_):
         return None
 
-    flush = abandon = settle = replace = report
+    begin = flush = renew = settle = replace = report
 
 
 class Sinks:
@@ -194,70 +192,71 @@ class Sinks:
     def __init__(self, opt, params, options, accumulator, scaler, sums):
         self.opt, self.params, self.options, self.accumulator = opt, params, options, accumulator
         self.sums = sums  # gradients add up until opt.step()
-        self.released = options["policy"] == _abi.RELEASED
+        self.parts, self.released = options["micro_batches"], options["policy"] == _abi.RELEASED
         self.scaler = scaler if scaler and scaler.is_enabled() else None
         self.devices = by_device(dict(enumerate(params)))
-        opt._settle()
-        opt._update_rules()
-        self._check(params)
+        self._check()
         fresh = [p for p in params if not is_begun(opt.state.get(p))]
+        self.replaced = True  # whether state is new, which the sinks do not know
         try:
-            self._make_sinks()
+            self.renew()
         except Exception:  # the library refuses: no trace of the attempt
             for p in fresh:
                 opt.state.pop(p, None)
             opt._forget_tables()
             raise
 
-    def _make_sinks(self):
-        self.batches, self.replaced = 0, False  # backward passes of this step; whether state is new
-        self.came = {}  # numbers of parameters that had a gradient in them
+    def _check(self):
+        if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
+            raise UsageError(
+                f"a norm or an overflow over {', '.join(map(str, self.devices))} in one process is not supported: "
+                "use one device, or shard with fully_shard"
+            )
+        for p in self.params:
+            if not local(p).is_contiguous():
+                raise UsageError(f"{sized(p)} has strides {local(p).stride()}; use .contiguous() on it first")
+        sharded = any(map(is_sharded, self.params))
+        if (
+            self.released
+            and sharded
+            and (self.options["tensor_norm"] or self.options["adagc"] or self.scaler)
+        ):
+            raise UsageError("'released' clips and scales by the shard of each rank; use 'compressed'")
+        if len({tuple(groups_of(p)) for p in self.params}) > 1:
+            raise UsageError("parameters are sharded over different ranks; give each kind its own optimizer")
+
+    def renew(self):
+        """The step begins anew: a backward has failed half-way, weights are in another place, state is new."""
+        if not self.replaced:
+            self.settle()
+        self.batches, self.replaced = 0, False  # `batches`: backward passes of this step
+        self.came = set()  # numbers of parameters that had a gradient in them
         self.sinks = {
             device: Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
             for device, held in self.devices.items()
         }
 
-    def _check(self, params):
-        if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
-            raise UsageError(
-                f"a norm or an overflow over {', '.join(map(str, self.devices))} in one process is not supported: put "
-                "the parameters on one device, or shard with fully_shard"
-            )
-        for p in params:
-            if not local(p).is_contiguous():
-                raise UsageError(
-                    f"{sized(p)} has strides {local(p).stride()}; this policy steps contiguous parameters: use "
-                    ".contiguous() (or .to(memory_format=torch.contiguous_format))"
-                )
-        decides = self.options["tensor_norm"] or self.options["adagc"] or self.scaler
-        if self.released and decides and any(map(is_sharded, params)):
-            raise UsageError(
-                "'released' with clipping or loss scaling: each rank would decide by its shard; use 'compressed'"
-            )
-        if len({tuple(groups_of(p)) for p in params}) > 1:
-            raise UsageError("parameters are sharded over different ranks; give each kind its own optimizer")
-
     def begin(self):
-        self.opt._update_rules()
         if any(sink.counts.rewritten() for sink in self.sinks.values()):
             self.replace(self.params)
         if self.replaced or self.batches == 0 and any(sink.all.moved() for sink in self.sinks.values()):
-            self.abandon()  # weights move as fully_shard does it with uneven shards before torch 2.8
-        parts = self.options["micro_batches"]
-        if self.batches == parts:
+            self.renew()  # weights move as fully_shard does it with uneven shards before torch 2.8
+        if self.batches == self.parts:
             raise UsageError(
-                f"accumulate={parts}, and this is backward number {parts + 1} since the last opt.step(); call it"
+                f"accumulate={self.parts}: call opt.step() before backward number {self.parts + 1}"
             )
+        self._begin_sinks(1)
+
+    def _begin_sinks(self, share):
         for sink in self.sinks.values():
-            sink.begin(1 / parts if self.sums else 1)
+            sink.begin(1 / self.parts if self.sums else share)
 
     def add(self, gradients):
-        self.came.update(dict.fromkeys(gradients))
-        # The sink divides every part. What it keeps of a sum it multiplies again, by the loss scale.
-        times = self.options["micro_batches"] if self.sums and self.released else 1
+        self.came.update(gradients)
+        if self.sums and self.released and self.parts > 1:
+            # The sink divides every part. What it keeps of a sum it multiplies again, by the loss scale.
+            gradients = {i: local(g) * self.parts for i, g in gradients.items()}
         for device, found in by_device(gradients).items():
-            if times > 1:
-                found = {i: local(g) * times for i, g in found.items()}
             self.sinks[device].add(found)
 
     def replace(self, written):
@@ -265,33 +264,30 @@ class Sinks:
         if self.replaced or set(self.params).isdisjoint(written):
             return
         if self.batches:
-            raise UsageError(
-                f"opt.state was written to after {self.batches} micro-batches; do it between steps"
-            )
+            raise UsageError(f"opt.state was written after {self.batches} micro-batches; write between steps")
         self.settle()
         self.replaced = True
 
     def end(self):
         """Whether that was a step."""
         self.batches += 1
-        if self.batches < self.options["micro_batches"]:
+        if self.batches < self.parts:
             self._end_sinks()
         elif not self.sums:
             self._step()
         return self.batches == 0
 
     def flush(self):
-        parts, came = self.options["micro_batches"], self.batches
+        came, parts = self.batches, self.parts
         if came == 0:
             return
         if self.released and not self.sums:
             raise UsageError(
-                f"{came} of {parts} micro-batches are in the moments already, each divided by {parts}: let the rest "
-                "come, or use policy='compressed'"
+                f"moments have taken {came} of {parts} micro-batches, each divided by {parts}: let the rest come, or "
+                "use policy='compressed'"
             )
         self.opt._update_rules()
-        for sink in self.sinks.values():
-            sink.begin(1 / parts if self.sums else came / parts)
+        self._begin_sinks(came / parts)
         for _ in range(came, parts - 1):
             self._end_sinks()
         if self.released and came < parts:  # the last part moves the weights
@@ -314,12 +310,6 @@ class Sinks:
             state["stage"] = OptState.UNSCALED
             state["found_inf_per_device"] = {device: sink.flag() for device, sink in self.sinks.items()}
 
-    def abandon(self):
-        """A backward that failed half-way, weights in another place, another state: this step begins anew."""
-        if not self.replaced:
-            self.settle()
-        self._make_sinks()
-
     def settle(self):
         for sink in self.sinks.values():
             sink.settle()
@@ -333,7 +323,7 @@ class Sink:
 
     def __init__(self, opt, device, numbered, options, accumulator, scaler):
         params = list(numbered.values())
-        self.opt, self.device, self.params, self.scaler = opt, device, params, scaler
+        self.device, self.params, self.scaler = device, params, scaler
         self.index = {number: i for i, number in enumerate(numbered)}
         entries = [opt._entry(p) for p in params]
         self.all = Rows(params, [entry.row for entry in entries], [entry.address for entry in entries])
@@ -363,7 +353,9 @@ class Sink:
             norms = (ctypes.c_double * len(params))(*(opt.state[p].get("adagc_norm", 0.0) for p in params))
             made.adagc_norms = ctypes.cast(norms, ctypes.c_void_p)
         self.handle = ctypes.c_void_p()
-        library.sink_create(engine_for(device), self.all.rows, len(params), byref(made), byref(self.handle))
+        library.sink_create(
+            engine_for(device), self.all.rows, len(params), ctypes.byref(made), ctypes.byref(self.handle)
+        )
 
     def __del__(self):
         if getattr(self, "handle", None):
@@ -394,29 +386,22 @@ class Sink:
 
     def begin(self, share):
         engine_for(self.device)
-        if self.scale is None:
-            return
-        if self.scaler is not None and self.scaler._scale is not None:
+        if getattr(self.scaler, "_scale", None) is not None:
             self.scale.copy_(self.scaler._scale, non_blocking=True).mul_(share)
-        else:
+        elif self.scale is not None:
             self.scale.fill_(share)
 
     def add(self, gradients):
-        found = self._pieces([self.index[number] for number in gradients])
-        if moved := found.moved():
-            raise UsageError(
-                f"{sized(moved[0])} has moved in memory in a step; handle.remove(), and call it again"
-            )
-        kept = found.lend(list(gradients.values()))  # noqa: F841 - alive until the call has been queued
-        engine_for(self.device)
-        library.sink_add(self.handle, found.pieces, len(found.pieces))
-
-    def _pieces(self, places):
+        places = [self.index[number] for number in gradients]
         found = self.pieces.get(places[0])
         if found is None or found.places != places:
             rows = ([held[i] for i in places] for held in (self.params, self.all.rows, self.all.addresses))
             found = self.pieces[places[0]] = Pieces(places, *rows)
-        return found
+        if moved := found.moved():
+            raise UsageError(f"{sized(moved[0])} has moved in a step; handle.remove(), and release again")
+        kept = found.lend(list(gradients.values()))  # noqa: F841 - alive until the call has been queued
+        engine_for(self.device)
+        library.sink_add(self.handle, found.pieces, len(found.pieces))
 
     def end(self):
         try:
@@ -441,7 +426,7 @@ class Sink:
     def report(self):
         found = _abi.SinkReport()
         engine_for(self.device)
-        library.sink_read(self.handle, byref(found))
+        library.sink_read(self.handle, ctypes.byref(found))
         report = {name: getattr(found, name) for name in ("norm", "clip", "found_inf", "steps", "skipped")}
         return {**report, "found_inf": bool(found.found_inf)}
 
@@ -450,8 +435,7 @@ def tensor_at(address, dtype, device):
     """One value in the engine's memory as a tensor over the same memory."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
-    kind = f"<f{dtype.itemsize}"
-    described = {"data": (address, False), "shape": (1,), "typestr": kind, "version": 3}
+    described = {"data": (address, False), "shape": (1,), "typestr": f"<f{dtype.itemsize}", "version": 3}
     return torch.as_tensor(type("Cell", (), {"__cuda_array_interface__": described})(), device=device)
 
 
@@ -473,7 +457,6 @@ class Handle:
         self._waiting, self._size = {}, 0  # gradients that have come, by their parameters' numbers here
         self._used = set()  # numbers of parameters whose gradients of this backward have been used
         self._flying = {}, []  # gradients that are being averaged over ranks, and what to wait for
-        opt._settle()
         opt._handle = self
         hook = torch.Tensor.register_post_accumulate_grad_hook
         self._hooks = [hook(p, functools.partial(self._arrive, i)) for p, i in self._numbers.items()]
@@ -554,10 +537,10 @@ class Handle:
 
     def after_step(self):
         self._steps, self._folded, took = True, False, bool(self._done)
-        if getattr(self._path, "sums", False):
+        if self._path.sums:
             took = self._path.batches > 0
             self.flush()
-        if not getattr(self._path, "batches", 0):  # else more micro-batches come
+        if not self._path.batches:  # else more micro-batches come
             if took:  # in a loop that calls opt.zero_grad() the next training pass comes after that
                 self._armed = not self._zeroed
             self._zeroed = False
@@ -623,6 +606,7 @@ class Handle:
                 "backward begins inside a reentrant checkpoint, and its end cannot be seen from there; use "
                 "checkpoint(..., use_reentrant=False)"
             )
+        self._opt._update_rules()
         self._path.begin()
         self._task = torch._C._current_graph_task_id()
         callback = self._near_end
@@ -635,7 +619,7 @@ class Handle:
         self._task, self._waiting, self._size, self._flying = None, {}, 0, ({}, [])
         self._folded = False
         self._used.clear()
-        self._path.abandon()
+        self._path.renew()
 
     def _near_end(self):
         # FSDP2 reduces its last gradients in a callback of its own. One queued from within one comes last.
