@@ -1,5 +1,4 @@
-"""Gradients that do not wait for the step: release_gradients steps or compresses each one inside backward and
-frees it.
+"""Gradients that do not wait for the step: each is stepped with or compressed inside backward, and freed.
 
 A hook on every parameter collects gradients until a bucket is full, so that small parameters share a call.
 Plain release hands a bucket to the optimizer's own step. Everything else (compressed accumulators, clipping,
@@ -8,18 +7,16 @@ loss scaling, accumulation) is the library's sink, docs/gradients.md.
 
 import contextlib
 import ctypes
-import functools
 import gc
 import math
 import sys
 import threading
 import weakref
+from ctypes import byref
+from functools import partial
 
 import torch
-import torch.distributed
 import torch.utils.checkpoint
-from torch.amp.grad_scaler import OptState
-from torch.autograd.graph import increment_version
 
 from .. import _abi
 from .._abi import UsageError, library
@@ -33,6 +30,10 @@ POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
 BUCKET = 32 << 20  # bytes of gradients that are collected before a call
 KNOWN = weakref.WeakSet()  # scalers that were given to release_gradients
+SECOND = (
+    "a second backward before opt.step(), and the first has stepped. Call opt.step() after each; add losses "
+    "up or give accumulate=; put a pass that is no training step inside `with handle.paused():`"
+)
 
 
 def release_gradients(
@@ -50,37 +51,41 @@ def release_gradients(
     accumulator="root8",
     process_group=None,
 ):
-    """From now on backward() takes the steps of `opt` for the parameters of `model`. Returns a handle:
-    remove() ends it.
+    """From now on backward() takes the steps of `opt` for the parameters of `model`, until handle.remove().
 
     policy        "released": each gradient is stepped with as it arrives and freed; none is kept.
-                  "compressed": each is folded into an accumulator and freed; the step comes at the end of the
-                  last backward of a step. Accumulation, clipping and loss scaling all work.
+                  "compressed": each is folded into an accumulator; the step's last backward takes the step.
     accumulate    backward passes to a step; 1, or what accelerate's wrapper of `opt` says
-    reduction     "mean": the mean of their gradients is taken, in the last backward; do not divide the loss.
-                  "sum": for loops that divide it themselves, as accelerate's, the Trainer's and Lightning's.
-                  Gradients add up, over `accumulate` passes at most, and opt.step() takes the step.
-    accumulation  released with accumulate > 1: "momentum" (SGD, SGDW) or "adama" (Adam, AdamW), with an
-                  optimizer of moments="fp32"; docs/gradients.md
+    reduction     "mean": of their gradients, in the last backward; do not divide the loss. "sum": for loops
+                  that divide it themselves, as accelerate's, the Trainer's and Lightning's. Gradients add up,
+                  over `accumulate` passes at most, and opt.step() takes the step.
+    accumulation  released, accumulate > 1: "momentum" (SGD, SGDW), "adama" (Adam, AdamW); with moments="fp32"
     max_norm      compressed: limit of the norm of all gradients
     tensor_norm   released: limit of each parameter's own norm
     adagc         released: lambda of AdaGC, such as 1.05
-    scaler        a torch.amp.GradScaler (or LossScaler). Keep scaler.scale in every pass, scaler.step and
-                  scaler.update after every `accumulate`-th. False: this loss is not scaled, whatever scalers
-                  there are for others
+    scaler        a torch.amp.GradScaler (or LossScaler): scaler.scale in every pass, scaler.step and .update
+                  after every `accumulate`-th. False: this loss is not scaled, whatever scalers others have
     accumulator   compressed: "root8", "int8", "bf16" or "fp32"
-    process_group data parallelism: gradients are averaged over it before they are used. In place of
-                  DistributedDataParallel, which keeps every gradient in its buckets. Weights and buffers are
-                  taken from its first rank now; buffers go their own ways from there. Every rank must use the
-                  same parameters in each backward. With accumulate > 1 every backward is averaged, not the
-                  last alone: accumulators in 8 bits cannot be summed over ranks.
+    process_group data parallelism in place of DistributedDataParallel, whose buckets keep gradients: those of
+                  each backward are averaged over it (accumulators in 8 bits could not be). Weights and
+                  buffers are taken from its first rank now; buffers go their own ways from there. Every rank
+                  must use the same parameters in each backward.
 
-    Keep opt.step() in the loop: it ends a step. Then a second backward before it is refused, and a backward
-    between opt.step() and opt.zero_grad(), such as a GAN's through its discriminator, leaves gradients in p.grad,
-    as with torch; so does one inside `with handle.paused():`, for a pass that is no training step. In a loop that
-    never calls opt.step() every backward is a step.
+    Keep opt.step() in the loop: it ends a step, and a second backward before it is refused. One between
+    opt.step() and opt.zero_grad(), such as a GAN's through its discriminator, leaves gradients in p.grad, as
+    with torch; so does one inside `with handle.paused():`, for a pass that is no training step. In a loop
+    that never calls opt.step() every backward is a step.
     """
-    accumulate, reduction, scaler = _as_accelerate_does(opt, accumulate, reduction, scaler)
+    if hasattr(opt, "gradient_state"):  # accelerate's wrapper, which knows what was left out
+        steps = opt.gradient_state.num_steps
+        if accumulate in (None, steps):  # accelerator.backward divides, and steps where it sees fit
+            accumulate, reduction = steps, reduction or "sum"
+        elif steps > 1:
+            raise UsageError(
+                f"accumulate is {accumulate}, but gradient_accumulation_steps={steps}; leave accumulate out"
+            )
+        scaler = opt.scaler or False if scaler is None else scaler
+    accumulate, reduction = 1 if accumulate is None else accumulate, reduction or "mean"
     while isinstance(inside := getattr(opt, "optimizer", None), torch.optim.Optimizer):
         opt = inside  # in those of accelerate and Lightning
     _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator)
@@ -99,26 +104,11 @@ def release_gradients(
     if policy == "released" and accumulate == 1 and not (max_norm or tensor_norm or adagc or scaler):
         path = Steps(opt, params)
     else:
-        options = dict(policy=POLICIES[policy], micro_batches=accumulate)
+        options = dict(policy=POLICIES[policy], accumulation=_abi.ACCUMULATE[accumulation or "gradients"])
+        options.update(micro_batches=accumulate, tensor_norm=tensor_norm or 0.0, adagc=adagc or 0.0)
         options.update(max_norm=max_norm if max_norm and math.isfinite(max_norm) else 0.0)
-        options.update(tensor_norm=tensor_norm or 0.0, adagc=adagc or 0.0)
-        options.update(accumulation=_abi.ACCUMULATE[accumulation or "gradients"])
         path = Sinks(opt, params, options, accumulator, scaler, reduction == "sum")
     return Handle(opt, params, path, process_group, scaler is not None)
-
-
-def _as_accelerate_does(opt, accumulate, reduction, scaler):
-    """accumulate, reduction and scaler where they were left out. accelerate's wrapper knows them."""
-    if hasattr(opt, "gradient_state"):
-        steps = opt.gradient_state.num_steps
-        if accumulate not in (None, steps) and steps > 1:
-            raise UsageError(
-                f"accumulate is {accumulate}, but gradient_accumulation_steps={steps}; leave accumulate out"
-            )
-        if accumulate in (None, steps):  # accelerator.backward divides, and steps where it sees fit
-            accumulate, reduction = steps, reduction or "sum"
-        scaler = opt.scaler or False if scaler is None else scaler
-    return 1 if accumulate is None else accumulate, reduction or "mean", scaler
 
 
 def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator):
@@ -129,8 +119,7 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
         raise UsageError("release_gradients is at work on this optimizer already; handle.remove() first")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise UsageError(
-            "the model is a DistributedDataParallel, whose buckets keep every gradient; pass the model inside it "
-            "(model.module) and process_group=torch.distributed.group.WORLD, or use fully_shard (FSDP2)"
+            "DistributedDataParallel keeps every gradient; use model.module and process_group=, or fully_shard"
         )
     if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
         raise UsageError("FSDP1's FullyShardedDataParallel flattens parameters; use FSDP2's fully_shard")
@@ -140,13 +129,12 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
         raise UsageError(f"accumulation={accumulation!r} is for 'released'; leave it out")
     if scaler not in (None, False) and not isinstance(scaler, torch.amp.GradScaler):
         raise UsageError(f"scaler is a {type(scaler).__name__}; it must be a GradScaler or a LossScaler")
-    choices = {
-        "policy": (policy, POLICIES, " (for stored gradients, call opt.step() after backward as ever)"),
-        "reduction": (reduction, ("mean", "sum"), ""),
-        "accumulation": (accumulation or "adama", ("momentum", "adama"), " (SGD and SGDW; Adam and AdamW)"),
-        "accumulator": (accumulator, ACCUMULATORS, ""),
-    }
-    for name, (value, known, more) in choices.items():
+    for name, value, known, more in (
+        ("policy", policy, POLICIES, " (for stored gradients, call opt.step() after backward as ever)"),
+        ("reduction", reduction, ("mean", "sum"), ""),
+        ("accumulation", accumulation or "adama", ("momentum", "adama"), " (SGD and SGDW; Adam and AdamW)"),
+        ("accumulator", accumulator, ACCUMULATORS, ""),
+    ):
         if value not in known:
             raise UsageError(f"{name} is {value!r}; it can be {' or '.join(map(repr, known))}{more}")
 
@@ -162,10 +150,9 @@ def by_device(tensors):
 class Steps:
     """Plain release: a bucket is a table of the optimizer's own."""
 
-    sums, batches = False, 0  # of Sinks: no backward waits for others
-
     def __init__(self, opt, params):
         self.opt, self.params = opt, params
+        self.sums, self.batches = False, 0  # no backward waits for others, as in Sinks
         for p in params:  # now, while memory is whole; inside backward it would lie between activations
             if not is_begun(opt.state.get(p)):
                 opt._entry(p)
@@ -177,11 +164,10 @@ class Steps:
             self.opt._take([table], None, None, None)
 
     def end(self):
-        """Nothing waits for the end of a backward, which was a step; and nothing is known of the gradients."""
-        return True
+        return True  # every backward is a step
 
     def report(self, *_):
-        return None
+        return None  # nothing is known of the gradients, and nothing waits
 
     begin = flush = renew = settle = replace = report
 
@@ -195,7 +181,18 @@ class Sinks:
         self.parts, self.released = options["micro_batches"], options["policy"] == _abi.RELEASED
         self.scaler = scaler if scaler and scaler.is_enabled() else None
         self.devices = by_device(dict(enumerate(params)))
-        self._check()
+        if len(self.devices) > 1 and (options["max_norm"] or self.scaler):
+            raise UsageError(
+                f"a norm or an overflow over {', '.join(map(str, self.devices))}; use one, or fully_shard"
+            )
+        for p in params:
+            if not local(p).is_contiguous():
+                raise UsageError(f"{sized(p)} has strides {local(p).stride()}; use .contiguous() first")
+        decides = options["tensor_norm"] or options["adagc"] or self.scaler
+        if self.released and decides and any(map(is_sharded, params)):
+            raise UsageError("'released' would clip and scale by each rank's shard; use 'compressed'")
+        if len({tuple(groups_of(p)) for p in params}) > 1:
+            raise UsageError("parameters are sharded over different ranks; give each kind its own optimizer")
         fresh = [p for p in params if not is_begun(opt.state.get(p))]
         self.replaced = True  # whether state is new, which the sinks do not know
         try:
@@ -206,35 +203,13 @@ class Sinks:
             opt._forget_tables()
             raise
 
-    def _check(self):
-        if len(self.devices) > 1 and (self.options["max_norm"] or self.scaler):
-            raise UsageError(
-                f"a norm or an overflow over {', '.join(map(str, self.devices))} in one process is not supported: "
-                "use one device, or shard with fully_shard"
-            )
-        for p in self.params:
-            if not local(p).is_contiguous():
-                raise UsageError(f"{sized(p)} has strides {local(p).stride()}; use .contiguous() on it first")
-        sharded = any(map(is_sharded, self.params))
-        if (
-            self.released
-            and sharded
-            and (self.options["tensor_norm"] or self.options["adagc"] or self.scaler)
-        ):
-            raise UsageError("'released' clips and scales by the shard of each rank; use 'compressed'")
-        if len({tuple(groups_of(p)) for p in self.params}) > 1:
-            raise UsageError("parameters are sharded over different ranks; give each kind its own optimizer")
-
     def renew(self):
-        """The step begins anew: a backward has failed half-way, weights are in another place, state is new."""
+        """The step begins anew: a backward failed half-way, weights are in another place, or state is new."""
         if not self.replaced:
             self.settle()
         self.batches, self.replaced = 0, False  # `batches`: backward passes of this step
         self.came = set()  # numbers of parameters that had a gradient in them
-        self.sinks = {
-            device: Sink(self.opt, device, held, self.options, self.accumulator, self.scaler)
-            for device, held in self.devices.items()
-        }
+        self.sinks = {device: Sink(self, device, held) for device, held in self.devices.items()}
 
     def begin(self):
         if any(sink.counts.rewritten() for sink in self.sinks.values()):
@@ -242,14 +217,9 @@ class Sinks:
         if self.replaced or self.batches == 0 and any(sink.all.moved() for sink in self.sinks.values()):
             self.renew()  # weights move as fully_shard does it with uneven shards before torch 2.8
         if self.batches == self.parts:
-            raise UsageError(
-                f"accumulate={self.parts}: call opt.step() before backward number {self.parts + 1}"
-            )
-        self._begin_sinks(1)
-
-    def _begin_sinks(self, share):
+            raise UsageError(f"accumulate={self.parts}: call opt.step() before backward {self.parts + 1}")
         for sink in self.sinks.values():
-            sink.begin(1 / self.parts if self.sums else share)
+            sink.begin(1 / self.parts if self.sums else 1)
 
     def add(self, gradients):
         self.came.update(gradients)
@@ -261,12 +231,11 @@ class Sinks:
 
     def replace(self, written):
         """Users have written into the state of these parameters."""
-        if self.replaced or set(self.params).isdisjoint(written):
-            return
-        if self.batches:
-            raise UsageError(f"opt.state was written after {self.batches} micro-batches; write between steps")
-        self.settle()
-        self.replaced = True
+        if not self.replaced and not set(self.params).isdisjoint(written):
+            if self.batches:
+                raise UsageError(f"state was written after {self.batches} micro-batches; do it between steps")
+            self.settle()
+            self.replaced = True
 
     def end(self):
         """Whether that was a step."""
@@ -282,12 +251,10 @@ class Sinks:
         if came == 0:
             return
         if self.released and not self.sums:
-            raise UsageError(
-                f"moments have taken {came} of {parts} micro-batches, each divided by {parts}: let the rest come, or "
-                "use policy='compressed'"
-            )
+            raise UsageError(f"moments have {came} of {parts} micro-batches; await all, or use 'compressed'")
         self.opt._update_rules()
-        self._begin_sinks(came / parts)
+        for sink in self.sinks.values():
+            sink.begin(1 / parts if self.sums else came / parts)
         for _ in range(came, parts - 1):
             self._end_sinks()
         if self.released and came < parts:  # the last part moves the weights
@@ -297,65 +264,76 @@ class Sinks:
 
     def _end_sinks(self):
         for sink in self.sinks.values():
-            sink.end()
+            try:
+                library.sink_end(sink.handle)
+            except UsageError:
+                problem, sink.problem = sink.problem, None
+                if problem is None:
+                    raise
+                raise _abi.Error(f"the norm could not be added up over the ranks: {problem}") from problem
 
     def _step(self):
         self._end_sinks()
         self.batches = 0
         self.came.clear()
-        increment_version(self.params)
+        torch.autograd.graph.increment_version(self.params)
         if self.scaler is not None:
             # As after scaler.unscale_: scaler.step and scaler.update find the flag here.
             state = self.scaler._per_optimizer_states[id(self.opt)]
-            state["stage"] = OptState.UNSCALED
+            state["stage"] = torch.amp.grad_scaler.OptState.UNSCALED
             state["found_inf_per_device"] = {device: sink.flag() for device, sink in self.sinks.items()}
 
     def settle(self):
         for sink in self.sinks.values():
-            sink.settle()
+            steps, norms = (ctypes.c_int64 * len(sink.params))(), (ctypes.c_double * len(sink.params))()
+            engine_for(sink.device)
+            library.sink_read_tensors(sink.handle, steps, norms)
+            sink.counts.tell([step - 1 for step in steps])
+            for state, norm in zip(sink.counts.states, norms if self.options["adagc"] else ()):
+                dict.update(state, adagc_norm=norm)
 
     def report(self):
-        return next(iter(self.sinks.values())).report()
+        sink, found = next(iter(self.sinks.values())), _abi.SinkReport()
+        engine_for(sink.device)
+        library.sink_read(sink.handle, byref(found))
+        report = {name: getattr(found, name) for name in ("norm", "clip", "found_inf", "steps", "skipped")}
+        return {**report, "found_inf": bool(found.found_inf)}
 
 
 class Sink:
     """A scruple_sink over some parameters of one device, with memory from torch's allocator."""
 
-    def __init__(self, opt, device, numbered, options, accumulator, scaler):
-        params = list(numbered.values())
-        self.device, self.params, self.scaler = device, params, scaler
+    def __init__(self, path, device, numbered):
+        opt, options, params = path.opt, path.options, list(numbered.values())
+        self.device, self.params, self.scaler = device, params, path.scaler
         self.index = {number: i for i, number in enumerate(numbered)}
         entries = [opt._entry(p) for p in params]
         self.all = Rows(params, [entry.row for entry in entries], [entry.address for entry in entries])
         self.counts = Counts([opt._state[p] for p in params], self.all.rows)
         self.pieces = {}  # by the place of the first in `all`: those that were added together
-        form = _abi.format_named(accumulator)
+        form = _abi.format_named(path.accumulator)
         # Unbiased, so that small gradients add up over micro-batches: the best of what the format can.
         rounding = max(r for r in (_abi.NEAREST, _abi.STOCHASTIC, _abi.DITHER) if form.rounds(r))
         for row in self.all.rows:
             row.arrays[_abi.GRADIENT] = _abi.Array(form.handle, None, None, rounding)
-        self.adagc = options["adagc"] > 0
-        self.blocks = {}
+        self.blocks, self.problem = {}, None  # memory that the library has; what failed in a callback
         self.groups = groups_of(params[0])
-        self.problem = None
         # What the library keeps pointers to.
         self.callbacks = _abi.ALLOC(self._alloc), _abi.FREE(self._free), _abi.REDUCE(self._reduce)
         # Without a scaler, what undoes a division by too many micro-batches.
-        kept = options["policy"] == _abi.COMPRESSED and options["micro_batches"] > 1
-        self.scale = torch.ones((), device=device) if scaler is not None or kept else None
+        scales = path.scaler is not None or not path.released and path.parts > 1
+        self.scale = torch.ones((), device=device) if scales else None
         made = _abi.options(_abi.SinkOptions, **options)
         made.alloc, made.free = self.callbacks[:2]
-        if self.groups and options["policy"] == _abi.COMPRESSED:  # released takes no norm over parameters
+        if self.groups and not path.released:  # which takes no norm over parameters
             made.reduce = self.callbacks[2]
         if self.scale is not None:
             made.loss_scale = self.scale.data_ptr()
-        if self.adagc:
+        if options["adagc"]:
             norms = (ctypes.c_double * len(params))(*(opt.state[p].get("adagc_norm", 0.0) for p in params))
             made.adagc_norms = ctypes.cast(norms, ctypes.c_void_p)
         self.handle = ctypes.c_void_p()
-        library.sink_create(
-            engine_for(device), self.all.rows, len(params), ctypes.byref(made), ctypes.byref(self.handle)
-        )
+        library.sink_create(engine_for(device), self.all.rows, len(params), byref(made), byref(self.handle))
 
     def __del__(self):
         if getattr(self, "handle", None):
@@ -367,9 +345,8 @@ class Sink:
             block = torch.empty(size, dtype=torch.uint8, device=self.device)
         except RuntimeError:  # out of memory; the library says so
             return None
-        address = block.data_ptr()
-        self.blocks[address] = block
-        return address
+        self.blocks[block.data_ptr()] = block
+        return block.data_ptr()
 
     def _free(self, _, address, __):
         self.blocks.pop(address, None)
@@ -380,7 +357,7 @@ class Sink:
             for group in self.groups.values():
                 torch.distributed.all_reduce(total, group=group)
             return 0
-        except Exception as problem:  # noqa: BLE001 - end() tells it
+        except Exception as problem:  # noqa: BLE001 - told at the end
             self.problem = problem
             return 1
 
@@ -403,32 +380,8 @@ class Sink:
         engine_for(self.device)
         library.sink_add(self.handle, found.pieces, len(found.pieces))
 
-    def end(self):
-        try:
-            library.sink_end(self.handle)
-        except UsageError:
-            problem, self.problem = self.problem, None
-            if problem is None:
-                raise
-            raise _abi.Error(f"the norm could not be added up over the ranks: {problem}") from problem
-
     def flag(self):
         return tensor_at(library.sink_found_inf(self.handle), torch.float32, self.device).clone()
-
-    def settle(self):
-        steps, norms = (ctypes.c_int64 * len(self.params))(), (ctypes.c_double * len(self.params))()
-        engine_for(self.device)
-        library.sink_read_tensors(self.handle, steps, norms)
-        self.counts.tell([step - 1 for step in steps])
-        for state, norm in zip(self.counts.states, norms if self.adagc else ()):
-            dict.update(state, adagc_norm=norm)
-
-    def report(self):
-        found = _abi.SinkReport()
-        engine_for(self.device)
-        library.sink_read(self.handle, ctypes.byref(found))
-        report = {name: getattr(found, name) for name in ("norm", "clip", "found_inf", "steps", "skipped")}
-        return {**report, "found_inf": bool(found.found_inf)}
 
 
 def tensor_at(address, dtype, device):
@@ -446,45 +399,41 @@ class Handle:
         self._opt, self._path, self._lock = opt, path, threading.RLock()
         self._params, self._numbers = params, {p: i for i, p in enumerate(params)}
         self._others = [p for p in opt._all_params() if p not in self._numbers]
-        # Whether gradients are taken, whether opt.zero_grad() came since the last step, whether inside paused().
+        # Whether gradients are taken, opt.zero_grad() came since the last step, this is inside paused().
         self._armed, self._zeroed, self._paused = True, False, False
         self._left, self._done = {}, set()  # gradients left in p.grad; parameters stepped since opt.step()
         self._steps = None  # whether the loop calls opt.step(); False: after a second backward
         self._folded = False  # whether a backward that was no whole step has come since opt.step()
         self._group, self._knows_scaler = process_group, knows_scaler
         self._task = None  # the backward pass that is running
-        self._lengths = [local(p).numel() for p in params]
         self._waiting, self._size = {}, 0  # gradients that have come, by their parameters' numbers here
-        self._used = set()  # numbers of parameters whose gradients of this backward have been used
+        self._used = set()  # those whose gradients of this backward have been used
         self._flying = {}, []  # gradients that are being averaged over ranks, and what to wait for
         opt._handle = self
         hook = torch.Tensor.register_post_accumulate_grad_hook
-        self._hooks = [hook(p, functools.partial(self._arrive, i)) for p, i in self._numbers.items()]
+        self._hooks = [hook(p, partial(self._arrive, i, local(p).numel())) for i, p in enumerate(params)]
 
     def remove(self):
         """Gradients stay in p.grad again, for opt.step()."""
-        for hook in self._hooks:
-            hook.remove()
         if self._hooks:
             self._opt._settle()
             self._opt._handle = None
             self._opt._forget_tables()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     @property
     def active(self):
         return bool(self._hooks)
 
     def report(self):
-        """{"norm", "clip", "found_inf", "steps", "skipped"} of the last step; waits for the device. None for
-        plain release, which looks at nothing."""
+        """norm, clip, found_inf, steps and skipped: waits for the device. None for plain release."""
         return self._path.report()
 
     @torch.no_grad()
     def flush(self):
-        """Takes the step now, with the mean (reduction "sum": the sum) of the backward passes since the last
-        one. For the end of an epoch, where fewer than `accumulate` may have come; they would count towards
-        the next step. Does nothing where none has come."""
+        """Takes the step now, with the mean (reduction "sum": the sum) of the passes that have come, if any.
+        For the end of an epoch: those of an incomplete step would count towards the next one."""
         with self._lock:
             if self._task is not None:
                 self._abandon()
@@ -506,34 +455,23 @@ class Handle:
         """Refuses a second backward, and gradients in p.grad that opt.step() would step with."""
         if self._steps is False:
             self._steps = True
-            self._refuse_second()
+            raise UsageError(SECOND)
         for i in list(self._left):
             self._refuse_left(i, self._params[i].grad)
         for p in self._others:
             if p.grad is not None:
                 self.refuse_late(f"{sized(p)} was unfrozen")
 
-    def _refuse_second(self):
-        raise UsageError(
-            "a second backward before opt.step() came to parameters that the first has stepped. Call opt.step() after "
-            "each; for one step of several add the losses, or give accumulate=; put a pass that is no training step "
-            "inside `with handle.paused():`"
-        )
-
     def _refuse_left(self, i, gradient):
         if self._left.pop(i)() is gradient:
             raise UsageError(
-                f"{sized(gradient)} has a gradient of a pass that was no training step: inside handle.paused(), or "
-                "after opt.step() and before opt.zero_grad(). Call opt.zero_grad() before every training pass, or "
-                "before none"
+                f"{sized(gradient)} has a gradient of a pass that was no training step: in handle.paused(), "
+                "or after opt.step(). Call opt.zero_grad() before every training pass, or before none"
             )
 
     def refuse_late(self, what):
         if not isinstance(self._path, Steps):
-            raise UsageError(
-                f"{what} after release_gradients, and has no part in its accumulation and clipping; call "
-                "handle.remove(), and release_gradients again"
-            )
+            raise UsageError(f"{what} after release_gradients; handle.remove(), and release again")
 
     def after_step(self):
         self._steps, self._folded, took = True, False, bool(self._done)
@@ -549,8 +487,8 @@ class Handle:
     def before_zero_grad(self):
         if self._steps and (self._done or self._folded and self._path.released):
             raise UsageError(
-                "opt.zero_grad() before opt.step(): weights or moments have taken these gradients. Call opt.step() "
-                "after a training pass; put a pass that is none inside `with handle.paused():`"
+                "opt.zero_grad() before opt.step(): weights or moments have taken these gradients. Call "
+                "opt.step() after a training pass; put a pass that is none inside `with handle.paused():`"
             )
         if self._steps and self._folded:
             self._abandon()  # as torch drops gradients; a loop without opt.step() never means that
@@ -559,7 +497,7 @@ class Handle:
 
     # ---- Inside backward ----
 
-    def _arrive(self, i, p):  # without no_grad around it, which costs as much as all the rest
+    def _arrive(self, i, length, p):  # without no_grad around it, which costs as much as all the rest
         with self._lock:
             if self._paused or not self._armed:
                 self._left[i] = weakref.ref(p.grad)
@@ -569,7 +507,7 @@ class Handle:
             if i in self._done:
                 if self._steps:
                     p.grad = None
-                    self._refuse_second()
+                    raise UsageError(SECOND)
                 self._steps = False
             # Not left in p.grad: what a failed backward leaves there would be added to the next one's.
             gradient, p.grad = p.grad, None
@@ -578,16 +516,13 @@ class Handle:
             if torch._C._current_graph_task_id() != self._task:
                 self._begin()
             if i in self._used:
-                raise UsageError(
-                    f"a second gradient of one backward came for {sized(p)}, after the first was used: it is shared by "
-                    "blocks under checkpoint(..., use_reentrant=True); use use_reentrant=False"
-                )
+                raise UsageError(f"{sized(p)} is shared by reentrant checkpoints; use use_reentrant=False")
             if i in self._waiting:
                 with torch.no_grad():
                     self._waiting[i] = self._waiting[i] + gradient
                 return
             self._waiting[i] = gradient
-            self._size += self._lengths[i] * gradient.itemsize
+            self._size += length * gradient.itemsize
             if self._size >= BUCKET:
                 self._hand_over()
 
@@ -601,11 +536,8 @@ class Handle:
             self._knows_scaler = True
         if self._task is not None:
             self._abandon()
-        if _is_nested() and not isinstance(self._path, Steps):
-            raise UsageError(
-                "backward begins inside a reentrant checkpoint, and its end cannot be seen from there; use "
-                "checkpoint(..., use_reentrant=False)"
-            )
+        if _is_nested() and not isinstance(self._path, Steps):  # the end cannot be seen from there
+            raise UsageError("backward begins inside a reentrant checkpoint; use use_reentrant=False")
         self._opt._update_rules()
         self._path.begin()
         self._task = torch._C._current_graph_task_id()
@@ -655,18 +587,17 @@ class Handle:
 
 
 def _refuse_scaled_losses():
-    """Nothing in a gradient tells that its loss was scaled. But a GradScaler that has scaled something, and
-    that nobody has told of, is among the collector's objects: found once (58 ms where there are 221,000, on a
-    Neoverse-V1), before the first weight moves. Without this torch's scaler.update() fails after the first step.
-    Tried with CPython 3.11 and 3.12."""
+    """Nothing in a gradient tells that its loss was scaled. But a GradScaler that has scaled one is among the
+    collector's objects: found once (58 ms where there are 221,000, on a Neoverse-V1), before a weight moves.
+    torch's scaler.update() would fail after the first step. Tried with CPython 3.11 and 3.12."""
     for generation in (0, 2):  # one that was dropped may wait for a whole collection, which takes its time
         gc.collect(generation)
         scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]
         if all(x in KNOWN or getattr(x, "_scale", None) is None for x in scalers):
             return
     raise UsageError(
-        "a GradScaler has scaled a loss, and release_gradients was not given it: weights would be stepped "
-        "with gradients as much too large; give it as scaler=, or scaler=False where this loss is not scaled"
+        "a GradScaler has scaled a loss, and release_gradients was not given it: weights would move too far; "
+        "give it as scaler=, or scaler=False where this loss is not scaled"
     )
 
 
@@ -680,14 +611,13 @@ def _is_nested():
 
 def _average(gradients, group):
     """Starts the means, one message for all gradients of a dtype: views of them, and what to wait for."""
-    share = 1.0 / torch.distributed.get_world_size(group)
     kinds, means, works = {}, {}, []
     for i, g in gradients.items():
         kinds.setdefault((g.dtype, g.device), {})[i] = g
     for found in kinds.values():
         flat = [g.contiguous().view(-1) for g in found.values()]
         flat = torch.cat(flat) if len(flat) > 1 else flat[0]
-        flat.mul_(share)
+        flat.mul_(1.0 / torch.distributed.get_world_size(group))
         works.append(torch.distributed.all_reduce(flat, group=group, async_op=True))
         parts = flat.split([g.numel() for g in found.values()])
         means.update({i: part.view(g.shape) for (i, g), part in zip(found.items(), parts)})
@@ -696,9 +626,8 @@ def _average(gradients, group):
 
 def _broadcast(model, group):
     first = torch.distributed.get_global_rank(group, 0)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            values = tensor.detach().contiguous()
-            torch.distributed.broadcast(values, first, group=group)
-            if values.data_ptr() != tensor.data_ptr():
-                tensor.copy_(values)
+    for tensor in map(torch.Tensor.detach, (*model.parameters(), *model.buffers())):
+        values = tensor.contiguous()
+        torch.distributed.broadcast(values, first, group=group)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
