@@ -1277,6 +1277,18 @@ class Passes(Case):
                             run.opt.zero_grad()
                     self.assertSame(whole.picture(), run.picture(), loop)
 
+    def test_a_loop_whose_zero_grad_drops_every_step(self):
+        """opt.zero_grad() before every micro-batch: no step would ever be whole."""
+        label, kind, release = self.SUMS[0]
+        run = self.accumulating(kind, release)
+        self.accumulate(run, release, 0)
+        with self.refused("opt.zero_grad()", "call it after opt.step()"):
+            for batch in range(8):
+                run.opt.zero_grad()
+                loss_of(run.model, batch).backward()
+                if batch % 4 == 3:
+                    run.opt.step()
+
     def test_zero_grad_after_flush_drops_nothing(self):
         for label, kind, release in self.SUMS[:2]:
             with self.subTest(label):

@@ -118,9 +118,8 @@ def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accu
     if opt._handle is not None:
         raise UsageError("release_gradients is at work on this optimizer already; handle.remove() first")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise UsageError(
-            "DistributedDataParallel keeps every gradient; use model.module and process_group=, or fully_shard"
-        )
+        hint = "pass model.module and process_group=torch.distributed.group.WORLD, or use fully_shard"
+        raise UsageError(f"the model is a DistributedDataParallel, which keeps every gradient; {hint}")
     if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(model).__mro__):
         raise UsageError("FSDP1's FullyShardedDataParallel flattens parameters; use FSDP2's fully_shard")
     if not isinstance(accumulate, int) or accumulate < 1:
@@ -182,12 +181,13 @@ class Sinks:
         self.scaler = scaler if scaler and scaler.is_enabled() else None
         self.devices = by_device(dict(enumerate(params)))
         if len(self.devices) > 1 and (options["max_norm"] or self.scaler):
-            raise UsageError(
-                f"a norm or an overflow over {', '.join(map(str, self.devices))}; use one, or fully_shard"
-            )
+            places = ", ".join(map(str, self.devices))
+            raise UsageError(f"max_norm and scaler need all on one device, not {places}; or use fully_shard")
         for p in params:
             if not local(p).is_contiguous():
-                raise UsageError(f"{sized(p)} has strides {local(p).stride()}; use .contiguous() first")
+                raise UsageError(
+                    f"{sized(p)} is not contiguous: strides {local(p).stride()}; use .contiguous()"
+                )
         decides = options["tensor_norm"] or options["adagc"] or self.scaler
         if self.released and decides and any(map(is_sharded, params)):
             raise UsageError("'released' would clip and scale by each rank's shard; use 'compressed'")
@@ -404,6 +404,7 @@ class Handle:
         self._left, self._done = {}, set()  # gradients left in p.grad; parameters stepped since opt.step()
         self._steps = None  # whether the loop calls opt.step(); False: after a second backward
         self._folded = False  # whether a backward that was no whole step has come since opt.step()
+        self._dropped = 0  # since the last step 1: such passes were dropped, 2: and then opt.step() took none
         self._group, self._knows_scaler = process_group, knows_scaler
         self._task = None  # the backward pass that is running
         self._waiting, self._size = {}, 0  # gradients that have come, by their parameters' numbers here
@@ -478,6 +479,7 @@ class Handle:
         if self._path.sums:
             took = self._path.batches > 0
             self.flush()
+        self._dropped = 0 if took else 2 * bool(self._dropped)
         if not self._path.batches:  # else more micro-batches come
             if took:  # in a loop that calls opt.zero_grad() the next training pass comes after that
                 self._armed = not self._zeroed
@@ -490,8 +492,15 @@ class Handle:
                 "opt.zero_grad() before opt.step(): weights or moments have taken these gradients. Call "
                 "opt.step() after a training pass; put a pass that is none inside `with handle.paused():`"
             )
-        if self._steps and self._folded:
-            self._abandon()  # as torch drops gradients; a loop without opt.step() never means that
+        if (
+            self._steps and self._folded
+        ):  # as torch drops gradients; a loop without opt.step() never means that
+            if self._dropped == 2:
+                raise UsageError(
+                    "opt.zero_grad() drops the micro-batches of every step; call it after opt.step()"
+                )
+            self._dropped = 1
+            self._abandon()
         self._armed = self._zeroed = True
         self._left.clear()
 
