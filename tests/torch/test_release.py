@@ -1411,9 +1411,8 @@ class Passes(Case):
             opt.step()
             for p in frozen:
                 p.requires_grad_(True)
-            loss_of(model, 1).backward()
             with self.refused_unchanged(opt, "unfrozen", "handle.remove()", model=model):
-                opt.step()
+                loss_of(model, 1).backward()
             with self.refused_unchanged(opt, "group was added", "handle.remove()", model=model):
                 opt.add_param_group(dict(params=[parameter(3)]))
             handle.remove()
@@ -1422,6 +1421,22 @@ class Passes(Case):
             st.release_gradients(model, opt, **release)
             loss_of(model, 2).backward()
             self.assertTrue(all(p.grad is None for p in frozen))
+
+    def test_parameters_of_another_model(self):
+        """Gradients that nobody releases are stored, and opt.step() takes them."""
+        for label, release in self.WAYS:
+            runs = []
+            for released in (True, False):
+                model, other = mlp(), mlp(seed=1)
+                opt = st.AdamW([*model.parameters(), *other.parameters()], lr=1e-2)
+                if released:
+                    st.release_gradients(model, opt, **release)
+                for step in range(3):
+                    opt.zero_grad()
+                    (loss_of(model, step) + loss_of(other, step)).backward()
+                    opt.step()
+                runs.append(picture(opt))
+            self.assertSame(*runs, label)
 
     def test_a_scaler_that_nobody_finds(self):
         """The plain path behind the search for it: torch's scaler complains after the first step."""

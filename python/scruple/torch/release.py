@@ -397,8 +397,7 @@ class Handle:
 
     def __init__(self, opt, params, path, process_group, knows_scaler):
         self._opt, self._path, self._lock = opt, path, threading.RLock()
-        self._params, self._numbers = params, {p: i for i, p in enumerate(params)}
-        self._others = [p for p in opt._all_params() if p not in self._numbers]
+        self._params, self._frozen = params, [p for p in opt._all_params() if not p.requires_grad]
         # Whether gradients are taken, opt.zero_grad() came since the last step, this is inside paused().
         self._armed, self._zeroed, self._paused = True, False, False
         self._left, self._done = {}, set()  # gradients left in p.grad; parameters stepped since opt.step()
@@ -459,9 +458,6 @@ class Handle:
             raise UsageError(SECOND)
         for i in list(self._left):
             self._refuse_left(i, self._params[i].grad)
-        for p in self._others:
-            if p.grad is not None:
-                self.refuse_late(f"{sized(p)} was unfrozen")
 
     def _refuse_left(self, i, gradient):
         if self._left.pop(i)() is gradient:
@@ -547,6 +543,9 @@ class Handle:
             self._abandon()
         if _is_nested() and not isinstance(self._path, Steps):  # the end cannot be seen from there
             raise UsageError("backward begins inside a reentrant checkpoint; use use_reentrant=False")
+        for p in self._frozen:
+            if p.requires_grad:
+                self.refuse_late(f"{sized(p)} was unfrozen")
         self._opt._update_rules()
         self._path.begin()
         self._task = torch._C._current_graph_task_id()
@@ -573,7 +572,7 @@ class Handle:
             self._land()
             self._folded = not self._path.end()
             if not self._folded:
-                self._done.update(self._used if isinstance(self._path, Steps) else self._numbers.values())
+                self._done.update(self._used if isinstance(self._path, Steps) else range(len(self._params)))
             self._used.clear()
             self._task = None
 
