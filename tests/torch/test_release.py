@@ -259,10 +259,10 @@ class Same(Case):
         for policy, release in EXACT + [("8 bits", dict(policy="compressed", max_norm=1e9))]:
             with self.subTest(policy):
                 plain, run = Run(lr=1e-2).steps(0, 2), Run(lr=1e-2, release=release).steps(0, 2)
-                self.assertTrue(run.handle.active)
+                self.assertTrue(run.handle._hooks)
                 run.handle.remove()
                 run.handle.remove()  # twice does no harm
-                self.assertFalse(run.handle.active)
+                self.assertFalse(run.handle._hooks)
                 plain.steps(2, 2), run.steps(2, 2)
                 if policy != "8 bits":
                     self.assertSame(plain.picture(), run.picture())
@@ -1411,9 +1411,10 @@ class Passes(Case):
             opt.step()
             for p in frozen:
                 p.requires_grad_(True)
+            loss_of(model, 1).backward()
             with self.refused_unchanged(opt, "unfrozen", "handle.remove()", model=model):
-                loss_of(model, 1).backward()
-            with self.refused_unchanged(opt, "group was added", "handle.remove()", model=model):
+                opt.step()
+            with self.refused_unchanged(opt, "group that was added", "handle.remove()", model=model):
                 opt.add_param_group(dict(params=[parameter(3)]))
             handle.remove()
             opt.zero_grad()
@@ -1422,8 +1423,8 @@ class Passes(Case):
             loss_of(model, 2).backward()
             self.assertTrue(all(p.grad is None for p in frozen))
 
-    def test_parameters_of_another_model(self):
-        """Gradients that nobody releases are stored, and opt.step() takes them."""
+    def test_gradients_that_are_stored(self):
+        """Of another model or set by hand: plain release leaves them to opt.step(), the others refuse them."""
         for label, release in self.WAYS:
             runs = []
             for released in (True, False):
@@ -1431,12 +1432,35 @@ class Passes(Case):
                 opt = st.AdamW([*model.parameters(), *other.parameters()], lr=1e-2)
                 if released:
                     st.release_gradients(model, opt, **release)
-                for step in range(3):
-                    opt.zero_grad()
-                    (loss_of(model, step) + loss_of(other, step)).backward()
-                    opt.step()
+                with contextlib.ExitStack() as stack:
+                    if released and label == "compressed":
+                        stack.enter_context(self.refused("of another model", "handle.remove()"))
+                    for step in range(3):
+                        opt.zero_grad()
+                        (loss_of(model, step) + loss_of(other, step)).backward()
+                        opt.step()
                 runs.append(picture(opt))
-            self.assertSame(*runs, label)
+            if label == "released":
+                self.assertSame(*runs)
+        run = Run(dtype=torch.float32, lr=1e-2, release=dict(policy="compressed")).steps(0, 3)
+        p = next(run.model.parameters())
+        p.grad = torch.ones_like(p)
+        with self.refused_unchanged(run.opt, "set by hand", "handle.remove()", model=run.model):
+            run.opt.step()
+        p.grad = None
+        run.steps(3, 2)
+        self.assertEqual(int(run.opt.state[p]["step"]), 5)
+
+    def test_memory_of_dropped_sinks(self):
+        """It goes when the step begins anew, not when a collector comes."""
+        label, kind, release = self.SUMS[0]
+        run = self.accumulating(kind, release)
+        self.accumulate(run, release, 0)
+        (sink,) = run.handle._path.sinks.values()
+        self.assertGreater(len(sink.blocks), 0)
+        self.probe(run.model)
+        run.opt.zero_grad()
+        self.assertEqual(len(sink.blocks), 0)
 
     def test_a_scaler_that_nobody_finds(self):
         """The plain path behind the search for it: torch's scaler complains after the first step."""

@@ -3,6 +3,7 @@
 import collections
 import copy
 import unittest
+from unittest import mock
 
 import torch
 from support import (
@@ -396,17 +397,70 @@ class InEveryRecipe(Case):
         self.assertLess(float((ps[1] - qs[1]).detach().abs().max()), 2e-6)
 
     def test_one_state_for_two_optimizers(self):
-        """Each steps by its own learning rate."""
+        """Each steps by its own learning rate, and sees what is written to its own."""
         p = parameter(300, dtype=torch.bfloat16)
         one, two = st.AdamW([p], lr=0.0, weight_decay=0), st.AdamW([p], lr=0.1, weight_decay=0)
         take_steps(one, [p], 2)
-        before = p.detach().clone()
+        before, master = p.detach().clone(), one.master_weights()[p]
         two.state = one.state
         take_steps(one, [p], 1)
         self.assertSame(p.detach(), before)
         take_steps(two, [p], 1)
         self.assertGreater(float((p.detach() - before).abs().max()), 0.01)
-        self.assertEqual(int(two.state[p]["step"]), 4)
+        one.param_groups[0]["lr"] = 0.1
+        one.state[p]["exp_avg"] = torch.full_like(p, -50.0, dtype=torch.float32)
+        before = p.detach().clone()
+        take_steps(one, [p], 1)
+        self.assertGreater(float((p.detach() - before).min()), 1.0)  # it goes by what was written
+        q = parameter(300, seed=1, dtype=torch.bfloat16)
+        other, master = st.AdamW([q], lr=0.1), one.master_weights()[p]
+        other.state[q] = one.state[p]
+        take_steps(other, [q], 1)
+        self.assertSame(one.master_weights()[p], master)
+
+    def test_moments_that_are_moved_in_memory(self):
+        """`.data = ...`, as loops that offload state do, leaves no note."""
+        for label, options in STORAGE:
+            runs = []
+            for moves in (False, True):
+                ps = parameters(torch.bfloat16)
+                opt = st.AdamW(ps, lr=0.01, **stored(options, torch.bfloat16))
+                for step in range(4):
+                    take_steps(opt, ps, 1, first=step)
+                    for state in opt.state.values() if moves else ():
+                        for value in state.values():
+                            if isinstance(value, torch.Tensor):
+                                value.data = value.data.clone()
+                runs.append(picture(opt))
+            self.assertSame(*runs, label)
+        opt.state[ps[0]]["step"].data = torch.tensor(50.0)
+        take_steps(opt, ps, 1)
+        self.assertEqual(int(opt.state[ps[0]]["step"]), 51)
+
+    def test_no_momentum_again(self):
+        """As torch.optim.SGD has it before its first step; of codes, too."""
+        for recipe in ("fp32", "scruple", "flash"):
+            ps, qs = [parameter(300)], [parameter(300)]
+            opt, theirs = st.SGD(ps, lr=0.1, momentum=0.9, recipe=recipe), torch.optim.SGD(
+                qs, lr=0.1, momentum=0.9
+            )
+            for each, params in ((opt, ps), (theirs, qs)):
+                take_steps(each, params, 3)
+                each.state[params[0]]["momentum_buffer"] = None
+                take_steps(each, params, 2, first=3)
+            self.assertLess(
+                float((ps[0] - qs[0]).detach().abs().max()), 2e-6 if recipe == "fp32" else 2e-2, recipe
+            )
+
+    def test_a_value_that_stays_alive_costs_no_layout(self):
+        ps = parameters(torch.bfloat16)
+        opt = st.AdamW(ps, lr=0.01)
+        take_steps(opt, ps, 2)
+        kept = torch.zeros_like(ps[0], dtype=torch.float32)
+        opt.state[ps[0]]["exp_avg"] = kept
+        take_steps(opt, ps, 1, first=2)
+        with mock.patch.object(opt, "_layout", side_effect=AssertionError):
+            take_steps(opt, ps, 2, first=3)
 
     def test_torchs_own_state_is_not_written_to(self):
         """A moment in fp32 could be a plane as it stands; it stays torch's."""

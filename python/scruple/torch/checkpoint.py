@@ -117,7 +117,7 @@ def _read(handle, plane, tensor):
 @torch.no_grad()
 def save(opt, model, path, *, scaler=None, notes=None):
     held, rest = _contents(opt, model, scaler)
-    if opt._handle is not None and getattr(opt._handle._path, "batches", 0):
+    if opt._handle is not None and opt._handle._path.batches:
         raise UsageError("save in the middle of a step loses gradients; save after its last micro-batch")
     opt._settle()
     opt._update_rules()
@@ -370,11 +370,9 @@ def _check_fits(opt, name, p, tensor, contents, ours):
     if stored is None or list(map(meaning, taken)) != list(map(meaning, stored.described)):
         has = ", ".join(f"{array} in {form} ({by})" for array, form, by in found)
         keeps = ", ".join(f"{array} in {form} ({by})" for array, form, by in layout.described)
-        raise UsageError(
-            f"{name}: {folder} (recipe {contents.recipe!r}) has {has}, and the optimizer ({recipe!r}) keeps "
-            f"{keeps}; make the optimizer (and cast the model) as it was saved, or change the file with "
-            f"'scruple checkpoint convert {folder} --recipe {recipe} --out NEW'"
-        )
+        found = f"{name}: {folder} (recipe {contents.recipe!r}) has {has}, and the optimizer ({recipe!r}) keeps {keeps}"
+        convert = f"change the file with 'scruple checkpoint convert {folder} --recipe {recipe} --out NEW'"
+        raise UsageError(f"{found}; make the optimizer (and cast the model) as it was saved, or {convert}")
     # A run goes on with its own random numbers. One of another program cannot: its parameters are in another
     # order where groups part them, and its gradients are not torch's.
     if ours and tensor.id != number and any(rounding in _DRAWN for *_, rounding in found):

@@ -41,6 +41,7 @@ class Entry(NamedTuple):
     layout: Layout
     row: _abi.Tensor
     planes: list  # alive while the row points there
+    places: list  # of the planes
     address: int
     strided: bool
     turn: int  # of the groups that it was made for
@@ -120,6 +121,7 @@ class Optimizer(torch.optim.Optimizer):
     def state(self):
         """torch.optim's. Where the device counts steps, who looks here waits for it."""
         with self._lock:
+            self._looked = True
             for table in self._tables.values():
                 if table.counter is not None:
                     table.count()
@@ -137,7 +139,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group):
         if self._handle is not None:
-            self._handle.refuse_late("a parameter group was added")
+            self._handle.refuse_stored("a parameter group that was added")
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -166,13 +168,13 @@ class Optimizer(torch.optim.Optimizer):
             Layout(rule, group, p.dtype, p.numel())
 
     def _check_weights(self):
-        """Refuses weights in 16 bits where every parameter is its own full-width weight."""
-        kinds = {NAMES.get(p.dtype) for p in self._all_params() if p.requires_grad}
-        for named in (group["weights"] or "fp32" for group in self.param_groups):
+        """Refuses weights in 16 bits where every parameter, or every one of a group that asks for it, is in fp32."""
+        for group in self.param_groups:
+            own, named = group["weights"] != self.defaults["weights"], group["weights"] or "fp32"
+            params = group["params"] if own else self._all_params()
+            kinds = {NAMES.get(p.dtype) for p in params if p.requires_grad}
             if kinds == {"fp32"} and not named.startswith("fp32"):
-                raise UsageError(
-                    f"weights={named!r} for fp32 parameters; cast_model first, or leave weights out"
-                )
+                raise UsageError(f"weights={named!r} for fp32 parameters; cast_model first, or leave it out")
 
     def _hypers(self, group):
         """Hyperparameters by the library's names; lr apart."""
@@ -207,7 +209,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- What is remembered between steps, and can be made anew from state and groups ----
 
     def _forget(self):
-        self._rules, self._cells, self._handle = {}, {}, None
+        self._rules, self._cells, self._handle, self._looked = {}, {}, None, False
         self._lock = threading.RLock()  # a state dict may be taken by another thread
         self._forget_tables()
 
@@ -232,9 +234,13 @@ class Optimizer(torch.optim.Optimizer):
             self._make_buckets(hypers)
             known = [p for p, held in self._state.items() if getattr(held, "entry", None)]
             self._state.changed.update(dict.fromkeys(known))  # it may mean something else now
+            self._check_weights()
         for (index, device, name), rule in self._rules.items():
             if name == self._rule_of(self.param_groups[index]):
                 self._update_rule(rule, self.param_groups[index], hypers[index], device)
+        if self._looked:  # what has moved in memory since then
+            self._looked, known = False, [x for x in self._state.values() if getattr(x, "entry", None)]
+            self._state.changed.update((state.param, None) for state in known if state.has_moved())
         if self._state.changed:
             self._adopt()
 
@@ -244,8 +250,8 @@ class Optimizer(torch.optim.Optimizer):
         changed = [p for p in self._state.changed if p in self._number and p.dtype in NAMES]
         held = {p: self._state.of(p) for p in changed if p in self._state}
         written = {p: None for p in changed if p not in held or not held[p].is_intact(p)}
-        for p in held:
-            if p not in written:
+        for p, state in held.items():
+            if p not in written and state.entry.turn != self._turn:
                 self._check_meaning(p, self._layout(p))
         if self._handle is not None:
             self._handle._path.replace(written)
@@ -280,11 +286,11 @@ class Optimizer(torch.optim.Optimizer):
         left = {plane.name: held for plane, held in state.entry.by_plane()}
         for name, was in map(meaning, state.entry.layout.described):
             if now.get(name, was) != was and dict.get(state, name) is left.get(name):
-                raise UsageError(
-                    f"{name} of {sized(p)} is held as {was}, and would be {now[name]}: its group was changed, or it "
-                    "was cast, after its first step. Set that back; or make a new optimizer, load this one's "
-                    "state_dict(as_='torch') into it, and its master_weights() with set_master_weights"
+                what = (
+                    f"{name} of {sized(p)} is held as {was}, and would be {now[name]}: its group was changed"
                 )
+                hint = "Set that back; or load state_dict(as_='torch'), and set_master_weights, into a new optimizer"
+                raise UsageError(f"{what}, or it was cast, after its first step. {hint}")
 
     def _make_buckets(self, hypers):
         """The parameters that can go into one call: those of one device."""
@@ -326,7 +332,8 @@ class Optimizer(torch.optim.Optimizer):
             dict.pop(state, slot, None)
         dict.update(state, planes)
         strided = not weight.is_contiguous()
-        state.entry = Entry(layout, row, list(planes.values()), weight.data_ptr(), strided, self._turn)
+        held, places = list(planes.values()), [x.data_ptr() for x in planes.values()]
+        state.entry = Entry(layout, row, held, places, weight.data_ptr(), strided, self._turn)
         if state.shown is None or state.get("step") is not state.shown or state.steps != steps:
             state.show(steps)
         return state.entry
@@ -378,6 +385,8 @@ class Optimizer(torch.optim.Optimizer):
             return None
         table = self._tables.get(key)
         if table is None:
+            if self._handle is not None:
+                self._handle.refuse_stored(f"{sized(params[0])}, unfrozen, of another model or set by hand")
             for p, g in zip(params, gradients):  # before any state is made
                 check_gradient(p, g)
         elif table.fill(gradients):

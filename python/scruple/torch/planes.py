@@ -218,7 +218,7 @@ class Layout:
             if slot == "extra" and here and not fit:  # other elements: they begin at the visible weight
                 here = parts[0].shape(weight) == tuple(getattr(state["extra"], "shape", ()))
             for plane in parts:
-                fresh = not fit and (given or not here)
+                fresh = given and gone or not fit and (given or not here)
                 planes[plane.name] = plane.zeros(weight) if fresh else state.get(plane.name)
         if begun and steps is None:  # torch.optim.SGD counts none; what matters is that the first is over
             steps = 1

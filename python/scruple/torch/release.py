@@ -30,10 +30,7 @@ POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
 BUCKET = 32 << 20  # bytes of gradients that are collected before a call
 KNOWN = weakref.WeakSet()  # scalers that were given to release_gradients
-SECOND = (
-    "a second backward before opt.step(), and the first has stepped. Call opt.step() after each; add losses "
-    "up or give accumulate=; put a pass that is no training step inside `with handle.paused():`"
-)
+SECOND = "a second backward before opt.step(): add the losses, give accumulate=, or use handle.paused()"
 
 
 def release_gradients(
@@ -82,7 +79,7 @@ def release_gradients(
             accumulate, reduction = steps, reduction or "sum"
         elif steps > 1:
             raise UsageError(
-                f"accumulate is {accumulate}, but gradient_accumulation_steps={steps}; leave accumulate out"
+                f"accumulate={accumulate} and gradient_accumulation_steps={steps}; leave one out"
             )
         scaler = opt.scaler or False if scaler is None else scaler
     accumulate, reduction = 1 if accumulate is None else accumulate, reduction or "mean"
@@ -165,10 +162,10 @@ class Steps:
     def end(self):
         return True  # every backward is a step
 
-    def report(self, *_):
-        return None  # nothing is known of the gradients, and nothing waits
+    def _nothing(self, *_):
+        return None  # is known of the gradients, and nothing waits
 
-    begin = flush = renew = settle = replace = report
+    begin = flush = renew = settle = replace = report = _nothing
 
 
 class Sinks:
@@ -185,16 +182,14 @@ class Sinks:
             raise UsageError(f"max_norm and scaler need all on one device, not {places}; or use fully_shard")
         for p in params:
             if not local(p).is_contiguous():
-                raise UsageError(
-                    f"{sized(p)} is not contiguous: strides {local(p).stride()}; use .contiguous()"
-                )
+                raise UsageError(f"{sized(p)} has strides {local(p).stride()}; use .contiguous() first")
         decides = options["tensor_norm"] or options["adagc"] or self.scaler
         if self.released and decides and any(map(is_sharded, params)):
             raise UsageError("'released' would clip and scale by each rank's shard; use 'compressed'")
         if len({tuple(groups_of(p)) for p in params}) > 1:
             raise UsageError("parameters are sharded over different ranks; give each kind its own optimizer")
         fresh = [p for p in params if not is_begun(opt.state.get(p))]
-        self.replaced = True  # whether state is new, which the sinks do not know
+        self.sinks, self.replaced = {}, True  # `replaced`: whether state is new, which the sinks do not know
         try:
             self.renew()
         except Exception:  # the library refuses: no trace of the attempt
@@ -209,6 +204,8 @@ class Sinks:
             self.settle()
         self.batches, self.replaced = 0, False  # `batches`: backward passes of this step
         self.came = set()  # numbers of parameters that had a gradient in them
+        for sink in self.sinks.values():
+            sink.close()  # before new ones take as much memory
         self.sinks = {device: Sink(self, device, held) for device, held in self.devices.items()}
 
     def begin(self):
@@ -335,9 +332,12 @@ class Sink:
         self.handle = ctypes.c_void_p()
         library.sink_create(engine_for(device), self.all.rows, len(params), byref(made), byref(self.handle))
 
-    def __del__(self):
+    def close(self):
         if getattr(self, "handle", None):
             library.sink_destroy(self.handle)
+        self.handle = self.callbacks = None  # which make a cycle
+
+    __del__ = close
 
     # Called by the library. An exception cannot pass through it: torch's goes into `problem`.
     def _alloc(self, _, size):
@@ -397,13 +397,13 @@ class Handle:
 
     def __init__(self, opt, params, path, process_group, knows_scaler):
         self._opt, self._path, self._lock = opt, path, threading.RLock()
-        self._params, self._frozen = params, [p for p in opt._all_params() if not p.requires_grad]
+        self._params = params
         # Whether gradients are taken, opt.zero_grad() came since the last step, this is inside paused().
         self._armed, self._zeroed, self._paused = True, False, False
         self._left, self._done = {}, set()  # gradients left in p.grad; parameters stepped since opt.step()
-        self._steps = None  # whether the loop calls opt.step(); False: after a second backward
+        self._loop = None  # "steps": it calls opt.step(); "twice": two backwards came before it did
         self._folded = False  # whether a backward that was no whole step has come since opt.step()
-        self._dropped = 0  # since the last step 1: such passes were dropped, 2: and then opt.step() took none
+        self._dropped = None  # such passes: "once", or "in vain" where opt.step() then took no step
         self._group, self._knows_scaler = process_group, knows_scaler
         self._task = None  # the backward pass that is running
         self._waiting, self._size = {}, 0  # gradients that have come, by their parameters' numbers here
@@ -421,10 +421,6 @@ class Handle:
             self._opt._forget_tables()
         while self._hooks:
             self._hooks.pop().remove()
-
-    @property
-    def active(self):
-        return bool(self._hooks)
 
     def report(self):
         """norm, clip, found_inf, steps and skipped: waits for the device. None for plain release."""
@@ -453,29 +449,29 @@ class Handle:
 
     def before_step(self):
         """Refuses a second backward, and gradients in p.grad that opt.step() would step with."""
-        if self._steps is False:
-            self._steps = True
+        if self._loop == "twice":
+            self._loop = "steps"
             raise UsageError(SECOND)
         for i in list(self._left):
             self._refuse_left(i, self._params[i].grad)
 
     def _refuse_left(self, i, gradient):
         if self._left.pop(i)() is gradient:
-            raise UsageError(
-                f"{sized(gradient)} has a gradient of a pass that was no training step: in handle.paused(), "
-                "or after opt.step(). Call opt.zero_grad() before every training pass, or before none"
-            )
+            what = f"{sized(gradient)} has a gradient of no training step: in handle.paused(), or after opt.step()"
+            raise UsageError(f"{what}. Call opt.zero_grad() before every training pass, or before none")
 
-    def refuse_late(self, what):
+    def refuse_stored(self, what):
+        """Plain release leaves gradients that it did not take to opt.step()."""
         if not isinstance(self._path, Steps):
-            raise UsageError(f"{what} after release_gradients; handle.remove(), and release again")
+            hint = "handle.remove(), and release again"
+            raise UsageError(f"a gradient of {what}: it has no part in accumulation and clipping; {hint}")
 
     def after_step(self):
-        self._steps, self._folded, took = True, False, bool(self._done)
+        self._loop, self._folded, took = "steps", False, bool(self._done)
         if self._path.sums:
             took = self._path.batches > 0
             self.flush()
-        self._dropped = 0 if took else 2 * bool(self._dropped)
+        self._dropped = "in vain" if self._dropped and not took else None
         if not self._path.batches:  # else more micro-batches come
             if took:  # in a loop that calls opt.zero_grad() the next training pass comes after that
                 self._armed = not self._zeroed
@@ -483,19 +479,16 @@ class Handle:
             self._done.clear()
 
     def before_zero_grad(self):
-        if self._steps and (self._done or self._folded and self._path.released):
+        if self._loop == "steps" and (self._done or self._folded and self._path.released):
+            hint = "Call opt.step() after a training pass; put a pass that is none inside `with handle.paused():`"
             raise UsageError(
-                "opt.zero_grad() before opt.step(): weights or moments have taken these gradients. Call "
-                "opt.step() after a training pass; put a pass that is none inside `with handle.paused():`"
+                f"opt.zero_grad() before opt.step(): weights or moments have these gradients. {hint}"
             )
-        if (
-            self._steps and self._folded
-        ):  # as torch drops gradients; a loop without opt.step() never means that
-            if self._dropped == 2:
-                raise UsageError(
-                    "opt.zero_grad() drops the micro-batches of every step; call it after opt.step()"
-                )
-            self._dropped = 1
+        if self._loop == "steps" and self._folded:
+            # As torch drops gradients. A loop without opt.step() never means that.
+            if self._dropped == "in vain":
+                raise UsageError("opt.zero_grad() drops all micro-batches; call it after opt.step()")
+            self._dropped = "once"
             self._abandon()
         self._armed = self._zeroed = True
         self._left.clear()
@@ -510,10 +503,10 @@ class Handle:
             if i in self._left:
                 self._refuse_left(i, p.grad)
             if i in self._done:
-                if self._steps:
+                if self._loop == "steps":
                     p.grad = None
                     raise UsageError(SECOND)
-                self._steps = False
+                self._loop = "twice"
             # Not left in p.grad: what a failed backward leaves there would be added to the next one's.
             gradient, p.grad = p.grad, None
             if gradient is None:
@@ -543,9 +536,6 @@ class Handle:
             self._abandon()
         if _is_nested() and not isinstance(self._path, Steps):  # the end cannot be seen from there
             raise UsageError("backward begins inside a reentrant checkpoint; use use_reentrant=False")
-        for p in self._frozen:
-            if p.requires_grad:
-                self.refuse_late(f"{sized(p)} was unfrozen")
         self._opt._update_rules()
         self._path.begin()
         self._task = torch._C._current_graph_task_id()
@@ -603,10 +593,8 @@ def _refuse_scaled_losses():
         scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]
         if all(x in KNOWN or getattr(x, "_scale", None) is None for x in scalers):
             return
-    raise UsageError(
-        "a GradScaler has scaled a loss, and release_gradients was not given it: weights would move too far; "
-        "give it as scaler=, or scaler=False where this loss is not scaled"
-    )
+    hint = "give it as scaler=, or scaler=False where this loss is not scaled"
+    raise UsageError(f"a GradScaler has scaled a loss, and weights would move as much too far; {hint}")
 
 
 def _is_nested():

@@ -43,7 +43,8 @@ class State(dict):
         super().__init__(held)
         self.param, self.changed = param, changed
         self.entry = None  # the Entry over these planes, which says what they mean
-        self.steps, self.shown = 0, None  # the count, and the tensor that shows it as "step"
+        # The count, the tensor that shows it as "step", and where that lies.
+        self.steps, self.shown, self.place = 0, None, 0
         self.lent = {}  # values that were taken over: {name: (reference, version)}
 
     def note(self, *_):
@@ -54,7 +55,7 @@ class State(dict):
         if tensor is None:
             with torch.inference_mode(False):
                 tensor = torch.tensor(float(steps), dtype=_get_scalar_dtype(), device="cpu")
-        self.steps, self.shown = steps, tensor
+        self.steps, self.shown, self.place = steps, tensor, tensor.data_ptr()
         dict.update(self, step=tensor)
 
     def has(self, name):
@@ -69,10 +70,14 @@ class State(dict):
                 del self.lent[name]
                 what = f"a tensor that was {name!r} in opt.state before the last step was written to"
                 raise UsageError(f"{what}; read or set opt.state[p][{name!r}] again, and write before a step")
-        if self.entry is None or self.param is not param or self.get("step") is not self.shown:
+        if self.entry is None or self.has_moved() or self.get("step") is not self.shown:
             return False
         same = (self.get(plane.name) is held for plane, held in self.entry.by_plane())
-        return all(same) and not any(map(self.has, self.entry.layout.coded))
+        return self.param is param and all(same) and not any(map(self.has, self.entry.layout.coded))
+
+    def has_moved(self):
+        """Whether a plane or the count lies elsewhere: `x.data = ...` leaves no note."""
+        return [x.data_ptr() for x in (self.shown, *self.entry.planes)] != [self.place, *self.entry.places]
 
     def __missing__(self, name):
         if not self.__contains__(name):
@@ -121,15 +126,16 @@ class States(collections.defaultdict):
         earlier one, are left out: they belong to the weight, and not to its moments."""
         held = self[param]
         owner = held.param if isinstance(held, State) else None
-        if (
-            owner is None or owner is not param and self.get(owner) is held
-        ):  # a plain dict, or still another's
-            held = State(param, self.changed, held)
-            dict.__setitem__(self, param, held)
+        is_mine = owner is param and held.changed is self.changed
+        if not is_mine and (owner is None or held.changed is not self.changed or self.get(owner) is held):
+            made = State(param, self.changed, held)  # of a plain dict, or of what is another's too
+            if owner is param:
+                vars(made).update(vars(held), changed=self.changed)
+            dict.__setitem__(self, param, made)
+            held = made
         if owner is not param:
-            held.entry = None
+            held.entry, held.param = None, param
             dict.pop(held, "extra", None)
-        held.param, held.changed = param, self.changed
         return held
 
     def __reduce__(self):
