@@ -16,6 +16,10 @@
 
 namespace scruple::io {
 
+// Of every JSON that is read as a tree, which is copied, written and destroyed level by level. Files of models have
+// fewer than ten.
+inline constexpr int kMaxJsonDepth = 32;
+
 // `text` in quotes, with what JSON escapes. Throws where it is not valid UTF-8.
 std::string json_text(std::string_view text);
 // The shortest text that reads back as the same double. Throws where it is not finite: JSON has no word for it.

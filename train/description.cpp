@@ -135,7 +135,7 @@ std::string problem_with(const Description& model) {
   if (const std::string problem = beyond({{"layers", model.layers, 1, 1 << 14},
                                           {"width", model.width, 1, 1 << 17},
                                           {"heads", model.heads, 1, 1 << 17},
-                                          {"context", model.context, 1, 1 << 20},
+                                          {"context", model.context, 1, kMaxContext},
                                           {"vocabulary", model.vocabulary, 2, 1 << 24}});
       !problem.empty())
     return problem;

@@ -36,6 +36,8 @@ struct Rotary {
   std::int64_t first_context = 8192;
 };
 
+inline constexpr std::int64_t kMaxContext = 1 << 20;  // that is trained with; models may know more positions
+
 struct Description {
   std::int64_t layers = 0, width = 0, heads = 0, context = 0, vocabulary = 0;
   std::int64_t kv_heads = 0;  // each serves heads / kv_heads heads of queries (Ainslie et al., 2305.13245)

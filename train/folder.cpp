@@ -15,6 +15,7 @@
 
 #include "io/checkpoint.h"
 #include "io/file.h"
+#include "io/json.h"
 #include "train/checkpoint.h"
 #include "train/model.h"
 
@@ -33,7 +34,8 @@ std::vector<std::string> files_of_run() {
 }
 
 nlohmann::json parsed(const std::string& line) {
-  return nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  const auto is_shallow = [](int depth, auto, const auto&) { return depth <= io::kMaxJsonDepth; };
+  return nlohmann::json::parse(line, is_shallow, /*allow_exceptions=*/false);
 }
 
 double number_or_nan(const nlohmann::json& row, const char* key) {

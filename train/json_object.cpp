@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "io/file.h"
+#include "io/json.h"
 
 namespace scruple::train {
 
@@ -16,8 +17,14 @@ void fail_as_no_json(const std::string& path, std::string_view text, std::size_t
 }
 
 ordered_json json_object(const std::string& path, std::string_view text) {
+  const auto limit_depth = [&](int depth, ordered_json::parse_event_t, const ordered_json&) {
+    if (depth > io::kMaxJsonDepth)
+      io::fail(path, " is nested more than ", io::kMaxJsonDepth,
+               " deep, as no model's file is; fetch it again");
+    return true;
+  };
   try {
-    ordered_json json = ordered_json::parse(text);
+    ordered_json json = ordered_json::parse(text, limit_depth);
     if (!json.is_object()) io::fail(path, " is not a JSON object; fetch it again");
     return json;
   } catch (const ordered_json::parse_error& error) {

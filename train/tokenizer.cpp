@@ -26,7 +26,6 @@ using io::fail;
 using io::shown;
 
 constexpr Token kMostTokens = 1u << 24;
-constexpr int kMostDepth = 32;
 constexpr std::size_t kMostCuts = 16;           // each may double the pieces of a text
 constexpr double kMostGrowth = 1024;            // of a text that is normalised
 constexpr std::size_t kMostBytes = 256u << 20;  // of a tokenizer.json
@@ -547,7 +546,7 @@ void Tokenizer::Parts::add_words(const Piece& piece, std::size_t cut) {
 Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(std::make_unique<Parts>()) {
   try {
     const Json json = Json::parse(text, [](int depth, Json::parse_event_t, const Json&) {
-      if (depth > kMostDepth) fail("it is nested more than ", kMostDepth, " deep");
+      if (depth > io::kMaxJsonDepth) fail("it is nested more than ", io::kMaxJsonDepth, " deep");
       return true;
     });
     if (!json.is_object()) fail("it is no JSON object");

@@ -36,7 +36,7 @@ Description describe(const std::string& text, const std::string& place, std::int
   if (context != 0 && context > model.context)
     io::fail(place, ": a context of ", context, " was asked for, and the model's is ", model.context,
              " at most; choose a shorter one");
-  if (context != 0) model.context = context;
+  model.context = context != 0 ? context : std::min(model.context, kMaxContext);
   if (context == 0 && model.window > 0) model.context = std::min(model.context, model.window);
   if (const std::string problem = problem_with(model); !problem.empty()) io::fail(place, ": ", problem);
   return model;
