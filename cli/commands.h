@@ -18,6 +18,9 @@ struct Stopped {
   int signal;
 };
 
+// A run came to its end and has learnt nothing, as was said: exit code 3.
+struct NotLearnt {};
+
 // Checks that an option's value is one of these; says which was perhaps meant where it is not.
 CLI::Validator one_of(const std::vector<std::string>& known);
 

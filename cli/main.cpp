@@ -17,6 +17,7 @@ using namespace scruple;
 
 constexpr int kFailure = 1;
 constexpr int kUsage = 2;
+constexpr int kNotLearnt = 3;
 constexpr int kSignal = 128;
 
 constexpr const char* kHelp =
@@ -45,7 +46,9 @@ constexpr const char* kFooter =
     "  scruple checkpoint inspect run1\n"
     "\n"
     "'scruple help COMMAND' says more of each.\n"
-    "Exit code: 0 done, 1 failed, 2 the command line is wrong, 128 + N stopped by signal N.";
+    "Exit code: 0 done, 1 failed, 2 the command line is wrong, 3 a training has learnt nothing, 128 + N "
+    "stopped by\n"
+    "signal N.";
 
 int complain(const std::string& message, int code) {
   std::cerr << "scruple: " << message << '\n';
@@ -123,6 +126,23 @@ Words values_of(const CLI::Option& option) {
   return values;
 }
 
+// What other trainers call an option, and its name here.
+struct Elsewhere {
+  const char *name, *here, *what = "";
+};
+constexpr const char* kSeen = " N, of which each sees --batch x --accumulate windows of --context tokens";
+constexpr Elsewhere kElsewhere[] = {{"--learning-rate", "--lr"},
+                                    {"--learning_rate", "--lr"},
+                                    {"--epochs", "--steps", kSeen},
+                                    {"--num-epochs", "--steps", kSeen},
+                                    {"--num_train_epochs", "--steps", kSeen},
+                                    {"--max-steps", "--steps"},
+                                    {"--batch-size", "--batch"},
+                                    {"--max-length", "--context"},
+                                    {"--gradient-accumulation-steps", "--accumulate"},
+                                    {"--max-grad-norm", "--clip"},
+                                    {"--output-dir", "--out"}};
+
 // The first option that the command does not have, and which one was perhaps meant; "" where it has all.
 std::string unknown_option(const CLI::App& command, const Words& words) {
   for (std::size_t i = 0; i < words.size(); ++i) {
@@ -140,6 +160,9 @@ std::string unknown_option(const CLI::App& command, const Words& words) {
         return full_name(command) + " has no option " + name + "; did you mean '" + option->get_name() + " " +
                name.substr(2) + "'?";
     }
+    for (const auto& [elsewhere, here, what] : kElsewhere)
+      if (name == elsewhere && command.get_option_no_throw(here) != nullptr)
+        return full_name(command) + " has no option " + name + "; use " + here + what;
     return full_name(command) + " has no option " + name + cli::did_you_mean(name, names);
   }
   return "";
@@ -192,6 +215,8 @@ int guarded(int argc, char** argv) {
     return run(argc, argv);
   } catch (const cli::Stopped& stopped) {
     return kSignal + stopped.signal;
+  } catch (const cli::NotLearnt&) {
+    return kNotLearnt;
   } catch (const cli::UsageError& error) {
     return complain(error.what(), kUsage);
   } catch (const Error& error) {

@@ -460,14 +460,29 @@ std::string resume_command(const Options& options) {
          (options.data == Data::kStandardInput ? " --data FILE (the same bytes)" : "");
 }
 
+std::int64_t skipped_steps(const Record& record) {
+  return std::count_if(record.steps.begin(), record.steps.end(),
+                       [](const Outcome& step) { return step.skipped; });
+}
+
+// "": something was, or that the loss is not finite is told in other words.
+std::string why_nothing_was_learnt(const Record& record) {
+  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  if (const std::int64_t skipped = skipped_steps(record); 2 * skipped > taken)
+    return grouped(skipped) + " of " + plural(taken, "step") +
+           " were skipped, because a gradient was not finite; choose a smaller --lr or --loss-scale";
+  if (record.final_loss() > record.first_loss())
+    return "nothing was learnt: the validation loss went from " + fixed(record.first_loss(), 4) + " to " +
+           fixed(record.final_loss(), 4) + "; choose a smaller --lr, or a longer --warmup";
+  return "";
+}
+
 void print_end(const Session& session, const Record& record, const Ending& ending, double most_tokens) {
   const Options& options = session.options;
   const auto params = static_cast<double>(train::parameter_count(session.job.shape));
   const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
   const auto taken = static_cast<std::int64_t>(record.steps.size());
-  if (const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
-                                         [](const Outcome& step) { return step.skipped; });
-      skipped > 0)
+  if (const std::int64_t skipped = skipped_steps(record); skipped > 0)
     std::cout << grouped(skipped) << " of " << plural(taken, "step") << (skipped == 1 ? " was" : " were")
               << " skipped: a gradient was not finite.\n";
   std::cout << validation_words(record, session.job) << "; ";
@@ -484,6 +499,7 @@ void print_end(const Session& session, const Record& record, const Ending& endin
     if (written) std::cout << std::exchange(separator, ", ") << name;
   };
   list(ending.weights == options.out, "model.safetensors, config.json");
+  list(ending.weights == options.out && train::has_tokenizer(options.out), "the tokenizer's files");
   list(ending.metrics, "metrics.jsonl");
   list(ending.report, "report.html");
   list(!io::saved_steps(train::checkpoints_of(options.out)).empty(), "checkpoints/");
@@ -599,6 +615,8 @@ void train_with(const CLI::App& command, Session& session) {
   }
   session.folder->begin();
   const Ending ending = finish(session, record, trainer, metrics);
+  const std::string problem = why_nothing_was_learnt(record);
+  if (!problem.empty()) std::cerr << "scruple: " << problem << std::endl;
   print_end(session, record, ending, most_tokens(trainer, session.job));
   if (!ending.problems.empty()) throw std::runtime_error(told(options, record, ending));
   if (!record.validations.empty() && record.validations.front().first == 0 &&
@@ -616,6 +634,7 @@ void train_with(const CLI::App& command, Session& session) {
                                                   ", is of a time when it was"));
   }
   if (record.stopped) throw Stopped{Interrupts::signal()};
+  if (!problem.empty()) throw NotLearnt{};
 }
 
 void run(const CLI::App& command, const Options& given) {

@@ -257,6 +257,15 @@ void refuse_sizes(const ModelOptions& options, const CLI::App& command) {
                        " says its sizes in its config.json");
 }
 
+// Nothing is downloaded: of what looks like a name on Hugging Face's hub, how to fetch it.
+std::string hub_hint(const std::string& name) {
+  const bool is_name = std::count(name.begin(), name.end(), '/') == 1 && name.front() != '/' &&
+                       name.front() != '.' && name.back() != '/';
+  return is_name ? ". If it is meant on the hub, fetch it first: hf download " + name + " --local-dir " +
+                       name.substr(name.find('/') + 1)
+                 : "";
+}
+
 ChosenModel choose_model(const ModelOptions& options) {
   if (options.is_gpt()) {
     train::GptShape shape = options.shape;
@@ -268,7 +277,8 @@ ChosenModel choose_model(const ModelOptions& options) {
   if (!std::filesystem::exists(options.model, ignored))
     throw UsageError(
         "--model is '" + options.model +
-        "', and there is no such folder or file; it is gpt, a Hugging Face folder, or a config.json");
+        "', and there is no such folder or file; it is gpt, a Hugging Face folder, or a config.json" +
+        hub_hint(options.model));
   auto folder = std::make_shared<const train::ModelFolder>(options.model, options.context);
   if (options.context == 0)
     if (const std::int64_t longest = folder->config().shape.context; longest > kUsualContext)

@@ -307,6 +307,16 @@ class Train(Case):
         self.assertIn("steps were skipped", result.stdout)
         self.metrics()  # JSON, whatever the numbers
 
+    def test_a_run_that_learns_nothing_says_so_first(self):
+        """Its loss is finite and above where it began: an exit code of its own, and what it wrote is whole."""
+        result = self.train("--lr", "10", steps=20)
+        self.assertEqual(result.returncode, 3)
+        self.assertIn("nothing was learnt: the validation loss went from", result.stderr)
+        self.assertIn("choose a smaller --lr", result.stderr)
+        self.assertIn("wrote", result.stdout)
+        self.metrics()
+        self.assertEqual(self.train("--force", steps=20).returncode, 0)
+
     def test_a_run_that_diverges_ends(self):
         """Not after its last step, and with the checkpoints from before."""
         arguments = ("--lr", "1e30", "--schedule", "constant", "--warmup", "0", "--save-every", "1", "--validate-every", "100")
@@ -358,6 +368,52 @@ class Train(Case):
         refused(2, "finite", "--clip", "nan")
         refused(2, "finite", "--lr", "nan")
         refused(2, "--lr: is abc; it must be a number", "--lr", "abc")
+
+    def test_words_of_other_trainers(self):
+        refused = lambda message, *arguments: self.fails(2, message, "train", "--data", self.data, *arguments)
+        refused("has no option --learning-rate; use --lr", "--learning-rate", "1e-3")
+        refused("has no option --epochs; use --steps N", "--epochs", "3")
+        refused("has no option --gradient-accumulation-steps; use --accumulate", "--gradient-accumulation-steps", "4")
+        self.fails(2, "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B", "train", "--data", self.data,
+                   "--out", self.path("no"), "--model", "meta-llama/Llama-3.2-1B")
+        for name in ("table.csv", "TABLE.TSV"):
+            with open(self.path(name), "w") as file:
+                file.write("number,text\n" + "1,some words\n" * 2000)
+            self.fails(1, "is a table", "train", "--data", self.path(name), "--out", self.path("no"), *tiny())
+
+    def test_models_that_are_not_what_they_seem(self):
+        """config.json from anywhere: brackets without end, more positions than anybody trains with, other files."""
+        config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+                  "num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 1 << 21}
+        options = ("--data", self.data, "--context", "16", "--batch", "2", "--steps", "1")
+
+        def write(name, text):
+            os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
+            with open(self.path(name), "w") as file:
+                file.write(text)
+            return self.path(name)
+
+        def refused(message, model):
+            self.fails(1, message, "train", "--model", model, "--out", self.path("no"), *options)
+
+        brackets = "[" * 100_000 + "]" * 100_000
+        for key in ("unknown", "hidden_size"):
+            deep = json.dumps({**config, key: "HERE"}).replace('"HERE"', brackets)
+            refused("nested more than 32 deep", write("deep/config.json", deep))
+        index = write("index/model.safetensors.index.json", '{"weight_map": ' + brackets + "}")
+        write("index/config.json", json.dumps(config))
+        refused("nested more than 32 deep", os.path.dirname(index))
+
+        folder = os.path.dirname(write("pickled/config.json", json.dumps(config)))
+        write("pickled/pytorch_model.bin", "")
+        refused("it has pytorch_model.bin, which only Python reads. Convert it: python -c", folder)
+        refused("give its folder", write("alone/model.safetensors", ""))
+
+        long = write("long/config.json", json.dumps(config))  # and no --context: 1,024 of 2^21 positions
+        result = run("train", "--model", long, "--out", self.path("long-run"), "--data", self.data, "--batch", "1",
+                     "--steps", "0")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("context 1,024", result.stdout)
 
     def test_too_large(self):
         """Refused with the whole of what it would take, as `plan` counts it, and not with the first part that does not fit."""

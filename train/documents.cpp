@@ -83,6 +83,9 @@ void check_is_text(std::string_view content, const std::string& path, bool bytes
   for (const Container& container : kContainers)
     if (content.substr(std::min(container.at, content.size())).starts_with(container.bytes))
       io::fail(path, " is ", container.name, ", and a text was expected; ", container.hint);
+  if (is_named(path, ".csv") || is_named(path, ".tsv"))
+    io::fail(path, " is a table, whose commas and quotes would be learnt as text; ", kRows,
+             ", or call it *.txt if it is meant as text");
   if (is_named(path, ".arrow"))  // a stream begins with no name of its own
     io::fail(path, " is an Arrow stream, and a text was expected; ", kRows);
   if (const std::size_t first = content.find_first_not_of(" \t\r\n");

@@ -67,6 +67,22 @@ std::set<std::string> files_of(const std::string& path) {
   return files;
 }
 
+// What to do where there are no safetensors: convert weights of another kind, if there are any.
+std::string pickled_in(const std::string& folder) {
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.ends_with(".bin") || name.ends_with(".pt") || name.ends_with(".pth"))
+      return "; it has " + name +
+             ", which only Python reads. Convert it: python -c \"from transformers import "
+             "AutoModelForCausalLM "
+             "as M; M.from_pretrained('" +
+             folder + "').save_pretrained('" + folder + "')\"";
+    if (name.ends_with(".gguf"))
+      return "; it has " + name + ", whose weights are rounded for inference; fetch the model's safetensors";
+  }
+  return "; name the config.json itself to begin without them";
+}
+
 // A head of its own is no harm where it is the embedding once more.
 bool repeats_embedding(const io::StoredTensor& tensor, const io::StoredTensor& embedding) {
   return tensor.name == kHead && tensor.dtype == embedding.dtype && tensor.shape == embedding.shape &&
@@ -123,6 +139,8 @@ std::string folder_of_model(const std::string& path) {
 ModelFolder::ModelFolder(const std::string& path, std::int64_t context) : folder_(folder_of_model(path)) {
   std::error_code ignored;
   const bool is_folder = fs::is_directory(path, ignored);
+  if (path.ends_with(".safetensors"))
+    fail(path, " has weights alone; give its folder, where its config.json is");
   const std::string config = is_folder ? path + kConfig : path;
   config_.text = io::read_text(config, kMaxConfig);
   config_.shape = describe(config_.text, config, context);
@@ -133,9 +151,8 @@ void ModelFolder::open_weights() {
   std::error_code ignored;
   const bool one = fs::exists(folder_ + kWeights, ignored);
   if (!one && !fs::exists(folder_ + kIndex, ignored))
-    fail(folder_,
-         " has a config.json and no weights, neither model.safetensors nor its index; name the config.json "
-         "itself to begin without them");
+    fail(folder_, " has a config.json and no weights, neither model.safetensors nor its index",
+         pickled_in(folder_));
   for (const std::string& name : one ? std::set<std::string>{&kWeights[1]} : files_of(folder_ + kIndex)) {
     if (!one && !fs::exists(folder_ + "/" + name, ignored))
       fail(folder_, kIndex, " names ", name, ", which is not there; fetch that file too");
