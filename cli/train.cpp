@@ -471,9 +471,10 @@ std::string why_nothing_was_learnt(const Record& record) {
   if (const std::int64_t skipped = skipped_steps(record); 2 * skipped > taken)
     return grouped(skipped) + " of " + plural(taken, "step") +
            " were skipped, because a gradient was not finite; choose a smaller --lr or --loss-scale";
-  if (record.final_loss() > record.first_loss())
+  constexpr double kNoise = 1.01;  // runs of a few steps end 0.01 % above
+  if (record.final_loss() > kNoise * record.first_loss())
     return "nothing was learnt: the validation loss went from " + fixed(record.first_loss(), 4) + " to " +
-           fixed(record.final_loss(), 4) + "; choose a smaller --lr, or a longer --warmup";
+           fixed(record.final_loss(), 4) + "; choose a smaller --lr, a longer --warmup or fewer --steps";
   return "";
 }
 

@@ -79,7 +79,7 @@ def release_gradients(
             accumulate, reduction = steps, reduction or "sum"
         elif steps > 1:
             raise UsageError(
-                f"accumulate={accumulate} and gradient_accumulation_steps={steps}; leave one out"
+                f"accumulate is {accumulate}, and gradient_accumulation_steps={steps}; leave it out"
             )
         scaler = opt.scaler or False if scaler is None else scaler
     accumulate, reduction = 1 if accumulate is None else accumulate, reduction or "mean"
