@@ -78,9 +78,8 @@ def release_gradients(
         if accumulate in (None, steps):  # accelerator.backward divides, and steps where it sees fit
             accumulate, reduction = steps, reduction or "sum"
         elif steps > 1:
-            raise UsageError(
-                f"accumulate is {accumulate}, and gradient_accumulation_steps={steps}; leave it out"
-            )
+            what = f"accumulate is {accumulate}, but the Accelerator has gradient_accumulation_steps={steps}"
+            raise UsageError(f"{what}; leave accumulate out")
         scaler = opt.scaler or False if scaler is None else scaler
     accumulate, reduction = 1 if accumulate is None else accumulate, reduction or "mean"
     while isinstance(inside := getattr(opt, "optimizer", None), torch.optim.Optimizer):
