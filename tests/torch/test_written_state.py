@@ -688,6 +688,20 @@ class AtConstruction(Case):
             saved, expected = (one.state_dict()["param_groups"] for one in (opt, theirs))
             self.assertEqual([x["params"] for x in saved], [x["params"] for x in expected])
 
+    def test_a_group_that_asks_for_what_it_cannot_have(self):
+        """Beside another in bf16, which could: now, and where it is asked for later."""
+        wide, narrow = parameter(300), parameter(300, dtype=torch.bfloat16)
+        with self.refused("weights='bf16+8'", "cast_model"):
+            st.AdamW([dict(params=[wide], weights="bf16+8"), dict(params=[narrow])])
+        opt = st.AdamW([dict(params=[wide]), dict(params=[narrow])], lr=0.01)
+        take_steps(opt, [wide, narrow], 1)
+        opt.param_groups[0]["weights"] = "bf16+8"
+        for _ in range(2):
+            with self.refused("weights='bf16+8'", "cast_model"):
+                take_steps(opt, [wide, narrow], 1)
+        opt.param_groups[0]["weights"] = None
+        take_steps(opt, [wide, narrow], 1)
+
     def test_mixed_dtypes_take_one_choice_of_weights(self):
         """fp32 ones beside those that it is for keep all of their bits."""
         ps = [parameter(70, dtype=torch.bfloat16), parameter(70)]

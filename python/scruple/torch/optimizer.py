@@ -229,12 +229,12 @@ class Optimizer(torch.optim.Optimizer):
     def _update_rules(self):
         hypers = list(map(self._hypers, self.param_groups))
         if self._has_changed(hypers):
+            self._check_weights()
             self._settle()
             self._forget_tables()
             self._make_buckets(hypers)
             known = [p for p, held in self._state.items() if getattr(held, "entry", None)]
             self._state.changed.update(dict.fromkeys(known))  # it may mean something else now
-            self._check_weights()
         for (index, device, name), rule in self._rules.items():
             if name == self._rule_of(self.param_groups[index]):
                 self._update_rule(rule, self.param_groups[index], hypers[index], device)
