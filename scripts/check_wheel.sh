@@ -10,7 +10,7 @@ mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 unset SCRUPLE_LIBRARY PYTHONPATH PYTHONHOME
 # Those that need torch alone; the others want frameworks, or several processes, and are no other with a wheel.
-tests="cast optimizers state release checkpoint"
+tests="cast optimizers state written_state release checkpoint"
 
 pythons=${PYTHONS:-}
 if [ -z "$pythons" ]; then
