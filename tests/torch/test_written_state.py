@@ -442,6 +442,18 @@ class InEveryRecipe(Case):
         take_steps(opt, ps, 1)
         self.assertEqual(int(opt.state[ps[0]]["step"]), 51)
 
+    def test_memory_that_the_library_writes_to_stays(self):
+        """Where `.data` is set by an old reference, which is not seen, nobody else's memory is written to."""
+        p = parameter(4096)
+        opt = st.AdamW([p], lr=0.01, recipe="fp32")
+        take_steps(opt, [p], 1)
+        moment = opt.state[p]["exp_avg"]
+        take_steps(opt, [p], 1)
+        moment.data = torch.zeros_like(moment)
+        others = [torch.full_like(p, 7.0) for _ in range(8)]
+        take_steps(opt, [p], 1)
+        self.assertTrue(all(bool((other == 7).all()) for other in others))
+
     def test_no_momentum_again(self):
         """As torch.optim.SGD has it before its first step; of codes, too."""
         for recipe in ("fp32", "scruple", "flash"):

@@ -40,8 +40,9 @@ class Entry(NamedTuple):
 
     layout: Layout
     row: _abi.Tensor
-    planes: list  # alive while the row points there
+    planes: list
     places: list  # of the planes
+    memory: list  # of the planes: alive while the row points there, whatever a user sets as .data
     address: int
     strided: bool
     turn: int  # of the groups that it was made for
@@ -333,7 +334,8 @@ class Optimizer(torch.optim.Optimizer):
         dict.update(state, planes)
         strided = not weight.is_contiguous()
         held, places = list(planes.values()), [x.data_ptr() for x in planes.values()]
-        state.entry = Entry(layout, row, held, places, weight.data_ptr(), strided, self._turn)
+        memory = [x.untyped_storage() for x in held]
+        state.entry = Entry(layout, row, held, places, memory, weight.data_ptr(), strided, self._turn)
         if state.shown is None or state.get("step") is not state.shown or state.steps != steps:
             state.show(steps)
         return state.entry
