@@ -4,6 +4,7 @@ import collections
 import copy
 import inspect
 import unittest
+import weakref
 from unittest import mock
 
 import torch
@@ -442,17 +443,63 @@ class InEveryRecipe(Case):
         take_steps(opt, ps, 1)
         self.assertEqual(int(opt.state[ps[0]]["step"]), 51)
 
-    def test_memory_that_the_library_writes_to_stays(self):
-        """Where `.data` is set by an old reference, which is not seen, nobody else's memory is written to."""
-        p = parameter(4096)
-        opt = st.AdamW([p], lr=0.01, recipe="fp32")
-        take_steps(opt, [p], 1)
-        moment = opt.state[p]["exp_avg"]
-        take_steps(opt, [p], 1)
-        moment.data = torch.zeros_like(moment)
-        others = [torch.full_like(p, 7.0) for _ in range(8)]
-        take_steps(opt, [p], 1)
-        self.assertTrue(all(bool((other == 7).all()) for other in others))
+    def test_data_that_is_set_by_an_old_reference(self):
+        """Seen like any other, though nobody looked at opt.state; and nobody else's memory is written to."""
+        for label, options in STORAGE:
+            pictures = []
+            for old in (False, True):
+                p = parameter(4096, dtype=torch.bfloat16)
+                opt = st.AdamW([p], lr=0.01, **stored(options, torch.bfloat16))
+                take_steps(opt, [p], 1)
+                held = {name: x for name, x in opt.state[p].items() if name.startswith("exp_avg_sq")}
+                count = opt.state[p]["step"]
+                take_steps(opt, [p], 2)
+                for name, x in held.items():
+                    if old:
+                        x.data = torch.zeros_like(x)
+                    else:
+                        opt.state[p][name].zero_()
+                if old:
+                    count.data = torch.tensor(7.0)
+                else:
+                    opt.state[p]["step"].fill_(7)
+                others = [torch.full_like(p, 7.0) for _ in range(8)]
+                take_steps(opt, [p], 1)
+                self.assertTrue(all(bool((other == 7).all()) for other in others))
+                pictures.append(picture(opt))
+            self.assertSame(*pictures, label)
+
+    def test_a_plain_dict_that_is_written_to_later(self):
+        p = parameter(300)
+        opt = st.AdamW([p], lr=0.01)
+        take_steps(opt, [p], 2)
+        mine = {"exp_avg": torch.ones(300), "exp_avg_sq": torch.ones(300), "step": 3}
+        for write in (
+            lambda: mine.update(exp_avg=torch.zeros(300)),
+            lambda: mine.update(step=9),
+            lambda: mine.pop("exp_avg_sq"),
+            lambda: mine.update(mine="own"),
+        ):
+            opt.state[p] = mine
+            take_steps(opt, [p], 2)
+            before, held = p.detach().clone(), dict(mine)
+            write()
+            for _ in range(2):  # until it is mended
+                with self.refused("write to opt.state"):
+                    take_steps(opt, [p], 1)
+            self.assertTrue(torch.equal(p, before))
+            mine.clear()
+            mine.update(held)
+            take_steps(opt, [p], 1)
+            opt.state[p] = {}
+            mine.update(step=0)  # nobody's now
+            take_steps(opt, [p], 1)
+            mine.update(held)
+        alive = weakref.ref(values := torch.ones(300))
+        opt.state[p] = {"exp_avg": values, "exp_avg_sq": torch.ones(300), "step": 3}
+        del values
+        take_steps(opt, [p], 2)
+        self.assertIsNone(alive())
 
     def test_no_momentum_again(self):
         """As torch.optim.SGD has it before its first step; of codes, too."""

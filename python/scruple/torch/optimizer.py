@@ -122,7 +122,7 @@ class Optimizer(torch.optim.Optimizer):
     def state(self):
         """torch.optim's. Where the device counts steps, who looks here waits for it."""
         with self._lock:
-            self._looked = True
+            self._looked = True  # from now on planes may be in others' hands
             for table in self._tables.values():
                 if table.counter is not None:
                     table.count()
@@ -239,9 +239,7 @@ class Optimizer(torch.optim.Optimizer):
         for (index, device, name), rule in self._rules.items():
             if name == self._rule_of(self.param_groups[index]):
                 self._update_rule(rule, self.param_groups[index], hypers[index], device)
-        if self._looked:  # what has moved in memory since then
-            self._looked, known = False, [x for x in self._state.values() if getattr(x, "entry", None)]
-            self._state.changed.update((state.param, None) for state in known if state.has_moved())
+        self._state.check_taken()
         if self._state.changed:
             self._adopt()
 
@@ -287,11 +285,11 @@ class Optimizer(torch.optim.Optimizer):
         left = {plane.name: held for plane, held in state.entry.by_plane()}
         for name, was in map(meaning, state.entry.layout.described):
             if now.get(name, was) != was and dict.get(state, name) is left.get(name):
-                what = (
-                    f"{name} of {sized(p)} is held as {was}, and would be {now[name]}: its group was changed"
-                )
+                what = f"{name} of {sized(p)} is held as {was}, and would be {now[name]}"
                 hint = "Set that back; or load state_dict(as_='torch'), and set_master_weights, into a new optimizer"
-                raise UsageError(f"{what}, or it was cast, after its first step. {hint}")
+                raise UsageError(
+                    f"{what}: its group was changed, or it was cast, after its first step. {hint}"
+                )
 
     def _make_buckets(self, hypers):
         """The parameters that can go into one call: those of one device."""
@@ -391,7 +389,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._handle.refuse_stored(f"{sized(params[0])}, unfrozen, of another model or set by hand")
             for p, g in zip(params, gradients):  # before any state is made
                 check_gradient(p, g)
-        elif table.fill(gradients):
+        elif table.fill(gradients, self._looked):
             return table
         for p in params:  # in another table until now, or moved
             if p in self._owner:
@@ -399,7 +397,7 @@ class Optimizer(torch.optim.Optimizer):
         entries = [self._entry(p) for p in params]
         table = self._tables[key] = Table(key, params, entries, [self._state[p] for p in params])
         self._owner.update(dict.fromkeys(params, table))
-        table.fill(gradients)
+        table.fill(gradients, self._looked)
         return table
 
     # ---- The step ----
@@ -469,11 +467,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _take(self, tables, scale, found_inf, clip):
         counted = found_inf is not None or any(group.get("capturable") for group in self.param_groups)
+        given = found_inf, clip, scale
         for table in tables:
-            held = [
-                None if x is None else x.to(table.device, torch.float32, non_blocking=True)
-                for x in (found_inf, clip, scale)
-            ]
+            held = [x if x is None else x.to(table.device, torch.float32, non_blocking=True) for x in given]
             options = _abi.StepOptions(ctypes.sizeof(_abi.StepOptions), 1.0, *map(_address, held), None, 0, 1)
             table.step(options, counted)
 

@@ -305,9 +305,7 @@ def decode(row, array, shape, device):
 
 def decode_as(row, array, form, planes, shape, device):
     """The same of planes in another format than the row's."""
-    held = [
-        None if x is None else x.to(device).contiguous() for x in planes
-    ]  # alive until they have been read
+    held = [x if x is None else x.to(device).contiguous() for x in planes]  # alive until they are read
     source = _abi.Tensor.from_buffer_copy(row)
     source.size = math.prod(shape)
     source.arrays[array] = _abi.Array(form.handle, *(None if x is None else x.data_ptr() for x in held))

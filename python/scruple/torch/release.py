@@ -208,7 +208,7 @@ class Sinks:
         self.sinks = {device: Sink(self, device, held) for device, held in self.devices.items()}
 
     def begin(self):
-        if any(sink.counts.rewritten() for sink in self.sinks.values()):
+        if any(sink.counts.rewritten(self.opt._looked) for sink in self.sinks.values()):
             self.replace(self.params)
         if self.replaced or self.batches == 0 and any(sink.all.moved() for sink in self.sinks.values()):
             self.renew()  # weights move as fully_shard does it with uneven shards before torch 2.8
@@ -480,9 +480,7 @@ class Handle:
     def before_zero_grad(self):
         if self._loop == "steps" and (self._done or self._folded and self._path.released):
             hint = "Call opt.step() after a training pass; put a pass that is none inside `with handle.paused():`"
-            raise UsageError(
-                f"opt.zero_grad() before opt.step(): weights or moments have these gradients. {hint}"
-            )
+            raise UsageError(f"opt.zero_grad() before opt.step(): weights or moments have moved. {hint}")
         if self._loop == "steps" and self._folded:
             # As torch drops gradients. A loop without opt.step() never means that.
             if self._dropped == "in vain":

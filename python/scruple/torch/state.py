@@ -180,10 +180,8 @@ def _checked_groups(opt, saved):
         raise UsageError(f"the state has {counts}; make the optimizer with the same groups")
     for i, (theirs, mine) in enumerate(zip(groups, opt.param_groups)):
         if len(theirs["params"]) != len(mine["params"]):
-            counts = (
-                f"{len(theirs['params'])} parameters in the state and {len(mine['params'])} in the optimizer"
-            )
-            raise UsageError(f"parameter group {i} has {counts}")
+            counts = f"{len(theirs['params'])} parameters in the state and {len(mine['params'])}"
+            raise UsageError(f"parameter group {i} has {counts} in the optimizer")
         if (version := theirs.get("version") or 0) > VERSION:
             raise UsageError(f"the state has version {version}, above {VERSION}; install a newer scruple")
     return [{_SHOWN.get(key, key): value for key, value in group.items()} for group in groups]
@@ -344,10 +342,8 @@ def _read_others(opt, p, number, state, source):
     known = {slot for _, slots, _ in _abi.rules().values() for slot in slots}.difference(layout.slots)
     tensors = [name for name, x in state.items() if isinstance(x, torch.Tensor)]
     if others := [name for name in tensors if str(name).partition("::")[0] in known]:
-        found = (
-            f"parameter {number}: the state has {', '.join(others)}, and {type(opt).__name__} has none here"
-        )
-        raise UsageError(f"{found}; it must come from an optimizer of the same kind and options")
+        found = f"parameter {number}: the state has {', '.join(others)}, and {type(opt).__name__}"
+        raise UsageError(f"{found} has none here; it must come from one of the same kind and options")
     flash = [slot for slot in layout.slots if slot + "::quantized" in state and slot not in state]
     for slot in flash:  # our format flash8, with its fp16 scales at times under the name of bf16
         codes, scales = (_found(number, state, slot + part) for part in ("::quantized", "::scales"))

@@ -51,9 +51,13 @@ class Counts:
             views = torch.frombuffer(self.memory, dtype=dtype).unbind()
         for state, count, view in zip(states, counts, views):
             state.show(count, view)
+        self.watched = [x for state in states for x in (state.shown, *state.entry.planes)]
+        self.places = list(map(torch.Tensor.data_ptr, self.watched))
 
-    def rewritten(self):
-        return self.memory.tobytes() != self.told
+    def rewritten(self, looked):
+        """Whether a user, who has `looked`, has written to a count, or put one or a plane elsewhere (`x.data = ...`)."""
+        moved = looked and list(map(torch.Tensor.data_ptr, self.watched)) != self.places
+        return moved or self.memory.tobytes() != self.told
 
     def advance(self, counts):
         """Shows a step more: these counts, or one that is everybody's. Past torch, whose add_ takes 14 us."""
@@ -146,9 +150,9 @@ class Table(Rows):
         self.strided = [i for i, entry in enumerate(entries) if entry.strided]
         self.kept = None  # the gradients, until the call has been queued
 
-    def fill(self, gradients):
+    def fill(self, gradients, looked):
         """Lends it the gradients of this step. False: a weight is in another place now, or a count another."""
-        if self.moved() or self.counts.rewritten():
+        if self.moved() or self.counts.rewritten(looked):
             return False
         self.kept = self.lend(gradients)
         return True

@@ -6,6 +6,7 @@ optimizer takes that over before its next step (Optimizer._adopt). Without a not
 
 import collections
 import functools
+import sys
 
 import torch
 from torch.optim.optimizer import _get_scalar_dtype
@@ -70,14 +71,12 @@ class State(dict):
                 del self.lent[name]
                 what = f"a tensor that was {name!r} in opt.state before the last step was written to"
                 raise UsageError(f"{what}; read or set opt.state[p][{name!r}] again, and write before a step")
-        if self.entry is None or self.has_moved() or self.get("step") is not self.shown:
+        if self.entry is None or self.get("step") is not self.shown:
             return False
-        same = (self.get(plane.name) is held for plane, held in self.entry.by_plane())
-        return self.param is param and all(same) and not any(map(self.has, self.entry.layout.coded))
-
-    def has_moved(self):
-        """Whether a plane or the count lies elsewhere: `x.data = ...` leaves no note."""
-        return [x.data_ptr() for x in (self.shown, *self.entry.planes)] != [self.place, *self.entry.places]
+        same = all(self.get(plane.name) is held for plane, held in self.entry.by_plane())
+        same = same and self.param is param and not any(map(self.has, self.entry.layout.coded))
+        here = [x.data_ptr() for x in (self.shown, *self.entry.planes)]  # `x.data = ...` leaves no note
+        return same and here == [self.place, *self.entry.places]
 
     def __missing__(self, name):
         if not self.__contains__(name):
@@ -113,6 +112,7 @@ class States(collections.defaultdict):
     def __init__(self, *held):
         super().__init__(dict, *held[-1:])  # a copy gives the factory first
         self.changed = dict.fromkeys(self)
+        self.taken = []  # plain dicts that became states: (parameter, State, dict, what it had)
 
     def note(self, *args):
         one = args and isinstance(args[0], (torch.Tensor, str))
@@ -131,12 +131,21 @@ class States(collections.defaultdict):
             made = State(param, self.changed, held)  # of a plain dict, or of what is another's too
             if owner is param:
                 vars(made).update(vars(held), changed=self.changed)
+            elif owner is None:
+                self.taken.append((param, made, held, dict(held)))
             dict.__setitem__(self, param, made)
             held = made
         if owner is not param:
             held.entry, held.param = None, param
             dict.pop(held, "extra", None)
         return held
+
+    def check_taken(self):
+        """Refuses writes to plain dicts that became a State, by those who have them beside this list."""
+        self.taken = [x for x in self.taken if self.get(x[0]) is x[1] and sys.getrefcount(x[2]) > 2]
+        for _, _, held, was in self.taken:
+            if list(map(id, held.values())) != list(map(id, was.values())):
+                raise UsageError("a dict was written to after a step took it over; write to opt.state[p]")
 
     def __reduce__(self):
         return collections.defaultdict, (dict, dict(self))
