@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "io/file.h"
-#include "train/trainer.h"
+#include "train/run/trainer.h"
 
 namespace {
 

@@ -8,9 +8,9 @@
 #include <filesystem>
 #include <vector>
 
-#include "train/families/families.h"
-#include "train/model.h"
-#include "train/state.h"
+#include "train/model/families/families.h"
+#include "train/model/model.h"
+#include "train/run/state.h"
 
 using namespace scruple;
 

@@ -14,7 +14,7 @@
 #include "commands.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
-#include "train/rows.h"
+#include "train/run/rows.h"
 
 namespace scruple::cli {
 namespace {

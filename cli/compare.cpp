@@ -12,8 +12,8 @@
 #include "commands.h"
 #include "io/file.h"
 #include "text.h"
-#include "train/corpus.h"
-#include "train/report.h"
+#include "train/run/report.h"
+#include "train/text/corpus.h"
 #include "training.h"
 
 namespace scruple::cli {

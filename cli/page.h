@@ -5,8 +5,8 @@
 #include <string>
 
 #include "memory.h"
-#include "train/report.h"
-#include "train/run.h"
+#include "train/run/report.h"
+#include "train/run/run.h"
 
 namespace scruple::cli {
 

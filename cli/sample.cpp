@@ -10,12 +10,12 @@
 #include "commands.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
-#include "train/backend.h"
-#include "train/checkpoint.h"
-#include "train/model.h"
+#include "train/model/model.h"
+#include "train/pass/backend.h"
 #include "train/random.h"
-#include "train/tokenizer.h"
-#include "train/utf8.h"
+#include "train/run/checkpoint.h"
+#include "train/text/tokenizer.h"
+#include "train/text/utf8.h"
 #include "training.h"
 
 namespace scruple::cli {

@@ -10,11 +10,11 @@
 #include "io/file.h"
 #include "names.h"
 #include "text.h"
-#include "train/documents.h"
-#include "train/model.h"
-#include "train/tokenizer.h"
-#include "train/tokens.h"
-#include "train/utf8.h"
+#include "train/model/model.h"
+#include "train/text/documents.h"
+#include "train/text/tokenizer.h"
+#include "train/text/tokens.h"
+#include "train/text/utf8.h"
 
 namespace scruple::cli {
 namespace {

@@ -17,10 +17,10 @@
 #include "names.h"
 #include "page.h"
 #include "text.h"
-#include "train/checkpoint.h"
-#include "train/folder.h"
-#include "train/model.h"
-#include "train/report.h"
+#include "train/model/model.h"
+#include "train/run/checkpoint.h"
+#include "train/run/folder.h"
+#include "train/run/report.h"
 #include "training.h"
 
 namespace scruple::cli {

@@ -13,11 +13,11 @@
 #include "choice.h"
 #include "memory.h"
 #include "text.h"
-#include "train/data.h"
-#include "train/model.h"
-#include "train/run.h"
-#include "train/tokenizer.h"
-#include "train/trainer.h"
+#include "train/model/model.h"
+#include "train/run/run.h"
+#include "train/run/trainer.h"
+#include "train/text/data.h"
+#include "train/text/tokenizer.h"
 
 namespace scruple::cli {
 

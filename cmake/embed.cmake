@@ -1,5 +1,5 @@
 # Puts a style sheet and a script into a page, at {{style}} and {{script}}, and the page into a C++ header as kPage.
-# {{title}} and {{data}} are left to train/report.cpp.
+# {{title}} and {{data}} are left to train/run/report.cpp.
 # usage: cmake -P embed.cmake PAGE.html STYLE.css SCRIPT.js HEADER.h
 file(READ "${CMAKE_ARGV3}" page)
 file(READ "${CMAKE_ARGV4}" style)

@@ -1,5 +1,5 @@
 // Fuzzes the reader of JSON lines, which may only throw std::runtime_error. fuzz/run.sh builds and runs it.
-#include "train/jsonl.h"
+#include "train/text/jsonl.h"
 
 #include <cstdint>
 #include <cstdlib>

@@ -37,10 +37,10 @@ for target in "${targets[@]}"; do
   sources=() more=(-malloc_limit_mb=1)
   case $target in
     checkpoint) sources=(io/*.cpp) more+=(-dict=fuzz/words.dict) ;;
-    jsonl) sources=(train/jsonl.cpp train/utf8.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/jsonl.dict) ;;
+    jsonl) sources=(train/text/jsonl.cpp train/text/utf8.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/jsonl.dict) ;;
     # A regular expression takes more than its text: PCRE2's compiled form, its machine code and its stack.
     tokenizer)
-      sources=(train/{bpe,json_object,pattern,tokenizer,utf8}.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
+      sources=(train/text/{bpe,json_object,pattern,tokenizer,utf8}.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
       more=(-dict=fuzz/tokenizer.dict -malloc_limit_mb=32) ;;
     *) echo "there is no fuzz target $target; there are checkpoint, jsonl and tokenizer" >&2 && exit 2 ;;
   esac

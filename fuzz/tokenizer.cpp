@@ -1,12 +1,12 @@
 // Fuzzes tokenizers: a tokenizer.json, and behind its first zero byte a text that becomes tokens and text again. They may
 // only throw std::runtime_error. fuzz/run.sh builds and runs it.
-#include "train/tokenizer.h"
+#include "train/text/tokenizer.h"
 
 #include <cstdint>
 #include <cstdlib>
 #include <stdexcept>
 
-#include "train/utf8.h"
+#include "train/text/utf8.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using scruple::train::Tokenizer;

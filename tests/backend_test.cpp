@@ -1,7 +1,7 @@
-// A backend that is no CPU's: the loop, the state, the sink and checkpoints ask of it what train/backend.h says, and no
+// A backend that is no CPU's: the loop, the state, the sink and checkpoints ask of it what train/pass/backend.h says, and no
 // more. It has memory of its own, which says that the host cannot touch it, reads weights as bf16 codes and hands
 // gradients over whole, as bf16.
-#include "train/backend.h"
+#include "train/pass/backend.h"
 
 #include <gtest/gtest.h>
 
@@ -15,9 +15,9 @@
 #include "formats/bf16.h"
 #include "tests/files.h"
 #include "tests/jobs.h"
-#include "train/checkpoint.h"
-#include "train/model.h"
-#include "train/trainer.h"
+#include "train/model/model.h"
+#include "train/run/checkpoint.h"
+#include "train/run/trainer.h"
 
 namespace scruple::train {
 namespace {

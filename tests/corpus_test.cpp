@@ -1,6 +1,6 @@
 // The grammar: that its entropy is what samples show, that lines tell their choices, that seeds decide
 // everything.
-#include "train/corpus.h"
+#include "train/text/corpus.h"
 
 #include <gtest/gtest.h>
 

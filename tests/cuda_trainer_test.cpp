@@ -10,9 +10,9 @@
 
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
-#include "train/checkpoint.h"
-#include "train/corpus.h"
-#include "train/trainer.h"
+#include "train/run/checkpoint.h"
+#include "train/run/trainer.h"
+#include "train/text/corpus.h"
 
 namespace scruple::train {
 namespace {

@@ -1,5 +1,5 @@
 // Documents from every kind of file, both layouts to the token, which targets count, and the words of what is refused.
-#include "train/data.h"
+#include "train/text/data.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,8 +12,8 @@
 
 #include "files.h"
 #include "io/crc32.h"
-#include "train/jsonl.h"
 #include "train/random.h"
+#include "train/text/jsonl.h"
 
 namespace scruple_tests {
 namespace {

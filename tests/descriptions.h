@@ -2,8 +2,8 @@
 // gradients_test.py.
 #pragma once
 
-#include "train/families/gpt2.h"
-#include "train/families/llama.h"
+#include "train/model/families/gpt2.h"
+#include "train/model/families/llama.h"
 
 namespace scruple::train {
 

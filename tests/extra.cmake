@@ -59,7 +59,7 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   set_tests_properties(compare_report train_report PROPERTIES FIXTURES_SETUP reports)
   add_test(NAME script_names COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/scripts/check_script.py
                                      report.js report.css report.html
-           WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}/train/report)
+           WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}/train/run/page)
   find_program(SCRUPLE_CHROMIUM NAMES chromium chromium-browser google-chrome)
   add_test(NAME report_in_browser
            COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/browser_test.py ${SCRUPLE_CHROMIUM}

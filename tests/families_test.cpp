@@ -1,6 +1,6 @@
 // Configs of every family, as Hugging Face writes them: what description they make, and what is refused and
 // how.
-#include "train/families/families.h"
+#include "train/model/families/families.h"
 
 #include <gtest/gtest.h>
 

@@ -20,7 +20,7 @@
 #include "train/cpu/layers.h"
 #include "train/cpu/math.h"
 #include "train/cpu/transformer.h"
-#include "train/families/gpt2.h"
+#include "train/model/families/gpt2.h"
 
 namespace scruple::train {
 namespace {

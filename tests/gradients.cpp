@@ -9,7 +9,7 @@
 #include <exception>
 
 #include "tests/jobs.h"
-#include "train/model.h"
+#include "train/model/model.h"
 
 using namespace scruple;
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "train/trainer.h"
+#include "train/run/trainer.h"
 
 namespace scruple::train {
 

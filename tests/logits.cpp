@@ -1,8 +1,8 @@
 // Prints the logits after a text, as the trainer computes them. usage: logits FOLDER TEXT
 #include <cstdio>
 
-#include "train/backend.h"
-#include "train/model.h"
+#include "train/model/model.h"
+#include "train/pass/backend.h"
 
 using namespace scruple;
 

@@ -8,7 +8,7 @@
 #include "tests/descriptions.h"
 #include "tests/files.h"
 #include "tests/jobs.h"
-#include "train/trainer.h"
+#include "train/run/trainer.h"
 
 namespace scruple::train {
 namespace {

@@ -1,5 +1,5 @@
 // Models as Hugging Face folders: what is written is read back bit for bit, what does not fit is refused.
-#include "train/model.h"
+#include "train/model/model.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

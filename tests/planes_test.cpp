@@ -7,7 +7,7 @@
 #include <set>
 
 #include "tests/files.h"
-#include "train/checkpoint.h"
+#include "train/run/checkpoint.h"
 
 namespace scruple_tests {
 namespace {

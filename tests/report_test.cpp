@@ -1,6 +1,6 @@
 // The report's data: every number comes back bit for bit, no name can leave its place, bad lists are refused.
 // With SCRUPLE_REPORT_DIR set, the samples are also written there for tests/browser_test.py to open.
-#include "train/report.h"
+#include "train/run/report.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // The trainer as a whole: policies, accumulation, clipping, loss scaling and thread counts on a small model
 // that learns a real (tiny) task.
-#include "train/trainer.h"
+#include "train/run/trainer.h"
 
 #include <gtest/gtest.h>
 
@@ -16,8 +16,8 @@
 #include "formats/codec.h"
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
-#include "train/corpus.h"
-#include "train/run.h"
+#include "train/run/run.h"
+#include "train/text/corpus.h"
 
 namespace scruple::train {
 namespace {

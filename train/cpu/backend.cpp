@@ -1,6 +1,6 @@
 // The CPU as a backend: planes and activations in host memory, weights decoded to fp32 a layer at a time, gradients
 // handed over in tiles of rows.
-#include "train/backend.h"
+#include "train/pass/backend.h"
 
 #include <utility>
 

@@ -11,7 +11,7 @@
 #include "engine/threads.h"
 #include "train/cpu/blas.h"
 #include "train/cpu/transformer.h"
-#include "train/ledger.h"
+#include "train/pass/ledger.h"
 
 namespace scruple::train {
 

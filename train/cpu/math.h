@@ -3,7 +3,7 @@
 #pragma once
 
 #include "formats/codec.h"
-#include "train/description.h"
+#include "train/model/description.h"
 
 namespace scruple::train {
 

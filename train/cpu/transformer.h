@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "engine/threads.h"
-#include "train/backend.h"
+#include "train/pass/backend.h"
 
 namespace scruple::train {
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "train/backend.h"
+#include "train/pass/backend.h"
 
 namespace scruple::train::cuda {
 

@@ -1,6 +1,6 @@
 // A GPU as a backend: planes and activations in its memory, weights read where they lie, gradients handed over as they
 // are computed.
-#include "train/backend.h"
+#include "train/pass/backend.h"
 
 #include <optional>
 #include <stdexcept>

@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "train/ledger.h"
+#include "train/pass/ledger.h"
 
 namespace scruple::train::cuda {
 

@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "train/description.h"
+#include "train/model/description.h"
 
 namespace scruple::train::cuda {
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "train/backend.h"
 #include "train/cuda/device.h"
 #include "train/cuda/layers.h"
+#include "train/pass/backend.h"
 
 namespace scruple::train::cuda {
 

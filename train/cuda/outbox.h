@@ -6,9 +6,9 @@
 #include <functional>
 #include <vector>
 
-#include "train/backend.h"
 #include "train/cuda/layers.h"
 #include "train/cuda/recording.h"
+#include "train/pass/backend.h"
 
 namespace scruple::train::cuda {
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "train/backend.h"
 #include "train/cuda/device.h"
+#include "train/pass/backend.h"
 
 namespace scruple::train::cuda {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "train/cuda/device.h"
-#include "train/ledger.h"
+#include "train/pass/ledger.h"
 
 namespace scruple::train::cuda {
 

@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "train/backend.h"
 #include "train/cuda/device.h"
+#include "train/pass/backend.h"
 
 namespace scruple::train::cuda {
 

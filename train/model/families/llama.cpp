@@ -1,0 +1,90 @@
+// Llama 1 to 3 (Touvron et al., 2302.13971 and 2307.09288; Dubey et al., 2407.21783).
+#include "train/model/families/llama.h"
+
+namespace scruple::train {
+namespace {
+
+// transformers writes {"rope_parameters": {"rope_theta": ...}} since its version 5; before, rope_theta stood
+// beside {"rope_scaling": ...}, or null.
+Rotary rotary_of(const Config& config) {
+  const bool recent = config.has("rope_parameters");
+  const Config scaling = config.object(recent ? "rope_parameters" : "rope_scaling");
+  Rotary rotary;
+  rotary.base = (recent && scaling.has("rope_theta") ? scaling : config).positive("rope_theta", 10000);
+  if (rotary.base <= 1) config.refuse("rope_theta", "it must be above 1");
+  scaling.expect("partial_rotary_factor", 1.0);
+  const char* const key = scaling.has("rope_type") ? "rope_type" : "type";
+  const std::string type = scaling.string(key, "default");
+  if (type == "default") return rotary;
+  if (type != "llama3") scaling.refuse(key, "this trainer computes with \"default\" and \"llama3\" only");
+  rotary.factor = scaling.positive("factor");
+  rotary.slow = scaling.positive("low_freq_factor");
+  rotary.fast = scaling.positive("high_freq_factor");
+  rotary.first_context = scaling.integer("original_max_position_embeddings");
+  if (rotary.fast <= rotary.slow) scaling.refuse("high_freq_factor", "it must be above low_freq_factor");
+  if (rotary.first_context < 1) scaling.refuse("original_max_position_embeddings", "it must be 1 or more");
+  return rotary;
+}
+
+}  // namespace
+
+const Names& llama_names() {
+  static const Names names = {.tokens = "model.embed_tokens",
+                              .positions = nullptr,
+                              .layers = "model.layers.",
+                              .attention_norm = "input_layernorm",
+                              .attention_in = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
+                              .query_norm = "self_attn.q_norm",
+                              .key_norm = "self_attn.k_norm",
+                              .attention_out = "self_attn.o_proj",
+                              .mlp_norm = "post_attention_layernorm",
+                              .mlp_in = {"mlp.gate_proj", "mlp.up_proj"},
+                              .mlp_out = "mlp.down_proj",
+                              .last_norm = "model.norm",
+                              .head = "lm_head"};
+  return names;
+}
+
+Description llama_like(const Config& config, const LlamaDefaults& defaults) {
+  config.expect("hidden_act", "silu");
+  Description model;
+  model.layers = config.integer("num_hidden_layers");
+  model.width = config.integer("hidden_size");
+  model.heads = config.integer("num_attention_heads");
+  model.context = config.integer("max_position_embeddings");
+  model.vocabulary = config.integer("vocab_size");
+  model.inner = config.integer("intermediate_size");
+  model.kv_heads = config.integer("num_key_value_heads",
+                                  defaults.kv_heads > 0 ? defaults.kv_heads : model.heads, model.heads);
+  model.head_width = config.integer("head_dim", defaults.head_width);
+  if (model.head_width == 0) {
+    if (model.heads < 1 || model.width % model.heads != 0)
+      config.refuse("num_attention_heads",
+                    "without head_dim it must divide hidden_size, " + std::to_string(model.width));
+    model.head_width = model.width / model.heads;
+  }
+  model.norm = NormKind::rms;
+  model.epsilon = config.positive("rms_norm_eps", 1e-6);
+  model.rotary = rotary_of(config);
+  model.mlp = Mlp::gated_silu;
+  model.tied = config.flag("tie_word_embeddings", false);
+  model.deviation = model.residual = config.positive("initializer_range", 0.02);
+  model.names = &llama_names();
+  return model;
+}
+
+std::int64_t window_of(const Config& config) {
+  constexpr const char* kKey = "sliding_window";
+  const std::int64_t window = config.integer(kKey, 4096, 0);
+  if (window < 1 && config.has(kKey)) config.refuse(kKey, "it must be null, or 1 or more");
+  return window;
+}
+
+Description llama_family(const Config& config) {
+  Description model = llama_like(config, {});
+  model.qkv_bias = model.attention_out_bias = config.flag("attention_bias", false);
+  model.mlp_bias = config.flag("mlp_bias", false);
+  return model;
+}
+
+}  // namespace scruple::train

@@ -1,0 +1,91 @@
+// A model as Hugging Face keeps it: a folder with config.json, the weights in one or several safetensors files, and
+// what its tokenizer needs. transformers loads what is written here. Problems are thrown as std::runtime_error.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "include/scruple/scruple.h"
+#include "io/safetensors.h"
+#include "train/model/families/gpt2.h"
+#include "train/text/tokenizer.h"
+
+namespace scruple::train {
+
+struct ModelConfig {
+  Description shape;
+  std::string text;  // of its config.json
+};
+ModelConfig gpt2_model(const GptShape& shape);
+
+// The folder that a model is in: what `path` names, or where the config.json is that it names.
+std::string folder_of_model(const std::string& path);
+
+// A model's folder, its files mapped; or a config.json, a model without weights. All that can be wrong with the names
+// and shapes of its tensors is found when it is opened; values are read one parameter at a time.
+class ModelFolder {
+ public:
+  // `context` as in describe().
+  explicit ModelFolder(const std::string& path, std::int64_t context = 0);
+
+  const ModelConfig& config() const { return config_; }
+  const std::string& folder() const { return folder_; }
+  bool has_weights() const { return !tensors_.empty(); }
+  // `count` values of parameters_of(shape)[parameter] from `first` on, as fp32.
+  void read(int parameter, std::int64_t first, std::int64_t count, float* values) const;
+
+ private:
+  void open_weights();
+  void check_rest() const;
+  const io::StoredTensor* find(const std::string& name) const;
+
+  std::string folder_;
+  ModelConfig config_;
+  std::vector<std::unique_ptr<io::Safetensors>> files_;
+  std::vector<const io::StoredTensor*> tensors_;  // of each parameter
+};
+
+// What a tokenizer needs, and what transformers keeps beside it.
+inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
+                                                  "tokenizer_config.json",
+                                                  "special_tokens_map.json",
+                                                  "added_tokens.json",
+                                                  "vocab.json",
+                                                  "merges.txt",
+                                                  "tokenizer.model",
+                                                  "chat_template.jinja",
+                                                  "generation_config.json"};
+// Those of them that are in the folder `from` and not in `to`.
+void copy_tokenizer(const std::string& from, const std::string& to);
+bool has_tokenizer(const std::string& folder);
+// The token after a document: what tokenizer_config.json or special_tokens_map.json calls eos_token, or else the
+// eos_token_id of generation_config.json or config.json.
+std::optional<Token> end_token(const std::string& folder, const Tokenizer& tokenizer);
+// Those that end an answer: that one, and every eos_token_id, of which chat models have several.
+std::vector<Token> stop_tokens(const std::string& folder, const Tokenizer& tokenizer);
+
+// One parameter, f32, bf16 or f16; `values` is called when it is written, and its memory may then be reused.
+struct ParameterData {
+  io::Dtype dtype;
+  std::function<const void*()> values;
+};
+
+// `parameters` in the order of parameters_of(shape). The folder is made if need be; each of the two files
+// appears whole or not at all, the config last. A head that is tied to the embedding is not stored
+// again. `notes` go into the metadata of the weights.
+void write_model(const std::string& folder, const ModelConfig& model,
+                 const std::vector<ParameterData>& parameters, io::Metadata notes = {});
+
+// A model whose weights are all in host memory, in fp32.
+struct Model {
+  Description shape;
+  std::vector<std::vector<float>> parameters;  // in the order of parameters_of(shape)
+  std::vector<scruple_tensor> visible()
+      const;  // as a backend on the host wants them, while `parameters` stay
+};
+Model read_model(const std::string& folder, std::int64_t context = 0);
+
+}  // namespace scruple::train

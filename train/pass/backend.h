@@ -1,0 +1,119 @@
+// What training asks of a device: memory for planes, an engine that steps them there, and a model's passes over
+// activations that nobody else sees. The loop, the state, checkpoints and reports know no more of it.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "include/scruple/scruple.hpp"
+#include "train/model/description.h"
+#include "train/pass/ledger.h"
+
+namespace scruple::train {
+
+// What activations and their gradients are stored in between layers, and between forward and backward
+// (Micikevicius et al., 1710.03740). Products and reductions accumulate in fp32; softmax, the norms'
+// statistics and the loss stay fp32.
+enum class Precision { fp32, bf16, fp16 };
+inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // their names, and their formats'
+
+// What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing, the inside of
+// each MLP, or all of each layer but its input. The bits are the same.
+enum class Recompute { none, mlp, block };
+inline constexpr const char* kRecomputes[] = {"none", "mlp", "block"};  // their names
+
+// A model as it is trained.
+struct Setup {
+  Description shape;
+  std::int64_t batch = 16;  // windows in a micro-batch
+  Precision activations = Precision::fp32;
+  Recompute recompute = Recompute::none;
+  bool offloads = false;  // a GPU's residual stream waits in host memory; the bits are the same
+  bool graphs = true;     // a GPU's kernels are recorded once and launched again; the bits are the same
+};
+
+// batch x context tokens, and what follows each; in host memory.
+struct Batch {
+  const std::int32_t *tokens, *targets;  // a target below 0 counts for nothing
+  // Where in its window each token's document begins; nullptr: all at 0. A token sees nothing before it, and
+  // its position is counted from it.
+  const std::int32_t* starts = nullptr;
+};
+
+// Throws std::invalid_argument where no such model is, or no such batch.
+void check_setup(const Setup& setup);
+// The same where a token is outside the vocabulary.
+void check_tokens(const Description& model, const std::int32_t* tokens, std::int64_t count);
+// The same where a token, a target or a start of a batch of `rows` tokens cannot be. Writes each token's position in its
+// document; returns how many targets count.
+std::int64_t read_batch(const Description& model, std::int64_t rows, const Batch& batch,
+                        std::int32_t* positions);
+
+// A row for each parameter, in the order of parameters_of(shape), whose weight is {format, codes} as the model
+// computes with it: bf16 where it is kept as bf16+8. In the backend's memory.
+using Visible = std::span<const scruple_tensor>;
+// Such a weight's fp32 values, where the host can read it: its own memory, or `scratch` filled with them.
+const float* visible_values(Engine& engine, const scruple_tensor& weight, float* scratch);
+
+// A model that can be trained. Its memory was taken when it was made. Batches are read before a call returns; the rest may
+// still be at work then.
+class Network {
+ public:
+  virtual ~Network() = default;
+  // A forward and a backward pass: gradients of weight * *sink.loss_scale() * the mean loss in nats over the targets that
+  // count. Each parameter's goes to the sink once, as soon as it can be computed: whole or in pieces, in any format, in
+  // the backend's memory. Its weight may be stepped inside the call.
+  virtual void train(Visible weights, const Batch& batch, Sink& sink, float weight) = 0;
+  // The mean loss of each train() since this was last asked, 0 where no target counted. It needs the work that these have
+  // queued to be done, and waits for it; after Sink::read(), which waits too, there is nothing left to wait for.
+  virtual std::vector<double> losses() = 0;
+  // The mean loss, for validation.
+  virtual double loss(Visible weights, const Batch& batch) = 0;
+};
+
+// A model that goes on from tokens.
+class Generator {
+ public:
+  virtual ~Generator() = default;
+  // The logits (vocabulary of them, in host memory) after all that was fed, the last of these `count` tokens included.
+  // Throws std::invalid_argument beyond the context, and then nothing was fed.
+  virtual void feed(Visible weights, const std::int32_t* tokens, std::int64_t count, float* logits) = 0;
+  virtual std::int64_t length() const = 0;  // tokens fed
+  virtual void clear() = 0;                 // as if none had been
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual Engine& engine() = 0;
+  virtual Memory& memory() = 0;  // where its planes and accumulators lie
+  // Bytes of gradients that exist at once where each is stepped as soon as it is there.
+  virtual std::int64_t released_bytes(const std::vector<Parameter>& parameters,
+                                      Precision activations) const = 0;
+  // Throws std::invalid_argument where problem_with() finds one. `policy`: of the sink that takes its gradients.
+  // `weights`: those that it will read, in their formats.
+  virtual std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
+                                           Ledger& ledger) = 0;
+  virtual std::unique_ptr<Generator> generator(const Description& shape, Ledger& ledger) = 0;
+
+  virtual std::string device() const = 0;  // "NVIDIA H200"; "CPU, 2 threads"
+  virtual double peak_flops() const {
+    return 0;
+  }  // of its products per second, as its maker says; 0: not known
+  // What its memory can still give. Not asked where memory() is the host's.
+  virtual std::int64_t free_bytes() { return std::numeric_limits<std::int64_t>::max(); }
+};
+
+// The backends there are. `threads`: 0, one for each core.
+using OpenBackend = std::unique_ptr<Backend> (*)(int threads);
+std::unique_ptr<Backend> cpu_backend(int threads);  // train/cpu/
+// train/cuda/; throws std::runtime_error where this build has none (train/pass/no_cuda.cpp), or, when its engine is first
+// asked for, where this machine has no GPU: to count what a run would take none is needed.
+std::unique_ptr<Backend> cuda_backend(int threads);
+bool has_cuda();  // a GPU that it can run on
+
+}  // namespace scruple::train

@@ -1,0 +1,176 @@
+#include "train/run/checkpoint.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <span>
+#include <vector>
+
+#include "train/model/families/families.h"
+
+namespace scruple::train {
+namespace {
+
+using io::fail;
+
+io::LossScale stored_form(const scruple_scaler& scaler) {
+  return {scaler.scale, scaler.growth, scaler.backoff, scaler.interval, scaler.clean};
+}
+
+}  // namespace
+
+std::string checkpoints_of(const std::string& run) { return run + "/checkpoints"; }
+
+namespace {
+
+std::int64_t noted(const io::Checkpoint& checkpoint, const char* name) {
+  const io::Metadata& notes = checkpoint.manifest().trainer;
+  const auto found = notes.find(name);
+  const char* const text = found == notes.end() ? "" : found->second.c_str();
+  char* end = nullptr;
+  const std::int64_t value = std::strtoll(text, &end, 10);
+  if (end == text || *end != '\0') fail(checkpoint.folder(), " says nothing of the run's ", name);
+  return value;
+}
+
+}  // namespace
+
+ModelConfig config_of(const io::Checkpoint& checkpoint) {
+  const io::Metadata& notes = checkpoint.manifest().trainer;
+  const auto program = notes.find("program");
+  if (program == notes.end() || program->second != kProgram)
+    fail(checkpoint.folder(),
+         " was not saved by 'scruple train', so nothing says what model its tensors make");
+  const std::int64_t context = noted(checkpoint, "--context");
+  if (const auto config = notes.find(kConfigNote); config != notes.end())
+    return {describe(config->second, checkpoint.folder() + ": its model's config", context), config->second};
+  const GptShape shape = {.layers = noted(checkpoint, "--layers"),
+                          .width = noted(checkpoint, "--width"),
+                          .heads = noted(checkpoint, "--heads"),
+                          .context = context};
+  if (const std::string problem = problem_with(gpt2(shape)); !problem.empty())
+    fail(checkpoint.folder(), ": ", problem);
+  return gpt2_model(shape);
+}
+
+Model model_of(Engine& engine, const io::Checkpoint& checkpoint) {
+  Model model;
+  model.shape = config_of(checkpoint).shape;
+  const io::Manifest& manifest = checkpoint.manifest();
+  const std::vector<io::Group> groups = groups_of(checkpoint);
+  const std::vector<Parameter> parameters = parameters_of(model.shape);
+  if (manifest.tensors.size() != parameters.size())
+    fail(checkpoint.folder(), " has ", manifest.tensors.size(), " tensors, and a model of its shape has ",
+         parameters.size());
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    const io::TensorState& tensor = manifest.tensors[p];
+    if (tensor.name != parameters[p].name || tensor.shape != parameters[p].shape)
+      fail(checkpoint.folder(), ": tensor ", p, " is \"", tensor.name, "\", and its model has \"",
+           parameters[p].name, "\" there, or of another shape");
+    const Optimizer optimizer = optimizer_of(groups.at(tensor.group));
+    const Tensor stored(engine, row_of(tensor, optimizer.raw()));
+    scruple_tensor row = stored.raw();
+    for (std::size_t plane = 0; plane < tensor.arrays[0].planes.size(); ++plane)
+      checkpoint.read(tensor, tensor.arrays[0], tensor.arrays[0].planes[plane],
+                      plane_of(row, tensor, 0, plane));
+    const std::string visible = visible_format(row.arrays[SCRUPLE_WEIGHT]);
+    if (visible != tensor.arrays[0].format)
+      row.arrays[SCRUPLE_WEIGHT] = {format_named(visible.c_str()), row.arrays[SCRUPLE_WEIGHT].codes, nullptr,
+                                    SCRUPLE_NEAREST, 0};
+    std::vector<float>& values = model.parameters.emplace_back(static_cast<std::size_t>(row.size));
+    check(scruple_decode(engine.raw(), &row, SCRUPLE_WEIGHT, values.data()));
+  }
+  return model;
+}
+
+namespace {
+constexpr const char* kStep = "step";  // in the metadata of exported weights
+}
+
+void write_weights(const std::string& folder, const ModelConfig& model, Trainer& trainer, Ledger& ledger) {
+  const std::vector<scruple_tensor>& visible = trainer.state().visible();
+  Memory& memory = trainer.memory();
+  std::vector<ParameterData> data;
+  Block decoded;
+  std::vector<float> copy;  // of a weight that the host cannot read
+  for (const scruple_tensor& row : visible) {
+    const scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
+    const std::string format = info_of(weight.format).name;
+    const bool is_half = format == "bf16" || format == "fp16";
+    const io::Dtype dtype = format == "bf16" ? io::Dtype::bf16 : is_half ? io::Dtype::f16 : io::Dtype::f32;
+    if (is_half && memory.is_host()) {
+      data.push_back({dtype, [&weight] { return weight.codes; }});
+    } else if (memory.is_host()) {
+      data.push_back({dtype, [&, format] {
+                        decoded = Block();
+                        if (format != "fp32")
+                          decoded = Block(ledger, "workspace", row.size * std::int64_t{sizeof(float)});
+                        return visible_values(trainer.engine(), row, decoded.as<float>());
+                      }});
+    } else {
+      data.push_back({dtype, [&, is_half] {
+                        copy.resize(static_cast<std::size_t>(is_half ? (row.size + 1) / 2 : row.size));
+                        if (is_half)
+                          memory.read(copy.data(), weight.codes, 2 * row.size);
+                        else
+                          check(scruple_decode(trainer.engine().raw(), &row, SCRUPLE_WEIGHT, copy.data()));
+                        return copy.data();
+                      }});
+    }
+  }
+  write_model(folder, model, data, {{kStep, std::to_string(trainer.steps_taken())}});
+}
+
+std::int64_t weights_step(const std::string& folder) {
+  try {
+    const io::Safetensors weights(folder + "/model.safetensors");
+    const auto step = weights.metadata().find(kStep);
+    const bool whole = std::filesystem::exists(folder + "/config.json");  // which comes last
+    return !whole || step == weights.metadata().end() ? -1 : std::strtoll(step->second.c_str(), nullptr, 10);
+  } catch (const std::exception&) {
+    return -1;
+  }
+}
+
+void keep_last(const std::string& run, std::int64_t keep) {
+  const std::string folder = checkpoints_of(run);
+  const std::vector<std::int64_t> steps = io::saved_steps(folder);
+  for (std::size_t i = 0; keep > 0 && i + static_cast<std::size_t>(keep) < steps.size(); ++i)
+    io::remove_folder(folder + "/" + io::step_name(steps[i]));
+}
+
+void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes, const std::string& run,
+          std::int64_t keep) {
+  const Position position = trainer.position();
+  const State& state = trainer.state();
+  io::Manifest manifest;
+  manifest.library = scruple_version();
+  manifest.recipe = recipe;
+  manifest.step = position.taken;
+  manifest.groups = {group_of(trainer.decaying()), group_of(trainer.undecayed())};
+  if (position.scaler.scale > 0) manifest.loss_scale = stored_form(position.scaler);
+  manifest.trainer = notes;
+  for (std::size_t p = 0; p < state.parameters().size(); ++p) {
+    const Parameter& parameter = state.parameters()[p];
+    io::TensorState& tensor =
+        manifest.tensors.emplace_back(stored_form(parameter.name, parameter.shape, state.table()[p]));
+    tensor.group = parameter.decays ? 0 : 1;
+    tensor.step = position.steps[p];
+    if (position.adagc_norms[p] > 0 && std::isfinite(position.adagc_norms[p]))
+      tensor.adagc_norm = position.adagc_norms[p];
+  }
+  const std::string folder = checkpoints_of(run);
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) fail("cannot make the folder ", folder, ": ", error.message());
+  io::NewCheckpoint made(folder + "/" + io::step_name(position.taken), manifest, 1);
+  for (std::size_t t = 0; t < manifest.tensors.size(); ++t)
+    for (std::size_t a = 0; a < manifest.tensors[t].arrays.size(); ++a)
+      for (std::size_t p = 0; p < manifest.tensors[t].arrays[a].planes.size(); ++p)
+        for_each_part(trainer.memory(), plane_of(state.table()[t], manifest.tensors[t], a, p),
+                      [&](std::span<const std::byte> part) { made.write(t, a, p, part); });
+  made.finish();
+  keep_last(run, keep);
+}
+
+}  // namespace scruple::train

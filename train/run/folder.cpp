@@ -1,0 +1,202 @@
+#include "train/run/folder.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cmath>
+#include <filesystem>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "io/checkpoint.h"
+#include "io/file.h"
+#include "io/json.h"
+#include "train/model/model.h"
+#include "train/run/checkpoint.h"
+
+namespace scruple::train {
+namespace {
+
+namespace fs = std::filesystem;
+using io::fail;
+using nlohmann::ordered_json;
+
+// All that a run writes, beside its checkpoints.
+std::vector<std::string> files_of_run() {
+  std::vector<std::string> files = {"metrics.jsonl", "report.html", "model.safetensors", "config.json"};
+  files.insert(files.end(), std::begin(kTokenizerFiles), std::end(kTokenizerFiles));
+  return files;
+}
+
+nlohmann::json parsed(const std::string& line) {
+  const auto is_shallow = [](int depth, auto, const auto&) { return depth <= io::kMaxJsonDepth; };
+  return nlohmann::json::parse(line, is_shallow, /*allow_exceptions=*/false);
+}
+
+double number_or_nan(const nlohmann::json& row, const char* key) {
+  const auto found = row.find(key);
+  return found != row.end() && found->is_number() ? found->get<double>() : std::nan("");
+}
+
+// Every run has one, and no other program's file begins so by accident. A run that was killed early has an empty one.
+bool has_metrics(const std::string& run) {
+  std::ifstream file(metrics_path(run));
+  std::string line;
+  if (!file) return false;
+  if (!std::getline(file, line)) return true;
+  const nlohmann::json row = parsed(line);
+  return row.is_object() && row.contains("step");
+}
+
+// What of a checkpoint's folder is not a checkpoint's, or "".
+std::string foreign_in(const fs::path& checkpoint) {
+  if (fs::symlink_status(checkpoint).type() != fs::file_type::directory) return checkpoint.string();
+  for (const auto& entry : fs::directory_iterator(checkpoint)) {
+    const fs::path& path = entry.path();
+    if (path.filename() != "manifest.json" && path.extension() != ".safetensors") return path.string();
+    if (!entry.is_regular_file()) return path.string();
+  }
+  return "";
+}
+
+// What stands where a run's files would be and is not a run's, or "".
+std::string foreign_to_run(const std::string& run) {
+  for (const std::string& name : files_of_run())
+    if (const std::string path = run + "/" + name; fs::exists(path) && !fs::is_regular_file(path))
+      return path;
+  const std::string folder = checkpoints_of(run);
+  if (fs::exists(folder) && !fs::is_directory(folder)) return folder;
+  for (const std::int64_t step : io::saved_steps(folder))
+    if (const std::string foreign = foreign_in(folder + "/" + io::step_name(step)); !foreign.empty())
+      return foreign;
+  return "";
+}
+
+std::string found_of_run(const std::string& run) {
+  for (const std::string& name : files_of_run())
+    if (fs::exists(fs::symlink_status(run + "/" + name))) return name;
+  return fs::exists(fs::symlink_status(checkpoints_of(run))) ? "checkpoints" : "";
+}
+
+}  // namespace
+
+RunFolder::RunFolder(const std::string& path) : path_(path) {
+  lock_ = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (lock_ >= 0 && ::flock(lock_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    ::close(lock_);
+    fail("another process is training into ", path, "; wait for its end, or choose another folder");
+  }
+}
+
+RunFolder::~RunFolder() {
+  if (lock_ >= 0) ::close(lock_);
+}
+
+void RunFolder::claim(bool replace) {
+  const std::string found = found_of_run(path_);
+  if (!found.empty() && !has_metrics(path_))
+    fail(path_, " has ", found,
+         " and no metrics.jsonl of a run, so that another program may have written it; a new run would "
+         "replace it, which --force does to the files of earlier runs alone: choose another --out, or move "
+         "it away");
+  if (!found.empty() && !replace)
+    fail(path_, " has ", found, " of an earlier run; choose another --out, or replace that run with --force");
+  if (const std::string foreign = foreign_to_run(path_); !found.empty() && !foreign.empty())
+    fail(foreign, " is not what a run writes, so --force leaves it; choose another --out, or move it away");
+  const io::NewFile possible(metrics_path(path_));
+  replaces_ = !found.empty();
+}
+
+// The checkpoints go first and the metrics last, which the new run's replace: a kill in between leaves a run that is
+// shorter, never one with another's checkpoints.
+void RunFolder::begin() {
+  if (!std::exchange(replaces_, false)) return;
+  const std::string folder = checkpoints_of(path_);
+  const std::vector<std::int64_t> steps = io::saved_steps(folder);
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step)
+    io::remove_folder(folder + "/" + io::step_name(*step));
+  io::remove_partial(folder, "step-");
+  std::error_code ignored;
+  if (!fs::is_symlink(folder, ignored)) fs::remove(folder, ignored);  // others' files may be in it
+  for (const std::string& name : files_of_run())
+    if (path_ + "/" + name != metrics_path(path_)) fs::remove(path_ + "/" + name);
+}
+
+std::string metrics_path(const std::string& run) { return run + "/metrics.jsonl"; }
+
+// Steps and validations in the order in which they came; steps without a trace have no line.
+std::string Metrics::next_lines(const Record& record) {
+  std::ostringstream lines;
+  for (;;) {
+    if (validations_ < record.validations.size() &&
+        record.validations[validations_].first <= static_cast<std::int64_t>(steps_)) {
+      const auto& [step, loss] = record.validations[validations_++];
+      lines << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
+    } else if (steps_ < record.steps.size()) {
+      const Outcome& step = record.steps[steps_++];
+      if (std::isnan(step.lr)) continue;
+      lines << ordered_json{{"step", steps_},
+                            {"loss", step.loss},
+                            {"lr", step.lr},
+                            {"norm", step.norm},
+                            {"loss_scale", step.loss_scale},
+                            {"skipped", step.skipped}}
+            << '\n';
+    } else {
+      return lines.str();
+    }
+  }
+}
+
+bool Metrics::write(const Record& record) {
+  waiting_ += next_lines(record);
+  try {
+    if (!made_) io::write_text(path_, waiting_);
+  } catch (const std::exception&) {
+    return false;
+  }
+  if (std::exchange(made_, true)) {
+    if (!file_.is_open()) file_ = std::ofstream(path_, std::ios::app);
+    if (!(file_ << waiting_ << std::flush)) {  // less whatever got through, so that no line is there twice
+      file_ = std::ofstream();
+      std::error_code ignored;
+      fs::resize_file(path_, written_, ignored);
+      return false;
+    }
+  }
+  written_ += waiting_.size();
+  waiting_.clear();
+  return true;
+}
+
+Record unseen(std::int64_t steps) {
+  const double unknown = std::nan("");
+  Record record;
+  record.steps.resize(static_cast<std::size_t>(steps), {unknown, unknown, unknown, 1, false});
+  return record;
+}
+
+Record read_metrics(const std::string& run, std::int64_t steps) {
+  Record record = unseen(steps);
+  std::ifstream file(metrics_path(run));
+  for (std::string line; std::getline(file, line);) {
+    const nlohmann::json row = parsed(line);
+    const double number = row.is_object() ? number_or_nan(row, "step") : std::nan("");
+    if (!(number >= 0 && number <= static_cast<double>(steps))) continue;
+    const auto step = static_cast<std::int64_t>(number);
+    if (row.contains("val_loss"))
+      record.validations.emplace_back(step, number_or_nan(row, "val_loss"));
+    else if (step > 0)
+      record.steps[static_cast<std::size_t>(step - 1)] = {
+          number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
+          static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
+  }
+  return record;
+}
+
+}  // namespace scruple::train

@@ -1,0 +1,112 @@
+#include "train/run/run.h"
+
+#include <chrono>
+#include <cmath>
+#include <utility>
+
+namespace scruple::train {
+namespace {
+
+constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite
+
+// Counts what it takes until it ends.
+class Timer {
+ public:
+  explicit Timer(double& seconds) : seconds_(seconds) {}
+  ~Timer() { seconds_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double& seconds_;
+  Clock::time_point begin_ = Clock::now();
+};
+
+// How many steps from `step` to the last are followed by what comes every so many of them, and after the last.
+std::int64_t due_from(std::int64_t step, std::int64_t last, std::int64_t every) {
+  if (every <= 0) return 1;
+  return last / every - (step - 1) / every + (last % every == 0 ? 0 : 1);
+}
+
+// Amounts rarely change: a long run keeps few of them.
+void note_memory(std::int64_t step, const Ledger& ledger, std::vector<Held>& memory) {
+  Held held = {step, {}};
+  for (const Ledger::Entry& entry : ledger.entries()) held.bytes.push_back(entry.high);
+  if (memory.empty() || memory.back().bytes != held.bytes) memory.push_back(std::move(held));
+}
+
+}  // namespace
+
+double Record::ms_per_step() const {
+  return steps.size() == resumed ? 0 : 1e3 * step_seconds / static_cast<double>(steps.size() - resumed);
+}
+
+double Record::first_loss() const { return validations.empty() ? std::nan("") : validations.front().second; }
+
+double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
+
+std::int64_t losses_lost(const Record& record) {
+  std::int64_t lost = 0;
+  for (std::size_t i = record.steps.size(); i > record.resumed && !std::isfinite(record.steps[i - 1].loss);
+       --i)
+    ++lost;
+  return lost;
+}
+
+double seconds_left(const Record& record, const Span& span) {
+  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  const bool saves = span.save_every > 0 || span.save_last;
+  const auto all = [](std::int64_t times, double each) { return static_cast<double>(times) * each; };
+  return all(span.steps - taken, 1e-3 * record.ms_per_step()) +
+         all(due_from(taken, span.steps, span.validate_every), record.validating.mean()) +
+         all(saves ? due_from(taken, span.steps, span.save_every) : 0, record.saving.mean());
+}
+
+Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
+           const Watch& watch, const Save& save, Record record) {
+  record.resumed = record.steps.size();
+  bool hopeless = false;
+  const auto validate_if_due = [&](std::int64_t step) {
+    const bool due = step == 0 || step == span.steps || hopeless ||
+                     (span.validate_every > 0 && step % span.validate_every == 0);
+    if (!due || (!record.validations.empty() && record.validations.back().first == step)) return;
+    ++record.validating.times;
+    const Timer timer(record.validating.seconds);
+    const double loss = trainer.validate(validation, span.validation_windows, [&](auto done, auto all) {
+      span.validating(done, all);
+      return span.go_on();
+    });
+    if (span.go_on()) record.validations.emplace_back(step, loss);
+  };
+  auto saved = static_cast<std::int64_t>(record.resumed);
+  const auto save_now = [&](std::int64_t step) {
+    if (step == saved || losses_lost(record) > 0) return;
+    ++record.saving.times;
+    const Timer timer(record.saving.seconds);
+    if (save(record)) saved = step;
+  };
+  auto step = static_cast<std::int64_t>(record.resumed);
+  validate_if_due(step);  // which an earlier session may not have finished
+  while (step < span.steps && !hopeless && span.go_on()) {
+    trainer.ledger().mark();
+    {
+      record.seconds.push_back(0);
+      const Timer timer(record.seconds.back());
+      record.steps.push_back(trainer.step(data));
+    }
+    record.step_seconds += record.seconds.back();
+    ++step;
+    note_memory(step, trainer.ledger(), record.memory);
+    watch(record);
+    hopeless = losses_lost(record) >= kHopeless;
+    validate_if_due(step);
+    if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);
+  }
+  const bool all_taken = step == span.steps || hopeless;
+  record.stopped = !all_taken || record.validations.empty() || record.validations.back().first < step;
+  if (span.save_every > 0 || span.save_last || record.stopped) save_now(step);
+  return record;
+}
+
+}  // namespace scruple::train

@@ -1,0 +1,69 @@
+// The loop around a trainer: steps, validations, what was seen, and a chance to stop.
+#pragma once
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "train/run/trainer.h"
+
+namespace scruple::train {
+
+struct Span {
+  std::int64_t steps = 0;
+  std::int64_t validate_every = 0;  // 0: only before the first and after the last
+  std::int64_t validation_windows = 64;
+  std::function<bool()> go_on = [] { return true; };  // asked before every step and batch of a validation
+  std::function<void(std::int64_t done, std::int64_t all)> validating = [](auto, auto) {};  // its batches
+  std::int64_t save_every = 0;  // 0: only where go_on ended the run; otherwise also after the last step
+  bool save_last = false;       // after the last step though save_every is 0
+};
+
+// What something took, each time.
+struct Timed {
+  double seconds = 0;
+  std::int64_t times = 0;
+  double mean() const { return times == 0 ? 0 : seconds / static_cast<double>(times); }
+};
+
+// What each kind of memory held at most during a step, in the order of the ledger's entries.
+struct Held {
+  std::int64_t step;
+  std::vector<std::int64_t> bytes;
+};
+
+struct Record {
+  std::vector<Outcome> steps;
+  std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
+  double step_seconds = 0;                                   // without the validations
+  std::vector<double> seconds;                               // of each step of this session
+  std::vector<Held> memory;  // of each step of this session that held other amounts than the last
+  Timed validating, saving;  // of this session
+  std::size_t resumed = 0;   // steps of earlier sessions among `steps`
+  bool stopped = false;      // before its last step, or its last validation, because it was told to
+
+  double ms_per_step() const;
+  // Of the first and of the last validation that was finished; NaN: none was.
+  double first_loss() const;
+  double final_loss() const;
+};
+
+// What a run still takes right after a step: steps, and the validations and saves that are due, at the means of those
+// that this session has seen.
+double seconds_left(const Record& record, const Span& span);
+
+// How many losses at the end of this session are not finite.
+std::int64_t losses_lost(const Record& record);
+
+using Watch = std::function<void(const Record&)>;
+using Save = std::function<bool(const Record&)>;
+
+// `watch` sees the record after every step; `save` after the steps that the span names, and says whether it did:
+// what it did not is tried again where the run ends. `record` is what earlier sessions saw: one entry for
+// each step that the trainer has taken. A run whose losses are not finite any more ends early, and does not save: its
+// checkpoints are of the time when they were.
+Record run(
+    Trainer& trainer, const Windows& data, const Windows& validation, const Span& span, const Watch& watch,
+    const Save& save = [](const Record&) { return true; }, Record record = {});
+
+}  // namespace scruple::train

@@ -1,0 +1,105 @@
+#include "train/run/state.h"
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+
+#include "engine/threads.h"
+#include "train/random.h"
+
+namespace scruple::train {
+namespace {
+
+// What a plane of an array is called in plans, ledgers and reports.
+std::string kind_of(const scruple_tensor& tensor, int array, bool aux) {
+  if (aux) return info_of(tensor.arrays[array].format).aux_is_scale != 0 ? "scales" : "extra";
+  if (array == SCRUPLE_WEIGHT) return "weights";
+  const char* name = nullptr;
+  check(scruple_tensor_array(&tensor, array, &name, nullptr, nullptr));
+  return name;
+}
+
+}  // namespace
+
+std::string visible_format(const scruple_array& weight) {
+  const std::string name = info_of(weight.format).name;
+  return name.substr(0, name.find('+'));
+}
+
+State::State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
+             const Optimizer& undecayed, const Describe& describe, Ledger& ledger)
+    : backend_(backend), parameters_(parameters) {
+  const auto plane = [&](const scruple_tensor& row, int array, bool aux, std::int64_t bytes) {
+    return planes_.emplace_back(ledger, kind_of(row, array, aux), bytes, backend.memory()).as<void>();
+  };
+  for (const Parameter& parameter : parameters_) {
+    scruple_tensor row = describe(parameter.decays ? decaying : undecayed, parameter.size());
+    row.id = static_cast<std::uint32_t>(table_.size());
+    row.step = 1;
+    for (const int a : used_arrays(row)) {
+      if (a == SCRUPLE_GRADIENT) continue;  // the sink's
+      const PlaneBytes bytes = plane_bytes(row.arrays[a].format, row.size);
+      row.arrays[a].codes = plane(row, a, false, bytes.codes);
+      if (bytes.aux > 0) row.arrays[a].aux = plane(row, a, true, bytes.aux);
+    }
+    table_.push_back(row);
+    scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
+    const std::string format = visible_format(weight);
+    if (format != info_of(weight.format).name)
+      weight = {format_named(format.c_str()), weight.codes, nullptr, SCRUPLE_NEAREST, 0};
+    visible_.push_back(row);
+  }
+}
+
+Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed, int threads) {
+  constexpr std::int64_t kPiece = 1 << 14;
+  const int cores = static_cast<int>(std::max(std::thread::hardware_concurrency(), 1u));
+  const auto workers = std::make_shared<Threads>(threads > 0 ? threads : cores);
+  return [&parameters, seed, workers](int which, std::int64_t first, std::int64_t count, float* values) {
+    const Parameter& parameter = parameters[static_cast<std::size_t>(which)];
+    const auto stream = kInitialStream + static_cast<std::uint32_t>(which);
+    workers->run((count + kPiece - 1) / kPiece, [&](std::int64_t piece) {
+      for (std::int64_t i = piece * kPiece; i < std::min(count, (piece + 1) * kPiece); ++i) {
+        const double normal =
+            parameter.deviation > 0 ? random_normal(seed, stream, static_cast<std::uint64_t>(first + i)) : 0;
+        values[i] = static_cast<float>(parameter.mean + parameter.deviation * normal);
+      }
+    });
+  };
+}
+
+void State::start(const Fill& fill, Ledger& ledger) {
+  constexpr std::int64_t kMost = 1 << 20;  // of less, threads would wait for each other too often
+  std::int64_t most = 0;
+  for (const scruple_tensor& row : table_) most = std::clamp(row.size, most, kMost);
+  const Block part(ledger, "workspace", most * std::int64_t{sizeof(float)});
+  for (std::size_t p = 0; p < parameters_.size(); ++p) {
+    for (std::int64_t first = 0; first < table_[p].size; first += most) {
+      scruple_tensor view = {};
+      check(scruple_tensor_view(&table_[p], first, std::min(most, table_[p].size - first), &view));
+      fill(static_cast<int>(p), first, view.size, part.as<float>());
+      check(scruple_encode(backend_.engine().raw(), &view, SCRUPLE_WEIGHT, part.as<float>()));
+    }
+    check(scruple_tensor_reset(backend_.engine().raw(), &table_[p]));
+  }
+}
+
+void State::set(int parameter, const float* values) {
+  check(scruple_encode(backend_.engine().raw(), &table_[static_cast<std::size_t>(parameter)], SCRUPLE_WEIGHT,
+                       values));
+}
+
+std::vector<float> State::master(int parameter) const {
+  const scruple_tensor& row = table_[static_cast<std::size_t>(parameter)];
+  std::vector<float> values(static_cast<std::size_t>(row.size));
+  check(scruple_decode(backend_.engine().raw(), &row, SCRUPLE_WEIGHT, values.data()));
+  return values;
+}
+
+std::int64_t State::size() const {
+  std::int64_t sum = 0;
+  for (const Parameter& parameter : parameters_) sum += parameter.size();
+  return sum;
+}
+
+}  // namespace scruple::train

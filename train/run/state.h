@@ -1,0 +1,55 @@
+// A model's weights and moments, each array in its own format, in a backend's memory, counted in the ledger by
+// kind. To the model they are visible weights; to the optimizer, table rows.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "include/scruple/scruple.hpp"
+#include "train/pass/backend.h"
+
+namespace scruple::train {
+
+// The formats of a tensor of this size under this optimizer: a row without memory.
+using Describe = std::function<scruple_tensor(const Optimizer& optimizer, std::int64_t size)>;
+
+// Writes `count` values of a parameter, from `first` on.
+using Fill = std::function<void(int parameter, std::int64_t first, std::int64_t count, float* values)>;
+// What Parameter says of initial values, drawn from the seed by `threads` threads (0: one for each core), the same
+// whatever their number. `parameters` must outlive it.
+Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed, int threads);
+
+// The format that a model computes with: bf16 where a weight is kept as bf16+8, otherwise the weight's own.
+std::string visible_format(const scruple_array& weight);
+
+class State {
+ public:
+  // `decaying` steps the parameters that decay, `undecayed` the others; these and the backend must outlive this.
+  State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
+        const Optimizer& undecayed, const Describe& describe, Ledger& ledger);
+
+  // The weights that `fill` gives, a million at a time, and moments of 0.
+  void start(const Fill& fill, Ledger& ledger);
+  void set(int parameter, const float* values);
+  // The fp32 values that the optimizer sees: the visible ones and their extra bits.
+  std::vector<float> master(int parameter) const;
+  // The weights as the model reads them: without what completes them.
+  const std::vector<scruple_tensor>& visible() const { return visible_; }
+
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  const std::vector<scruple_tensor>& table() const { return table_; }
+  void set_step(int parameter, std::int64_t step) { table_[static_cast<std::size_t>(parameter)].step = step; }
+  std::int64_t size() const;
+
+ private:
+  Backend& backend_;
+  std::vector<Parameter> parameters_;
+  std::vector<scruple_tensor> table_;
+  std::vector<scruple_tensor> visible_;
+  std::vector<Block> planes_;
+};
+
+}  // namespace scruple::train

@@ -1,0 +1,253 @@
+#include "train/run/trainer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <stdexcept>
+#include <string>
+
+#include "train/run/checkpoint.h"
+
+namespace scruple::train {
+namespace {
+
+scruple_optimizer* with_rate(const Optimizer& optimizer, double lr) {
+  check(scruple_optimizer_set(optimizer.raw(), "lr", lr));
+  return optimizer.raw();
+}
+
+std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
+  std::int64_t sum = 0;
+  for (const scruple_tensor& row : table)
+    sum += plane_bytes(row.arrays[SCRUPLE_GRADIENT].format, row.size).total();
+  return sum;
+}
+
+std::int64_t token_bytes(const Job& job) {
+  return job.batch * job.shape.context * std::int64_t{sizeof(std::int32_t)};
+}
+
+// `optimizer` for what does not decay.
+Optimizer without_decay(Optimizer optimizer) {
+  double value = 0;
+  if (scruple_optimizer_get(optimizer.raw(), "weight_decay", &value) == SCRUPLE_OK)
+    optimizer.set("weight_decay", 0);
+  return optimizer;
+}
+
+}  // namespace
+
+double Schedule::at(std::int64_t step) const {
+  if (step <= warmup) return peak * static_cast<double>(step) / static_cast<double>(warmup);
+  const double done = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup + 1);
+  switch (annealing) {
+    case Annealing::cosine: return peak * 0.5 * (1 + std::cos(std::numbers::pi * std::min(done, 1.0)));
+    case Annealing::linear: return peak * std::max(1 - done, 0.0);
+    case Annealing::constant: break;
+  }
+  return peak;
+}
+
+scruple_memory Trainer::Accumulators::memory() {
+  const auto alloc = [](void* context, std::int64_t bytes) noexcept -> void* {
+    auto& all = *static_cast<Accumulators*>(context);
+    try {
+      Block block(all.ledger, "gradients", bytes, all.from);
+      void* memory = block.as<void>();
+      all.blocks.emplace(memory, std::move(block));
+      return memory;
+    } catch (...) {
+      return nullptr;
+    }
+  };
+  const auto free = [](void* context, void* memory, std::int64_t) noexcept {
+    static_cast<Accumulators*>(context)->blocks.erase(memory);
+  };
+  return {this, alloc, free};
+}
+
+Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
+    : job_(job),
+      backend_(job.backend(job.threads)),
+      decaying_(job.optimizer()),
+      undecayed_(without_decay(job.optimizer())),
+      accumulators_{ledger, backend_->memory(), {}} {
+  if (const std::string problem = problem_with(job.shape); !problem.empty())
+    throw std::runtime_error(problem);
+  with_rate(decaying_, job.schedule.peak);  // refused here, if at all
+  decaying_.set_seed(job.seed);
+  undecayed_.set_seed(job.seed);
+  state_ = std::make_unique<State>(*backend_, parameters_of(job.shape), decaying_, undecayed_, job.describe,
+                                   ledger);
+  Position position;
+  if (from != nullptr)
+    position = take_up(*from);
+  else
+    state_->start(job.initial ? job.initial : random_values(state_->parameters(), job.seed, job.threads),
+                  ledger);
+  if (from != nullptr) job_.scaler = position.scaler;
+  if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler, loss_scale_ = job_.scaler.scale;
+  if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
+  job_.gradients.memory = accumulators_.memory();
+  sink_ = std::make_unique<Sink>(engine(), state_->table(), job_.gradients);
+  job_.gradients.adagc_norms = nullptr;  // copied
+  tokens_ = Block(ledger, "activations", token_bytes(job));
+  targets_ = Block(ledger, "activations", token_bytes(job));
+  if (job.isolates) starts_ = Block(ledger, "activations", token_bytes(job));
+  network_ = backend_->network(job, state_->visible(), job.gradients.policy, ledger);
+  if (job.gradients.policy == SCRUPLE_COMPRESSED)
+    ledger.check_room("gradients", gradient_bytes(state_->table()));
+}
+
+Trainer::~Trainer() = default;
+
+Ledger memory_of(const Job& job) {
+  Ledger ledger = Ledger::counter();
+  {
+    const std::unique_ptr<Backend> backend = job.backend(job.threads);
+    const Optimizer decaying = job.optimizer(), undecayed = without_decay(job.optimizer());
+    const State state(*backend, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
+    const std::unique_ptr<Network> network =
+        backend->network(job, state.visible(), job.gradients.policy, ledger);
+    const bool released = job.gradients.policy == SCRUPLE_RELEASED;
+    const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
+    const Block tokens(ledger, "activations", (job.isolates ? 3 : 2) * token_bytes(job));
+  }
+  return ledger;
+}
+
+namespace {
+
+// What the job asks for is what the checkpoint was made with; the learning rate is the schedule's.
+void check_group(io::Group saved, io::Group wanted) {
+  saved.hyperparameters.erase("lr"), wanted.hyperparameters.erase("lr");
+  if (saved.optimizer != wanted.optimizer || saved.seed != wanted.seed ||
+      saved.hyperparameters != wanted.hyperparameters)
+    io::fail("the checkpoint is of ", saved.optimizer, " with seed ", saved.seed,
+             ", or with other hyperparameters than this run's ", wanted.optimizer, " with seed ",
+             wanted.seed);
+}
+
+scruple_scaler scaler_of(const std::optional<io::LossScale>& saved) {
+  if (!saved) return {};
+  scruple_scaler scaler = {static_cast<float>(saved->scale), static_cast<float>(saved->growth),
+                           static_cast<float>(saved->backoff), static_cast<std::int32_t>(saved->interval),
+                           static_cast<std::int32_t>(saved->clean)};
+  scruple_scaler probe = scaler;
+  check(scruple_scaler_update(&probe, 0));  // refuses what no scaler can be
+  return scaler;
+}
+
+}  // namespace
+
+Position Trainer::take_up(const io::Checkpoint& from) {
+  const io::Manifest& manifest = from.manifest();
+  const std::vector<Parameter>& parameters = state_->parameters();
+  if (manifest.groups.size() != 2 || manifest.tensors.size() != parameters.size())
+    io::fail(from.folder(), " has ", manifest.tensors.size(), " tensors in ", manifest.groups.size(),
+             " groups, and a model of this shape has ", parameters.size(), " in 2");
+  const std::vector<io::Group> groups = groups_of(from);
+  check_group(groups[0], group_of(decaying_));
+  check_group(groups[1], group_of(undecayed_));
+  Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    const io::TensorState& tensor = manifest.tensors[p];
+    if (tensor.name != parameters[p].name || tensor.shape != parameters[p].shape ||
+        tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
+      io::fail(from.folder(), ": tensor ", p, " is \"", tensor.name, "\", and this model has \"",
+               parameters[p].name, "\" there, or of another shape");
+    load(engine(), from, tensor, state_->table()[p], memory());
+    state_->set_step(static_cast<int>(p), tensor.step);
+    position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
+  }
+  taken_ = position.taken;
+  return position;
+}
+
+Position Trainer::position() const {
+  Position position;
+  position.taken = taken_;
+  if (job_.scaler.scale > 0) position.scaler = sink_->read().scaler;
+  position.steps.resize(state_->parameters().size());
+  position.adagc_norms.resize(state_->parameters().size());
+  check(scruple_sink_read_tensors(sink_->raw(), position.steps.data(), position.adagc_norms.data()));
+  return position;
+}
+
+Outcome Trainer::step(const Windows& data) {
+  const std::int64_t parts = job_.gradients.micro_batches;
+  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false};
+  with_rate(decaying_, outcome.lr), with_rate(undecayed_, outcome.lr);
+  const auto read_part = [&](std::int64_t part) {
+    return read(data, [&](std::int64_t w) {
+      return data.random_start(job_.seed,
+                               static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
+    });
+  };
+  // Every target weighs the same, in whatever micro-batch it is: the sink takes the mean over them, so each is
+  // weighed by its targets. Where all have as many the weights are 1.
+  std::int64_t all = 0;
+  for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part);
+  std::vector<double> weights;
+  for (std::int64_t part = 0; part < parts; ++part) {
+    const std::int64_t counted = read_part(part);
+    weights.push_back(all == 0 ? 1 : static_cast<double>(counted * parts) / static_cast<double>(all));
+    network_->train(state_->visible(), batch(), *sink_, static_cast<float>(weights.back()));
+    sink_->end();
+  }
+  const scruple_sink_report report = sink_->read();  // the step's only wait: the losses have come by then
+  const std::vector<double> losses = network_->losses();
+  for (std::size_t part = 0; part < weights.size(); ++part)
+    outcome.loss += losses[part] * weights[part] / static_cast<double>(parts);
+  if (job_.scaler.scale > 0) loss_scale_ = report.scaler.scale;
+  outcome.norm = report.norm;
+  outcome.skipped = report.found_inf != 0;
+  ++taken_;
+  return outcome;
+}
+
+std::int64_t validated_windows(std::int64_t asked, const Windows& data) {
+  return std::min(asked, data.apart());
+}
+
+double Trainer::validate(const Windows& data, std::int64_t windows, const GoOn& go_on) {
+  const std::int64_t all = validated_windows(windows, data), batches = (all + job_.batch - 1) / job_.batch;
+  double sum = 0;
+  std::int64_t counted = 0;
+  for (std::int64_t b = 0; b < batches; ++b) {
+    if (!go_on(b, batches)) return std::nan("");
+    const std::int64_t more = read(data, [&](std::int64_t w) {
+      const std::int64_t window = b * job_.batch + w;
+      return window < all ? data.even_start(window, all) : -1;
+    });
+    sum += network_->loss(state_->visible(), batch()) * static_cast<double>(more);
+    counted += more;
+  }
+  return sum / static_cast<double>(std::max<std::int64_t>(counted, 1));
+}
+
+std::int64_t Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
+  if (data.isolates() && !job_.isolates)
+    throw std::invalid_argument("the data's documents are isolated; the job must say so too (Job::isolates)");
+  std::int32_t *const tokens = tokens_.as<std::int32_t>(), *const targets = targets_.as<std::int32_t>();
+  std::int32_t* const starts = job_.isolates ? starts_.as<std::int32_t>() : nullptr;
+  for (std::int64_t w = 0; w < job_.batch; ++w) {
+    const std::int64_t at = w * job_.shape.context, from = start(w);
+    if (from >= 0) {
+      data.read(from, tokens + at, targets + at, starts == nullptr ? nullptr : starts + at);
+      continue;
+    }
+    std::fill_n(tokens + at, job_.shape.context, 0);
+    std::fill_n(targets + at, job_.shape.context, kNoTarget);
+    if (starts != nullptr) std::fill_n(starts + at, job_.shape.context, 0);
+  }
+  return std::count_if(targets, targets + job_.batch * job_.shape.context,
+                       [](std::int32_t t) { return t >= 0; });
+}
+
+Batch Trainer::batch() const {
+  return {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>(),
+          job_.isolates ? starts_.as<std::int32_t>() : nullptr};
+}
+
+}  // namespace scruple::train

@@ -1,0 +1,114 @@
+// One training run of a GPT: the model, its state, the sink that takes its gradients, the learning rate over
+// time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "include/scruple/scruple.hpp"
+#include "io/checkpoint.h"
+#include "train/model/families/gpt2.h"
+#include "train/pass/backend.h"
+#include "train/run/state.h"
+#include "train/text/data.h"
+
+namespace scruple::train {
+
+enum class Annealing { cosine, linear, constant };
+inline constexpr const char* kAnnealings[] = {"cosine", "linear", "constant"};  // their names
+
+// The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 after the last, or
+// constant.
+struct Schedule {
+  Annealing annealing = Annealing::cosine;
+  double peak = 1e-3;
+  std::int64_t warmup = 0, steps = 1000;
+  double at(std::int64_t step) const;  // of step 1, 2...
+};
+
+struct Job : Setup {
+  Job() { shape = gpt2({}); }
+
+  OpenBackend backend = cpu_backend;
+  int threads = 0;
+  bool isolates = false;  // documents of a window do not see each other
+  std::function<Optimizer()> optimizer;
+  Describe describe;
+  Schedule schedule;
+  std::uint64_t seed = 1;
+  Fill initial;  // the weights to begin with; none: drawn from the seed
+  // The gradient policy; `memory` and `scaler` are filled in here.
+  scruple_sink_options gradients = SCRUPLE_SINK_OPTIONS_INIT;
+  scruple_scaler scaler = {};  // scale 0: none
+};
+
+// What a trainer of this job takes at its peaks, counted without taking it.
+Ledger memory_of(const Job& job);
+// How many windows a validation takes: as many as asked for, but no token twice.
+std::int64_t validated_windows(std::int64_t asked, const Windows& data);
+
+// Where a run stands, beside its planes: what a checkpoint keeps of it.
+struct Position {
+  std::int64_t taken = 0;
+  std::vector<std::int64_t> steps;  // of each parameter: the step about to be taken
+  std::vector<double> adagc_norms;  // of each parameter; 0: none
+  scruple_scaler scaler = {};       // scale 0: none
+};
+
+struct Outcome {
+  double loss, lr;
+  double norm;  // of the gradient; NaN where the policy does not know it
+  float loss_scale;
+  bool skipped;
+};
+
+class Trainer {
+ public:
+  // `from`: goes on where the trainer that saved it stood, to the bit. Throws where the job is another one.
+  Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from = nullptr);
+  ~Trainer();
+  Outcome step(const Windows& data);
+  // The mean loss over the targets of validated_windows(windows, data), evenly spread. NaN where `go_on`, asked before
+  // each batch, says no.
+  using GoOn = std::function<bool(std::int64_t batches_done, std::int64_t batches)>;
+  double validate(
+      const Windows& data, std::int64_t windows, const GoOn& go_on = [](auto, auto) { return true; });
+  std::int64_t steps_taken() const { return taken_; }
+  Position position() const;  // between steps
+  State& state() { return *state_; }
+  Engine& engine() { return backend_->engine(); }
+  Memory& memory() { return backend_->memory(); }  // where the state's planes are
+  const Backend& backend() const { return *backend_; }
+  Ledger& ledger() { return accumulators_.ledger; }
+  // The optimizers of what decays and of what does not.
+  const Optimizer& decaying() const { return decaying_; }
+  const Optimizer& undecayed() const { return undecayed_; }
+
+ private:
+  // Counts the sink's accumulators.
+  struct Accumulators {
+    scruple_memory memory();
+    Ledger& ledger;
+    Memory& from;
+    std::map<void*, Block> blocks;
+  };
+  // The window that each `start` names, none where it is below 0; how many targets count.
+  std::int64_t read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);
+  Batch batch() const;
+  Position take_up(const io::Checkpoint& from);
+  Job job_;
+  std::unique_ptr<Backend> backend_;
+  Optimizer decaying_, undecayed_;
+  std::unique_ptr<State> state_;
+  std::unique_ptr<Network> network_;
+  Accumulators accumulators_;
+  std::unique_ptr<Sink> sink_;       // gives its memory back to accumulators_
+  Block tokens_, targets_, starts_;  // starts_: where documents are isolated
+  std::int64_t taken_ = 0;
+  float loss_scale_ = 1;  // of the next step
+};
+
+}  // namespace scruple::train

@@ -1,0 +1,303 @@
+#include "train/text/documents.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+
+#include "io/crc32.h"
+#include "train/text/jsonl.h"
+#include "train/text/utf8.h"
+
+namespace scruple::train {
+namespace {
+
+std::string_view text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::vector<std::uint8_t> read_standard_input(std::int64_t limit) {
+  constexpr std::size_t kPart = std::size_t{1} << 20;
+  std::vector<std::uint8_t> bytes;
+  std::size_t size = 0, got = 0;
+  do {
+    if (static_cast<std::int64_t>(size) > limit)
+      io::fail("standard input has more than the ", limit >> 20,
+               " MiB of memory that are free for it; put the text into a file, which is not read whole");
+    bytes.resize(size + kPart);
+    got = std::fread(bytes.data() + size, 1, kPart, stdin);
+    size += got;
+  } while (got > 0);
+  if (std::ferror(stdin) != 0) io::fail("cannot read standard input to its end; give a file with --data");
+  bytes.resize(size);
+  return bytes;
+}
+
+// In capitals or not.
+bool is_named(std::string_view path, std::string_view suffix) {
+  return path.size() >= suffix.size() &&
+         std::equal(
+             suffix.begin(), suffix.end(), path.end() - static_cast<std::ptrdiff_t>(suffix.size()),
+             [](char wanted, char c) { return wanted == (c >= 'A' && c <= 'Z' ? c + ('a' - 'A') : c); });
+}
+
+// By path, so that the order is the same on every file system.
+std::vector<std::string> files_below(const std::string& folder) {
+  std::vector<std::string> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+    const std::string path = entry.path().generic_string();
+    if (entry.is_regular_file() && (is_named(path, ".txt") || is_named(path, ".md") || is_json_lines(path)))
+      files.push_back(path);
+  }
+  if (files.empty()) io::fail(folder, " has no *.txt, *.md, *.jsonl or *.ndjson file in it or below");
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+// What people have in place of a text, by its first bytes.
+struct Container {
+  std::string_view bytes;
+  const char *name, *hint;
+  std::size_t at = 0;  // where those bytes stand
+};
+constexpr const char *kRows = "write its rows as *.jsonl, one {\"text\": ...} per line",
+                     *kUnpack = "unpack it first", *kTakeOut = "take its text out first";
+constexpr Container kContainers[] = {{"PAR1", "a Parquet file", kRows},
+                                     {"ARROW1", "an Arrow file", kRows},
+                                     {"SQLite format 3", "an SQLite database", kRows},
+                                     {"\x89HDF", "an HDF5 file", kRows},
+                                     {"PK\x03\x04", "a zip archive", kUnpack},
+                                     {"\x1F\x8B", "a gzip file", kUnpack},
+                                     {"\xFD\x37zXZ", "an xz file", kUnpack},
+                                     {"\x28\xB5\x2F\xFD", "a zstd file", kUnpack},
+                                     {"1AY&SY", "a bzip2 file", kUnpack, 4},
+                                     {"7z\xBC\xAF", "a 7z archive", kUnpack},
+                                     {"%PDF-", "a PDF", kTakeOut},
+                                     {"\x89PNG", "a picture", kTakeOut},
+                                     {"\xFF\xD8\xFF", "a picture", kTakeOut}};
+
+}  // namespace
+
+bool is_json_lines(std::string_view path) { return is_named(path, ".jsonl") || is_named(path, ".ndjson"); }
+
+void check_is_text(std::string_view content, const std::string& path, bool bytes_are_tokens) {
+  for (const Container& container : kContainers)
+    if (content.substr(std::min(container.at, content.size())).starts_with(container.bytes))
+      io::fail(path, " is ", container.name, ", and a text was expected; ", container.hint);
+  if (is_named(path, ".csv") || is_named(path, ".tsv"))
+    io::fail(path, " is a table, whose commas and quotes would be learnt as text; ", kRows,
+             ", or call it *.txt if it is meant as text");
+  if (is_named(path, ".arrow"))  // a stream begins with no name of its own
+    io::fail(path, " is an Arrow stream, and a text was expected; ", kRows);
+  if (const std::size_t first = content.find_first_not_of(" \t\r\n");
+      is_named(path, ".json") && first != content.npos && (content[first] == '[' || content[first] == '{'))
+    io::fail(path,
+             " is JSON, whose brackets and names would be learnt as text; write its objects as *.jsonl, one "
+             "{\"text\": ...} per line, or call it *.txt if it is meant as text");
+  constexpr std::size_t kLooked = 8000;
+  if (const std::size_t at = content.substr(0, kLooked).find('\0'); !bytes_are_tokens && at != content.npos)
+    io::fail(path, " has a NUL byte at byte ", at,
+             ", so it is no text in UTF-8; take its text out, or write it as UTF-8 if it is in UTF-16");
+}
+
+Documents::Documents(const std::string& path, const Reading& reading) : reading_(reading) {
+  if (reading.end && *reading.end >= reading.vocabulary)
+    io::fail("the end token is number ", *reading.end, ", and the model's vocabulary has ",
+             reading.vocabulary, "; it must be smaller");
+  if (reading.vocabulary > (1 << 16))
+    held_.emplace<2>();
+  else if (reading.vocabulary > (1 << 8))
+    held_.emplace<1>();
+  const bool is_input = path == kStandardInput, is_folder = !is_input && std::filesystem::is_directory(path);
+  const bool is_tokens = !is_input && !is_folder && path.ends_with(".bin");
+  if (reading.tokenizer == nullptr && !is_tokens && reading.vocabulary < 256)
+    io::fail("without a tokenizer each byte is a token, and the model's vocabulary has ", reading.vocabulary,
+             "; it must have at least 256");
+  const bool as_it_is = reading.tokenizer == nullptr && !reading.end;  // a text's bytes are the tokens
+  if (is_input && as_it_is) {
+    held_ = read_standard_input(reading.limit);
+    documents_ = {{0, held(), 0}};
+  } else if (is_input) {
+    const std::vector<std::uint8_t> text = read_standard_input(reading.limit);
+    bytes_ = static_cast<std::int64_t>(text.size());
+    read_text(text_of(std::as_bytes(std::span(text))), "standard input");
+    show_progress(text.size());
+  } else if (is_tokens) {
+    read_tokens(path);
+    return;
+  } else if (!is_folder && !is_json_lines(path) && as_it_is) {
+    file_.emplace(path);
+    const std::string_view text = text_of(file_->bytes());
+    check_is_text(text, path, /*bytes_are_tokens=*/true);
+    tokens_ = std::span(reinterpret_cast<const std::uint8_t*>(text.data()), text.size());
+    documents_ = {{0, size(), 0}};
+    return;
+  } else {
+    const std::vector<std::string> files = is_folder ? files_below(path) : std::vector{path};
+    std::error_code problem;  // whoever reads the file says what is wrong
+    for (const std::string& file : files)
+      if (const std::uintmax_t size = std::filesystem::file_size(file, problem); !problem)
+        bytes_ += static_cast<std::int64_t>(size);
+    for (const std::string& file : files) read_file(file);
+  }
+  tokens_ = std::visit([](const auto& list) -> TokenSpan { return std::span(list); }, held_);
+}
+
+void Documents::read_file(const std::string& path) {
+  const io::MappedFile file(path);
+  const std::string_view content = text_of(file.bytes());
+  const std::int64_t before = bytes_done_;
+  check_is_text(content, path, reading_.tokenizer == nullptr);
+  if (is_json_lines(path))
+    read_jsonl(content, path);
+  else
+    read_text(content, path);
+  bytes_done_ = before + static_cast<std::int64_t>(content.size());
+  show_progress();
+}
+
+void Documents::read_text(std::string_view text, const std::string& place) {
+  const std::int64_t begin = held();
+  if (reading_.tokenizer != nullptr) {
+    check_fits(text.size(), place);
+    std::int64_t replaced = 0;
+    append(valid_utf8(text, replaced), Tokenizer::Part::whole, place);
+    replaced_ += replaced;
+  } else {
+    check_limit(text.size(), place);
+    append(text, Tokenizer::Part::whole, place);
+  }
+  if (text.empty())
+    leave_out(begin);
+  else
+    finish({begin, 0, begin}, place);
+}
+
+void Documents::read_jsonl(std::string_view content, const std::string& path) {
+  JsonLines lines(content, path);
+  const std::int64_t before = bytes_done_;
+  while (lines.next()) {
+    const std::string place = lines.place();
+    check_fits(lines.line().size(), place);
+    const JsonDocument document = lines.document();
+    const std::int64_t begin = held();
+    has_prompts_ |= document.prompt.has_value();
+    if (document.prompt) append(*document.prompt, Tokenizer::Part::prompt, place);
+    const std::int64_t counted = held();
+    append(document.text, document.prompt ? Tokenizer::Part::completion : Tokenizer::Part::whole, place);
+    if (!document.prompt && document.text.empty())
+      leave_out(begin);
+    else
+      finish({begin, 0, counted}, place);
+    bytes_done_ = before + static_cast<std::int64_t>(lines.bytes_read());
+    show_progress();
+  }
+  replaced_ += lines.replaced();
+}
+
+void Documents::read_tokens(const std::string& path) {
+  file_.emplace(path);
+  tokens_ = tokens_in(file_->bytes(), path);
+  std::visit(
+      [&](auto tokens) {
+        for (std::size_t i = 0, begin = 0; i < tokens.size(); ++i) {
+          if (tokens[i] >= reading_.vocabulary)
+            io::fail(path, ": token ", i, " is number ", tokens[i], ", and the model's vocabulary has ",
+                     reading_.vocabulary, "; the file was made for another model, or holds no tokens");
+          if (i + 1 < tokens.size() && reading_.end != Token{tokens[i]}) continue;
+          documents_.push_back({static_cast<std::int64_t>(begin), static_cast<std::int64_t>(i + 1),
+                                static_cast<std::int64_t>(begin)});
+          begin = i + 1;
+        }
+      },
+      tokens_);
+}
+
+void Documents::append(std::string_view text, Tokenizer::Part part, const std::string& place) {
+  const auto append_all = [&](const auto& tokens) {
+    std::visit(
+        [&](auto& list) {
+          for (const auto token : tokens) {
+            if (token >= reading_.vocabulary)
+              io::fail(place, ": one of its tokens is number ", token, ", and the model's vocabulary has ",
+                       reading_.vocabulary, "; the tokenizer belongs to another model");
+            list.push_back(static_cast<typename std::decay_t<decltype(list)>::value_type>(token));
+          }
+        },
+        held_);
+  };
+  if (reading_.tokenizer == nullptr)
+    append_all(std::span(reinterpret_cast<const std::uint8_t*>(text.data()), text.size()));
+  else
+    append_all(reading_.tokenizer->encode(text, part, [&](std::size_t bytes) { show_progress(bytes); }));
+}
+
+void Documents::leave_out(std::int64_t begin) {
+  std::visit([&](auto& list) { list.resize(static_cast<std::size_t>(begin)); }, held_);
+  ++empty_;
+}
+
+void Documents::finish(Document document, const std::string& place) {
+  std::visit(
+      [&](auto& list) {
+        // What ends in a prompt is a completion without a text: its end token is all that it says.
+        if (reading_.end && (held() == document.counted || list.back() != *reading_.end))
+          list.push_back(static_cast<typename std::decay_t<decltype(list)>::value_type>(*reading_.end));
+      },
+      held_);
+  document.end = held();
+  if (document.end == document.begin) return leave_out(document.begin);
+  documents_.push_back(document);
+  check_limit(0, place);
+}
+
+void Documents::check_limit(std::size_t more, const std::string& place) const {
+  if (memory() + static_cast<std::int64_t>(more) > reading_.limit)
+    io::fail(place, ": what is read up to here takes more than the ", reading_.limit >> 20,
+             " MiB of memory that are free for it; give one file of bytes, or of tokens ('scruple "
+             "tokenize'), which "
+             "is not read whole");
+}
+
+// A text is read whole: beside it there are its characters made valid, normalised, and their tokens.
+void Documents::check_fits(std::size_t bytes, const std::string& place) const {
+  constexpr std::int64_t kCopies = 4;
+  if (static_cast<std::int64_t>(bytes) > reading_.limit / kCopies)
+    io::fail(place, ": a text of ", bytes >> 20, " MiB takes about ", kCopies,
+             " times that while it becomes tokens, and ", reading_.limit >> 20,
+             " MiB are free; cut it into several files of one folder");
+}
+
+void Documents::show_progress(std::size_t here) {
+  constexpr std::int64_t kEvery = 1 << 18;
+  const std::int64_t done = std::min(bytes_done_ + static_cast<std::int64_t>(here), bytes_);
+  if (!reading_.progress || (done < bytes_told_ + kEvery && done < bytes_)) return;
+  bytes_told_ = done;
+  reading_.progress(done, bytes_);
+}
+
+std::int64_t Documents::held() const {
+  return std::visit([](const auto& list) { return static_cast<std::int64_t>(list.size()); }, held_);
+}
+
+std::int64_t Documents::size() const {
+  return std::visit([](auto tokens) { return static_cast<std::int64_t>(tokens.size()); }, tokens_);
+}
+
+std::int64_t Documents::memory() const {
+  const auto bytes_of = [](const auto& list) {
+    return static_cast<std::int64_t>(list.capacity() * sizeof(*list.data()));
+  };
+  return std::visit(bytes_of, held_) + bytes_of(documents_);
+}
+
+void Documents::remove_if(const std::function<bool(const Document&)>& is_gone) {
+  std::erase_if(documents_, is_gone);
+}
+
+std::uint32_t Documents::crc32() const {
+  const std::uint32_t tokens = std::visit([](auto list) { return io::crc32(std::as_bytes(list)); }, tokens_);
+  const bool is_plain = documents_.size() == 1 && documents_[0].counted == 0;
+  return is_plain ? tokens : io::crc32(std::as_bytes(std::span(documents_)), tokens);
+}
+
+}  // namespace scruple::train

@@ -1,0 +1,87 @@
+// What is trained on, as tokens: a text, a folder of texts, JSON lines, or a file of tokens.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "io/file.h"
+#include "train/text/tokenizer.h"
+#include "train/text/tokens.h"
+
+namespace scruple::train {
+
+// Tokens `begin` to `end`. As targets only those from `counted` on count: all of a text, the completion of a prompt.
+struct Document {
+  std::int64_t begin, end, counted;
+};
+
+// How what is read becomes tokens.
+struct Reading {
+  Tokenizer* tokenizer = nullptr;  // none: each byte is a token
+  std::optional<Token> end = {};   // comes after each document that does not end in it already
+  std::int64_t vocabulary = 256;   // of the model: every token must be below it
+  std::int64_t limit = std::numeric_limits<std::int64_t>::max();           // bytes of memory
+  std::function<void(std::int64_t done, std::int64_t all)> progress = {};  // in bytes read
+};
+
+bool is_json_lines(std::string_view path);  // by its name: *.jsonl, *.ndjson
+
+// Throws where a file is known to be no text: a container (Parquet, zip...) by its first bytes, a *.json that is JSON, and,
+// unless its bytes are the tokens, what has a NUL byte among its first, as git tells binary files from text.
+void check_is_text(std::string_view content, const std::string& path, bool bytes_are_tokens);
+
+class Documents {
+ public:
+  static constexpr const char* kStandardInput = "-";
+
+  // `path`: a folder (every *.txt, *.md and file of JSON lines below it, in the order of their paths), JSON lines, *.bin (tokens),
+  // "-" or any other file (a text). A text is one document; so is what ends in the end token in a file of tokens.
+  // Bytes of a single file and tokens of a file stay mapped. Throws std::runtime_error.
+  Documents(const std::string& path, const Reading& reading);
+
+  TokenSpan tokens() const { return tokens_; }
+  std::int64_t size() const;  // of all tokens
+  const std::vector<Document>& all() const { return documents_; }
+  void remove_if(const std::function<bool(const Document&)>& is_gone);
+
+  bool has_prompts() const { return has_prompts_; }
+  std::int64_t empty() const { return empty_; }        // documents without a text: they were left out
+  std::int64_t replaced() const { return replaced_; }  // places that were no UTF-8 and became U+FFFD
+  std::int64_t memory() const;                         // bytes that are held, without what is mapped
+  // Of the tokens as they are held, and of where documents and completions begin where there are any.
+  std::uint32_t crc32() const;
+
+ private:
+  using Held =
+      std::variant<std::vector<std::uint8_t>, std::vector<std::uint16_t>, std::vector<std::uint32_t>>;
+
+  void read_file(const std::string& path);
+  void read_text(std::string_view text, const std::string& place);
+  void read_jsonl(std::string_view content, const std::string& path);
+  void read_tokens(const std::string& path);
+  void append(std::string_view text, Tokenizer::Part part, const std::string& place);
+  void finish(Document document, const std::string& place);  // its end is here
+  void leave_out(std::int64_t begin);                        // all from there on: a document without a text
+  void check_limit(std::size_t more, const std::string& place) const;
+  void check_fits(std::size_t bytes, const std::string& place) const;
+  void show_progress(std::size_t here = 0);  // `here`: bytes of the text that is being read
+  std::int64_t held() const;
+
+  Reading reading_;
+  std::optional<io::MappedFile> file_;
+  Held held_;
+  TokenSpan tokens_;
+  std::vector<Document> documents_;
+  bool has_prompts_ = false;
+  std::int64_t empty_ = 0, replaced_ = 0;
+  std::int64_t bytes_ = 0, bytes_done_ = 0, bytes_told_ = 0;  // to be read; read; of which progress was shown
+};
+
+}  // namespace scruple::train
