@@ -170,8 +170,8 @@ void sample(const Options& options) {
               << " tokens; the model does not see its first " << grouped(more) << '\n';
   train::Ledger ledger;
   const std::unique_ptr<train::Backend> backend = train::cpu_backend(options.threads);
-  const std::unique_ptr<train::Generator> generator = backend->generator(model.shape, ledger);
   const std::vector<scruple_tensor> weights = model.visible();
+  const std::unique_ptr<train::Generator> generator = backend->generator(model.shape, weights, ledger);
   std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
   std::string said = words.text_of(tokens);
   const std::int64_t context = model.shape.context;

@@ -103,7 +103,7 @@ class Stranger final : public Backend {
   std::unique_ptr<Network> network(const Setup&, Visible, scruple_policy, Ledger& ledger) override {
     return std::make_unique<Squares>(ledger);
   }
-  std::unique_ptr<Generator> generator(const Description&, Ledger&) override { return nullptr; }
+  std::unique_ptr<Generator> generator(const Description&, Visible, Ledger&) override { return nullptr; }
   std::string device() const override { return "a stranger"; }
 
  private:

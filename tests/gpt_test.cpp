@@ -16,7 +16,6 @@
 #include "tests/descriptions.h"
 #include "tests/gpt_reference.h"
 #include "train/cpu/blas.h"
-#include "train/cpu/generate.h"
 #include "train/cpu/layers.h"
 #include "train/cpu/math.h"
 #include "train/cpu/transformer.h"

@@ -56,7 +56,7 @@ std::vector<float> logits_of(const train::Model& model, const std::int32_t* toke
   const std::vector<scruple_tensor> weights = model.visible();
   train::Ledger ledger;
   const std::unique_ptr<train::Backend> backend = train::cpu_backend(2);
-  const std::unique_ptr<train::Generator> generator = backend->generator(model.shape, ledger);
+  const std::unique_ptr<train::Generator> generator = backend->generator(model.shape, weights, ledger);
   std::vector<float> logits(static_cast<std::size_t>(context * vocabulary));
   for (std::int64_t i = 0; i < context; ++i) {
     if (i % 3 == 0) generator->clear();  // then whole prefixes, else one token more

@@ -14,7 +14,7 @@ int main(int argc, char** argv) {
   train::Ledger ledger;
   const auto backend = train::cpu_backend(1);
   std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
-  backend->generator(model.shape, ledger)
+  backend->generator(model.shape, model.visible(), ledger)
       ->feed(model.visible(), tokens.data(), static_cast<std::int64_t>(tokens.size()), logits.data());
   for (const float value : logits) std::printf("%.9g\n", static_cast<double>(value));
 }

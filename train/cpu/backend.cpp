@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "train/cpu/blas.h"
-#include "train/cpu/generate.h"
 #include "train/cpu/tiles.h"
 #include "train/cpu/transformer.h"
 
@@ -78,7 +77,7 @@ class Cpu final : public Backend {
                                    Ledger& ledger) override {
     return std::make_unique<CpuNetwork>(setup, policy == SCRUPLE_RELEASED, engine_, threads_, ledger);
   }
-  std::unique_ptr<Generator> generator(const Description& shape, Ledger& ledger) override {
+  std::unique_ptr<Generator> generator(const Description& shape, Visible, Ledger& ledger) override {
     return std::make_unique<CpuGenerator>(shape, engine_, threads_, ledger);
   }
   std::string device() const override {

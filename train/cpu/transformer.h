@@ -48,4 +48,21 @@ class Transformer {
   std::unique_ptr<State> state_;
 };
 
+// Goes on token by token: a key-value cache keeps what was fed, so that a new token costs the work of one.
+class CachedTransformer {
+ public:
+  // Takes its memory here: keys and values of a whole context, in fp32. Throws as above.
+  CachedTransformer(const Description& model, Threads& threads, Ledger& ledger);
+  ~CachedTransformer();
+
+  // A Generator's.
+  void feed(Weights& weights, const std::int32_t* tokens, std::int64_t count, float* logits);
+  std::int64_t length() const;
+  void clear();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
 }  // namespace scruple::train

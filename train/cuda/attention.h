@@ -27,6 +27,14 @@ const char* problem_with(const Attention& shape);
 // y: rows of heads x head_width. log_sums, [sequences, heads, length]: the logarithm of each softmax's sum, of scores
 // times 1 / sqrt(head_width).
 void attend(const Attention& shape, const void* qkv, void* y, float* log_sums, cudaStream_t stream);
+// Keys as attention sees them, and values behind them: [context, kv_heads x head_width] each, of which `length` rows are
+// there.
+struct Cache {
+  void* data;
+  std::int64_t context, length;
+};
+// Attention of one sequence to what is in the cache and to itself; its keys and values are added.
+void attend_cached(const Attention& shape, const void* qkv, const Cache& cache, void* y, cudaStream_t stream);
 // Bytes that attend_backward works in.
 std::int64_t attend_backward_bytes(const Attention& shape);
 void attend_backward(const Attention& shape, const void* qkv, const void* y, const float* log_sums,

@@ -3,7 +3,6 @@
 #include "train/pass/backend.h"
 
 #include <optional>
-#include <stdexcept>
 
 #include "train/cuda/device.h"
 #include "train/cuda/outbox.h"
@@ -29,8 +28,8 @@ class Gpu final : public Backend {
     return std::make_unique<cuda::Transformer>(setup, weights, policy == SCRUPLE_RELEASED, stream_, memory_,
                                                ledger);
   }
-  std::unique_ptr<Generator> generator(const Description&, Ledger&) override {
-    throw std::runtime_error("texts are sampled on the CPU: open its backend");
+  std::unique_ptr<Generator> generator(const Description& shape, Visible weights, Ledger& ledger) override {
+    return std::make_unique<cuda::CachedTransformer>(shape, weights, stream_, memory_, ledger);
   }
 
  private:

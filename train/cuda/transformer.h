@@ -1,5 +1,4 @@
-// The forward and backward pass of whatever a description describes, on a GPU: it queues kernels on one stream, and waits
-// only to give losses. Weights are read where they lie; those of another type than the activations are converted as they are needed.
+// The pass on a GPU: it queues kernels on one stream, and waits only to give losses or logits.
 #pragma once
 
 #include <memory>
@@ -20,6 +19,22 @@ class Transformer final : public Network {
   void train(Visible weights, const Batch& batch, Sink& sink, float weight) override;
   std::vector<double> losses() override;
   double loss(Visible weights, const Batch& batch) override;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// Goes on token by token, from a key-value cache in the type of the token table.
+class CachedTransformer final : public Generator {
+ public:
+  CachedTransformer(const Description& model, Visible weights, const Stream& stream, Memory& memory,
+                    Ledger& ledger);
+  ~CachedTransformer() override;
+
+  void feed(Visible weights, const std::int32_t* tokens, std::int64_t count, float* logits) override;
+  std::int64_t length() const override;
+  void clear() override;
 
  private:
   struct State;

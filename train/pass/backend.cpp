@@ -3,12 +3,26 @@
 #include <stdexcept>
 #include <string>
 
+#include "train/pass/pass.h"
+
 namespace scruple::train {
 namespace {
 
 std::string text(std::int64_t number) { return std::to_string(number); }
 
 }  // namespace
+
+bool keeps(Recompute recompute, Activation activation) {
+  const bool is_norm = activation == Activation::attention_normed || activation == Activation::mlp_normed;
+  switch (recompute) {
+    case Recompute::none: return true;
+    case Recompute::norms: return !is_norm;
+    case Recompute::mlp: return activation < Activation::mlp_normed;
+    case Recompute::keep_attention: return activation == Activation::attended;
+    case Recompute::block: return false;
+  }
+  return true;
+}
 
 void check_setup(const Setup& setup) {
   if (const std::string problem = problem_with(setup.shape); !problem.empty())
@@ -25,6 +39,15 @@ void check_tokens(const Description& model, const std::int32_t* tokens, std::int
     if (tokens[i] < 0 || tokens[i] >= model.vocabulary)
       throw std::invalid_argument("token " + text(i) + " is " + text(tokens[i]) +
                                   "; the model's vocabulary is 0 to " + text(model.vocabulary - 1));
+}
+
+void check_feed(const Description& model, std::int64_t length, const std::int32_t* tokens,
+                std::int64_t count) {
+  if (count < 1 || count > model.context - length)
+    throw std::invalid_argument("feeding " + text(count) + " tokens after " + text(length) +
+                                " was asked for; the context is " + text(model.context) +
+                                ": feed at least 1, and beyond the context clear, then feed the last ones");
+  check_tokens(model, tokens, count);
 }
 
 std::int64_t read_batch(const Description& model, std::int64_t rows, const Batch& batch,

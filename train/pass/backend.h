@@ -21,10 +21,11 @@ namespace scruple::train {
 enum class Precision { fp32, bf16, fp16 };
 inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // their names, and their formats'
 
-// What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing, the inside of
-// each MLP, or all of each layer but its input. The bits are the same.
-enum class Recompute { none, mlp, block };
-inline constexpr const char* kRecomputes[] = {"none", "mlp", "block"};  // their names
+// What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing; the outputs of norms; the
+// inside of each MLP; all of a layer but its input and what attention gave; all of it but its input. The bits are the same.
+enum class Recompute { none, norms, mlp, keep_attention, block };
+inline constexpr const char* kRecomputes[] = {"none", "norms", "mlp", "keep-attention",
+                                              "block"};  // their names
 
 // A model as it is trained.
 struct Setup {
@@ -48,6 +49,9 @@ struct Batch {
 void check_setup(const Setup& setup);
 // The same where a token is outside the vocabulary.
 void check_tokens(const Description& model, const std::int32_t* tokens, std::int64_t count);
+// The same where these tokens cannot be fed after `length` others.
+void check_feed(const Description& model, std::int64_t length, const std::int32_t* tokens,
+                std::int64_t count);
 // The same where a token, a target or a start of a batch of `rows` tokens cannot be. Writes each token's position in its
 // document; returns how many targets count.
 std::int64_t read_batch(const Description& model, std::int64_t rows, const Batch& batch,
@@ -98,7 +102,7 @@ class Backend {
   // `weights`: those that it will read, in their formats.
   virtual std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
                                            Ledger& ledger) = 0;
-  virtual std::unique_ptr<Generator> generator(const Description& shape, Ledger& ledger) = 0;
+  virtual std::unique_ptr<Generator> generator(const Description& shape, Visible weights, Ledger& ledger) = 0;
 
   virtual std::string device() const = 0;  // "NVIDIA H200"; "CPU, 2 threads"
   virtual double peak_flops() const {

@@ -1,0 +1,257 @@
+#include "train/cpu/operations.h"
+
+#include <algorithm>
+#include <functional>
+
+namespace scruple::train {
+
+Operations::Operations(const Setup& setup, Index rows, bool caches, Threads& threads, Ledger& ledger)
+    : model_(setup.shape),
+      precision_(setup.activations),
+      most_rows_(rows),
+      caches_(caches),
+      ledger_(ledger),
+      sequences_(setup.batch),
+      rows_(rows),
+      hidden_(ledger, precision_, rows, model_.width),
+      tokens_(ledger, "activations", rows * 4),
+      positions_(ledger, "activations", rows * 4),
+      loader_(model_, ledger),
+      workspace_(ledger, threads.count(), workspace_of(model_)),
+      workers_{threads, workspace_} {
+  for (Index i = 0; i <= (caches ? 0 : model_.layers); ++i) residuals_.push_back(residual_tensor());
+  if (caches) {
+    cache_ = Block(ledger, "cache", 2 * model_.layers * model_.context * model_.key_width() * 4);
+    return;
+  }
+  logits_ = Matrix(ledger, precision_, keeps_logits(model_) ? rows : 0, model_.vocabulary);
+  log_sums_ = Block(ledger, "activations", rows * 4);
+  targets_ = Block(ledger, "activations", rows * 4);
+  g_ = stored(model_.width);
+  dattended_ = stored(model_.query_width());
+  dqkv_ = stored(model_.qkv_width());
+  dup_ = stored(model_.expanded_width());
+  norm_sums_ = Block(ledger, "workspace", chunks_of(rows) * 2 * model_.width * 4);
+  if (model_.head_norms)
+    head_norm_sums_ = Block(ledger, "workspace", sequences_ * model_.kv_heads * 2 * model_.head_width * 4);
+  chunk_losses_ = Block(ledger, "workspace", chunks_of(rows) * 8);
+}
+
+// ---- Tensors ----
+
+Operations::Tensor Operations::stored(Index columns) {
+  Tensor tensor;
+  tensor.values = Matrix(ledger_, precision_, most_rows_, columns);
+  return tensor;
+}
+
+Operations::Tensor Operations::residual_tensor() {
+  Tensor tensor = stored(model_.width);
+  tensor.statistics.emplace(ledger_, model_, most_rows_);
+  return tensor;
+}
+
+Operations::Tensor Operations::new_tensor(Activation activation) {
+  switch (activation) {
+    case Activation::qkv: return stored(model_.qkv_width());
+    case Activation::middle: return residual_tensor();
+    case Activation::up: return stored(model_.expanded_width());
+    case Activation::attended: {
+      Tensor tensor = stored(model_.query_width());
+      if (!caches_) tensor.log_sums = Block(ledger_, "activations", most_rows_ * model_.heads * 4);
+      return tensor;
+    }
+    default: return {};
+  }
+}
+
+Normed Operations::read_normed(const NormPlace& at, const Tensor& x) {
+  return {x.values, *x.statistics, loader_.norm(*weights_, at)};
+}
+
+void Operations::read(const Tensor& x, const std::function<void(const Source&)>& reader) {
+  if (x.normed != nullptr)
+    reader(read_normed(*x.norm, *x.normed));
+  else if (x.activated != nullptr)
+    reader(Activated(x.activated->values, model_.mlp));
+  else
+    reader(Stored(x.values));
+}
+
+// ---- Forward ----
+
+void Operations::embed(Tensor& x) {
+  loader_.embed(workers_, *weights_, tokens(), positions(), rows_, x.values, *x.statistics);
+}
+
+void Operations::norm(const NormPlace& at, const Tensor& x, Tensor& y) { y.normed = &x, y.norm = &at; }
+
+void Operations::linear(const LinearPlaces& at, const Tensor& x, Tensor& y) {
+  read(x, [&](const Source& in) {
+    train::linear(workers_, in, loader_.linear(*weights_, at), rows_, y.values);
+  });
+}
+
+Attention Operations::attention(const LayerPlaces& at) {
+  return loader_.attention(*weights_, at, sequences_, rows_ / sequences_, positions());
+}
+
+Cache Operations::cache_of(std::size_t layer) const {
+  const Index floats = model_.context * model_.key_width();
+  float* const keys = cache_.as<float>() + 2 * static_cast<Index>(layer) * floats;
+  return {keys, keys + floats, model_.context, length};
+}
+
+void Operations::attend(const LayerPlaces& at, std::size_t layer, const Tensor& qkv, Tensor& y) {
+  if (caches_)
+    attend_cached(workers_, attention(at), qkv.values, cache_of(layer), y.values);
+  else
+    train::attend(workers_, attention(at), qkv.values, y.values, y.log_sums.as<float>());
+}
+
+void Operations::linear_residual(const LinearPlaces& at, const Tensor& x, const Tensor& residual, Tensor& y) {
+  read(x, [&](const Source& in) {
+    train::linear_residual(workers_, in, loader_.linear(*weights_, at).front(), rows_, residual.values,
+                           y.values, *y.statistics);
+  });
+}
+
+void Operations::up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor& activated) {
+  linear(at, x, up);
+  activated.activated = &up;
+}
+
+void Operations::final_norm(const NormPlace& at, const Tensor& x) {
+  normalise(workers_, read_normed(at, x), rows_, hidden_);
+}
+
+// ---- The head ----
+
+Head Operations::head() {
+  return {hidden_, loader_.head(*weights_), model_.vocabulary, targets(), rows_, log_sums_.as<float>()};
+}
+
+double Operations::loss(bool for_backward) {
+  double* const losses = chunk_losses_.as<double>();
+  if (keeps_logits(model_)) return train::head(workers_, head(), logits_, losses);
+  return head_in_pieces(workers_, head(), for_backward ? &g_.values : nullptr, losses);
+}
+
+void Operations::logits(float* values) {
+  const float* const table = loader_.head(*weights_);
+  const Index width = model_.width, vocabulary = model_.vocabulary;
+  workers_.pieces((vocabulary + kHeadColumns - 1) / kHeadColumns, [&](Index piece, Arena& arena) {
+    const Index column = piece * kHeadColumns, columns = std::min(kHeadColumns, vocabulary - column);
+    const View in = hidden_.read(rows_ - 1, 1, 0, width, arena.floats(width));
+    product(1, columns, width, 1, in, transposed({table + column * width, width}), 0,
+            {values + column, vocabulary});
+  });
+}
+
+void Operations::head_backward(float scale) {
+  scale_ = scale;
+  const Normed in = read_normed(places().last_norm, residuals_.back());
+  if (keeps_logits(model_))
+    train::head_backward(workers_, head(), scale, logits_, in, g_.values, norm_sums_.as<float>());
+  else
+    head_in_pieces_backward(workers_, rows_, scale, in, g_.values, norm_sums_.as<float>());
+}
+
+FillRows Operations::fill_head() {
+  if (keeps_logits(model_))
+    return [this](Index first, Index count, float* tile) {
+      const Stored outputs(logits_), inputs(hidden_);
+      weight_gradient(workers_, {outputs, 0, model_.vocabulary}, {inputs, 0, model_.width}, rows_, first,
+                      count, tile);
+    };
+  return [this, head = head()](Index first, Index count, float* tile) {
+    head_gradient(workers_, head, scale_, first, count, tile);
+  };
+}
+
+void Operations::take_head() { gradients_->take(places().head, fill_head()); }
+
+// The gradient of a table that is the output head as well is the sum of both.
+void Operations::take_embeddings() {
+  if (places().positions >= 0)
+    gradients_->take(places().positions, [&](Index first, Index count, float* tile) {
+      std::fill_n(tile, count * model_.width, 0.0f);
+      embedding_gradient(workers_, g_.values, positions(), rows_, first, count, tile);
+    });
+  const FillRows as_head = model_.tied ? fill_head() : nullptr;
+  gradients_->take(places().tokens, [&](Index first, Index count, float* tile) {
+    if (model_.tied)
+      as_head(first, count, tile);
+    else
+      std::fill_n(tile, count * model_.width, 0.0f);
+    embedding_gradient(workers_, g_.values, tokens(), rows_, first, count, tile);
+  });
+}
+
+// ---- Backward ----
+
+Operations::Tensor& Operations::up_backward(const LinearPlaces& at, const Tensor& up) {
+  activated_backward(workers_, g_.values, loader_.without_biases(*weights_, at).front(), rows_,
+                     Activated(up.values, model_.mlp), dup_.values);
+  return dup_;
+}
+
+void Operations::linear_backward(const LinearPlaces& at) {
+  train::linear_backward(workers_, g_.values, loader_.without_biases(*weights_, at).front(), rows_,
+                         dattended_.values);
+}
+
+Operations::Tensor& Operations::attend_backward(const LayerPlaces& at, const Tensor& qkv,
+                                                const Tensor& attended) {
+  train::attend_backward(workers_, attention(at), qkv.values, attended.values, attended.log_sums.as<float>(),
+                         dattended_.values, dqkv_.values, head_norm_sums_.as<float>());
+  return dqkv_;
+}
+
+void Operations::norm_linear_backward(const NormPlace& norm, const LinearPlaces& at, const Tensor& dy,
+                                      const Tensor& x) {
+  const Normed in = read_normed(norm, x);
+  normed_backward(workers_, dy.values, loader_.without_biases(*weights_, at), rows_, in, g_.values,
+                  norm_sums_.as<float>());
+}
+
+// As the matrix lies: x^T dy, or dy^T x.
+void Operations::take_linear(const LinearPlaces& places, const Tensor& x, const Tensor& dy) {
+  const Stored out(dy.values);
+  read(x, [&](const Source& in) {
+    for (const LinearPlace& at : places) {
+      const Part inputs = {in, 0, at.in}, outputs = {out, at.column, at.out};
+      gradients_->take(at.weight, [&](Index first, Index count, float* tile) {
+        if (model_.outputs_first)
+          weight_gradient(workers_, outputs, inputs, rows_, first, count, tile);
+        else
+          weight_gradient(workers_, inputs, outputs, rows_, first, count, tile);
+      });
+      if (at.bias < 0) continue;
+      gradients_->take(at.bias, [&](Index first, Index count, float* tile) {
+        bias_gradient(workers_, dy.values, rows_, at.column + first, count, tile);
+      });
+    }
+  });
+}
+
+void Operations::take_norm(const NormPlace& at) {
+  for (const bool bias : {false, true}) {
+    if (bias && at.bias < 0) continue;
+    gradients_->take(bias ? at.bias : at.weight, [&](Index first, Index count, float* tile) {
+      norm_gradient(norm_sums_.as<float>(), chunks_of(rows_), model_.width, bias, first, count, tile);
+    });
+  }
+}
+
+void Operations::take_head_norms(const LayerPlaces& at) {
+  if (!model_.head_norms) return;
+  for (const bool key : {false, true})
+    gradients_->take(key ? at.key_norm.weight : at.query_norm.weight,
+                     [&](Index first, Index count, float* tile) {
+                       norm_gradient(head_norm_sums_.as<float>(), sequences_ * model_.kv_heads,
+                                     model_.head_width, key, first, count, tile);
+                     });
+}
+
+}  // namespace scruple::train

@@ -1,0 +1,120 @@
+// The forward and backward pass of whatever a description describes, once for every device. A device supplies the
+// operations: `train/cpu/operations.h` and `train/cuda/operations.h` are the two that there are.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "train/pass/backend.h"
+
+namespace scruple::train {
+
+// What a layer computes between two residuals, in this order. `attention_normed` and `mlp_normed` are outputs of
+// norms, `middle` is the residual between attention and MLP, `up` goes into the activation function.
+enum class Activation { attention_normed, qkv, attended, middle, mlp_normed, up, activated };
+inline constexpr int kActivations = 7;
+
+// Whether forward keeps it for backward, or backward computes it again.
+bool keeps(Recompute recompute, Activation activation);
+
+// Operations has:
+//   Tensor                     an activation; on the CPU some are computed again whenever they are read
+//   new_tensor(activation)     memory for one
+//   residual(i)                before layer i, or after the last
+//   will_write(i), will_read(i)   residuals may wait elsewhere (offloading)
+//   embed, norm, linear, rope, attend, linear_residual, up, final_norm
+//   up_backward, linear_backward, attend_backward, norm_linear_backward
+//   take_linear, take_norm, take_head_norms
+template <class Operations>
+class Pass {
+  using Tensor = typename Operations::Tensor;
+
+ public:
+  Pass(Operations& on, const Places& places, Recompute recompute)
+      : on_(on), places_(places), recompute_(recompute) {
+    for (int a = 0; a < kActivations; ++a)
+      for (std::size_t i = 0; i < (keeps(a) ? places.layers.size() : 1); ++i)
+        tensors_[static_cast<std::size_t>(a)].push_back(on.new_tensor(static_cast<Activation>(a)));
+  }
+
+  // From tokens to the last residual, normed.
+  void forward() {
+    on_.embed(on_.residual(0));
+    for (std::size_t i = 0; i < places_.layers.size(); ++i) {
+      on_.will_write(i + 1);
+      compute(i, false);
+      on_.linear_residual(places_.layers[i].mlp_out, at(Activation::activated, i), at(Activation::middle, i),
+                          on_.residual(i + 1));
+    }
+    on_.final_norm(places_.last_norm, on_.residual(places_.layers.size()));
+  }
+
+  // From the gradient of the last residual, which the head has left, to that of the first. A weight may be stepped
+  // as soon as its gradient is taken: whatever reads a weight comes before that.
+  void backward() {
+    for (std::size_t i = places_.layers.size(); i-- > 0;) {
+      on_.will_read(i);
+      // Of the last layer forward has left everything.
+      if (i + 1 < places_.layers.size()) compute(i, true);
+      mlp_backward(i);
+      attention_backward(i);
+    }
+  }
+
+ private:
+  bool keeps(int activation) const { return train::keeps(recompute_, static_cast<Activation>(activation)); }
+  Tensor& at(Activation activation, std::size_t layer) {
+    std::vector<Tensor>& all = tensors_[static_cast<std::size_t>(activation)];
+    return all[layer % all.size()];
+  }
+
+  // A layer's activations; `again`: those that were not kept.
+  void compute(std::size_t layer, bool again) {
+    const LayerPlaces& l = places_.layers[layer];
+    const auto wants = [&](Activation a) { return !again || !keeps(static_cast<int>(a)); };
+    Tensor &residual = on_.residual(layer), &middle = at(Activation::middle, layer);
+    Tensor &normed = at(Activation::attention_normed, layer), &qkv = at(Activation::qkv, layer);
+    Tensor &attended = at(Activation::attended, layer), &mlp_normed = at(Activation::mlp_normed, layer);
+    Tensor &up = at(Activation::up, layer), &activated = at(Activation::activated, layer);
+    if (wants(Activation::attention_normed)) on_.norm(l.attention_norm, residual, normed);
+    if (wants(Activation::qkv)) {
+      on_.linear(l.attention_in, normed, qkv);
+      on_.rope(l, qkv);
+    }
+    if (wants(Activation::attended)) on_.attend(l, layer, qkv, attended);
+    if (wants(Activation::middle)) on_.linear_residual(l.attention_out, attended, residual, middle);
+    if (wants(Activation::mlp_normed)) on_.norm(l.mlp_norm, middle, mlp_normed);
+    if (wants(Activation::up)) on_.up(l.mlp_in, mlp_normed, up, activated);
+  }
+
+  void mlp_backward(std::size_t layer) {
+    const LayerPlaces& l = places_.layers[layer];
+    Tensor &middle = at(Activation::middle, layer), &normed = at(Activation::mlp_normed, layer);
+    Tensor& dup = on_.up_backward(l.mlp_out, at(Activation::up, layer));
+    on_.take_linear(l.mlp_out, at(Activation::activated, layer), on_.g());
+    on_.norm_linear_backward(l.mlp_norm, l.mlp_in, dup, middle);
+    on_.take_linear(l.mlp_in, normed, dup);
+    on_.take_norm(l.mlp_norm);
+  }
+
+  void attention_backward(std::size_t layer) {
+    const LayerPlaces& l = places_.layers[layer];
+    Tensor &qkv = at(Activation::qkv, layer), &attended = at(Activation::attended, layer);
+    on_.linear_backward(l.attention_out);
+    on_.take_linear(l.attention_out, attended, on_.g());
+    Tensor& dqkv = on_.attend_backward(l, qkv, attended);
+    on_.take_head_norms(l);
+    on_.norm_linear_backward(l.attention_norm, l.attention_in, dqkv, on_.residual(layer));
+    on_.take_linear(l.attention_in, at(Activation::attention_normed, layer), dqkv);
+    on_.take_norm(l.attention_norm);
+  }
+
+  Operations& on_;
+  const Places& places_;
+  const Recompute recompute_;
+  std::array<std::vector<Tensor>, kActivations> tensors_;
+};
+
+}  // namespace scruple::train
