@@ -6,14 +6,17 @@
 #include <limits>
 #include <memory>
 #include <numeric>
+#include <sstream>
 
 #include "commands.h"
+#include "memory.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
 #include "train/model/model.h"
 #include "train/pass/backend.h"
 #include "train/random.h"
 #include "train/run/checkpoint.h"
+#include "train/run/weights.h"
 #include "train/text/tokenizer.h"
 #include "train/text/utf8.h"
 #include "training.h"
@@ -27,7 +30,7 @@ constexpr const char* kFooter =
     "The same seed gives the same text. Text becomes tokens by the folder's tokenizer.json; a model of bytes "
     "has none.\n"
     "Where the folder has no config.json, the model is that of the checkpoint, or of the run's last one.\n"
-    "It runs on the CPU, wherever the model was trained.\n"
+    "It runs on the GPU where there is one, wherever the model was trained.\n"
     "\n"
     "Examples:\n"
     "  scruple sample run1 --prompt \"Once upon a time\"\n"
@@ -36,7 +39,7 @@ constexpr const char* kFooter =
     "  scruple sample run1/checkpoints/step-00000500";
 
 struct Options {
-  std::string folder, prompt = "\n";
+  std::string folder, prompt = "\n", device = "auto";
   std::int64_t length = 200, context = 0;
   double temperature = 0.8, top_p = 1;
   int top_k = 0;
@@ -119,9 +122,16 @@ class Words {
   std::vector<std::size_t> unknown_;
 };
 
+// What the weights come from, and the folder that may have their tokenizer.
 struct Found {
-  train::Model model;
-  std::string folder;  // that may have its tokenizer
+  std::unique_ptr<train::ModelFolder> model;
+  std::unique_ptr<io::Checkpoint> checkpoint;
+  std::string folder;
+
+  train::Weights weights(train::Backend& backend, train::Ledger& ledger) const {
+    return model != nullptr ? train::Weights(*model, backend, ledger)
+                            : train::Weights(*checkpoint, backend, ledger);
+  }
 };
 
 // The model that a run has written; where there is none, that of a checkpoint.
@@ -131,8 +141,8 @@ Found find_model(const Options& options) {
   if (std::filesystem::exists(folder + "/config.json", ignored)) {
     ModelOptions chosen;
     chosen.model = folder, chosen.context = options.context;
-    const ChosenModel found = choose_model(chosen);
-    return {train::read_model(folder, found.config.shape.context), folder};
+    const std::int64_t context = choose_model(chosen).config.shape.context;
+    return {std::make_unique<train::ModelFolder>(folder, context), nullptr, folder};
   }
   if (!std::filesystem::is_directory(folder, ignored))
     throw std::runtime_error((std::filesystem::exists(folder, ignored) ? folder + " is no folder"
@@ -146,15 +156,35 @@ Found find_model(const Options& options) {
                              " has neither config.json nor a complete checkpoint; give the folder of a run, "
                              "or of one of its checkpoints");
   }
-  Engine engine;
-  const io::Checkpoint checkpoint(path);
-  const auto& notes = checkpoint.manifest().trainer;
+  Found found = {nullptr, std::make_unique<io::Checkpoint>(path), folder};
+  const auto& notes = found.checkpoint->manifest().trainer;
   const auto from = notes.find("--model");
   const std::string run = std::filesystem::path(path).parent_path().parent_path().string();
   const std::string noted = from == notes.end() ? "" : folder_of_tokenizer(from->second);
-  for (const std::string& place : {folder, run, noted})
-    if (!place.empty() && train::has_tokenizer(place)) return {train::model_of(engine, checkpoint), place};
-  return {train::model_of(engine, checkpoint), folder};
+  for (const std::string& place : {noted, run, folder})
+    if (!place.empty() && train::has_tokenizer(place)) found.folder = place;
+  return found;
+}
+
+// Refuses a model that does not fit, before anything is read.
+void check_memory(const Found& found, train::Backend& backend) {
+  train::Ledger needed = train::Ledger::counter();
+  const train::Weights weights = found.weights(backend, needed);
+  const auto generator = backend.generator(weights.shape(), weights.visible(), needed);
+  const bool on_host = backend.memory().is_host();
+  const std::int64_t free = on_host ? free_memory() : backend.free_bytes();
+  if (needed.peak() <= free) return;
+  const Unit unit = unit_for(needed.peak(), 1);
+  Table table;
+  table.rows = {{"memory", unit.name}};
+  for (const train::Ledger::Entry& entry : needed.entries())
+    table.rows.push_back({entry.kind, fixed(static_cast<double>(entry.peak) / unit.bytes, 2)});
+  std::ostringstream text;
+  table.print(text);
+  throw std::runtime_error("sampling from this model needs " + size_words(needed.peak()) + ", and " +
+                           size_words(free) + " are free" + (on_host ? "" : " on the GPU") +
+                           "; choose a smaller --context" + (on_host ? "" : ", or --device cpu") + "\n\n" +
+                           text.str());
 }
 
 void sample(const Options& options) {
@@ -162,19 +192,24 @@ void sample(const Options& options) {
     throw UsageError("--top-p is " + shortest(options.top_p) + "; it is a share, at most 1");
   if (options.prompt.empty())
     throw UsageError("--prompt is empty; the model needs at least one token to continue");
-  const auto [model, folder] = find_model(options);
-  Words words(folder, model.shape.vocabulary);
-  std::vector<std::int32_t> tokens = words.tokens_of(options.prompt);
-  if (const auto more = static_cast<std::int64_t>(tokens.size()) - model.shape.context; more > 0)
-    std::cerr << "scruple: the prompt is longer than the context of " << grouped(model.shape.context)
-              << " tokens; the model does not see its first " << grouped(more) << '\n';
+  const Found found = find_model(options);
+  const std::string device = device_for(options.device);
+  check_device(device);
+  const auto open = device == "cuda" ? train::cuda_backend : train::cpu_backend;
+  const std::unique_ptr<train::Backend> backend = open(options.threads);
+  check_memory(found, *backend);
   train::Ledger ledger;
-  const std::unique_ptr<train::Backend> backend = train::cpu_backend(options.threads);
-  const std::vector<scruple_tensor> weights = model.visible();
-  const std::unique_ptr<train::Generator> generator = backend->generator(model.shape, weights, ledger);
-  std::vector<float> logits(static_cast<std::size_t>(model.shape.vocabulary));
+  const train::Weights weights = found.weights(*backend, ledger);
+  const train::Description& shape = weights.shape();
+  Words words(found.folder, shape.vocabulary);
+  std::vector<std::int32_t> tokens = words.tokens_of(options.prompt);
+  if (const auto more = static_cast<std::int64_t>(tokens.size()) - shape.context; more > 0)
+    std::cerr << "scruple: the prompt is longer than the context of " << grouped(shape.context)
+              << " tokens; the model does not see its first " << grouped(more) << '\n';
+  const std::unique_ptr<train::Generator> generator = backend->generator(shape, weights.visible(), ledger);
+  std::vector<float> logits(static_cast<std::size_t>(shape.vocabulary));
   std::string said = words.text_of(tokens);
-  const std::int64_t context = model.shape.context;
+  const std::int64_t context = shape.context;
   auto begin =
       std::max<std::int64_t>(static_cast<std::int64_t>(tokens.size()) - context, 0);  // of what it sees
   for (std::int64_t i = 0; i < options.length; ++i) {
@@ -184,7 +219,7 @@ void sample(const Options& options) {
       generator->clear();
     }
     const std::int64_t fed = end - begin - generator->length();
-    generator->feed(weights, tokens.data() + (end - fed), fed, logits.data());
+    generator->feed(weights.visible(), tokens.data() + (end - fed), fed, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
       throw std::runtime_error("the model's logits are not finite: its training diverged");
     words.leave_out_unknown(logits);
@@ -233,6 +268,9 @@ void add_sample(CLI::App& program) {
       ->type_name("N")
       ->check(whole_from(1));
   command->add_option("--seed", options->seed, "of the draws")->capture_default_str()->check(whole_from(0));
+  command->add_option("--device", options->device, "cuda, cpu, or auto: a GPU where there is one")
+      ->capture_default_str()
+      ->check(a_device());
   command->add_option("--threads", options->threads, "0: one per core")->check(CLI::Range(0, 1024));
   command->callback([options] { sample(*options); });
 }

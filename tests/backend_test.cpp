@@ -15,6 +15,7 @@
 #include "formats/bf16.h"
 #include "tests/files.h"
 #include "tests/jobs.h"
+#include "tests/models.h"
 #include "train/model/model.h"
 #include "train/run/checkpoint.h"
 #include "train/run/trainer.h"

@@ -27,8 +27,8 @@ namespace {
 using Values = std::vector<std::vector<float>>;
 constexpr Precision kTypes[] = {Precision::fp32, Precision::bf16, Precision::fp16};
 
-// Weights in fp32. Handed out as copies in the caller's scratch, as a low-bit store would.
-struct Store : Weights {
+// WeightValues in fp32. Handed out as copies in the caller's scratch, as a low-bit store would.
+struct Store : WeightValues {
   explicit Store(const Description& shape, unsigned seed = 1) {
     std::mt19937 random(seed);
     for (const Parameter& p : parameters_of(shape)) {

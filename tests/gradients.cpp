@@ -9,6 +9,7 @@
 #include <exception>
 
 #include "tests/jobs.h"
+#include "tests/models.h"
 #include "train/model/model.h"
 
 using namespace scruple;

@@ -1,6 +1,7 @@
 // Prints the logits after a text, as the trainer computes them. usage: logits FOLDER TEXT
 #include <cstdio>
 
+#include "tests/models.h"
 #include "train/model/model.h"
 #include "train/pass/backend.h"
 

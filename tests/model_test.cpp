@@ -10,6 +10,8 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 
+#include "tests/models.h"
+
 namespace scruple_tests {
 namespace {
 

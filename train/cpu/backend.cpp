@@ -12,7 +12,7 @@ namespace scruple::train {
 namespace {
 
 // The values of visible weights.
-struct Decoded final : Weights {
+struct Decoded final : WeightValues {
   Decoded(Engine& on, Visible rows) : engine(on), weights(rows) {}
   const float* values(int parameter, float* scratch) override {
     return visible_values(engine, weights[static_cast<std::size_t>(parameter)], scratch);

@@ -15,7 +15,7 @@ Index largest_matrix(const Description& m) {
 // A norm, the norms of heads, and the biases of all products of one input.
 Index biases_at(const Description& m) { return 2 * m.width + (m.head_norms ? 2 * m.head_width : 0); }
 
-const float* values(Weights& weights, int parameter, float* scratch) {
+const float* values(WeightValues& weights, int parameter, float* scratch) {
   return parameter < 0 ? nullptr : weights.values(parameter, scratch);
 }
 
@@ -30,7 +30,7 @@ Loader::Loader(const Description& model, Ledger& ledger)
   if (model.rotary.base > 0 && !ledger.only_counts()) rotation_of(model, rotation_.as<float>());
 }
 
-void Loader::embed(const Workers& workers, Weights& weights, const std::int32_t* tokens,
+void Loader::embed(const Workers& workers, WeightValues& weights, const std::int32_t* tokens,
                    const std::int32_t* positions, Index rows, Matrix& x, Statistics& statistics) {
   float* scratch = matrix_.as<float>();
   const float* token_table = weights.values(places_.tokens, scratch);
@@ -39,12 +39,12 @@ void Loader::embed(const Workers& workers, Weights& weights, const std::int32_t*
   train::embed(workers, tokens, positions, rows, token_table, position_table, x, statistics);
 }
 
-Norm Loader::norm(Weights& weights, const NormPlace& at) {
+Norm Loader::norm(WeightValues& weights, const NormPlace& at) {
   float* scratch = vector_.as<float>();
   return {values(weights, at.weight, scratch), values(weights, at.bias, scratch + model_.width)};
 }
 
-std::vector<Linear> Loader::linear(Weights& weights, const LinearPlaces& places, bool biases) {
+std::vector<Linear> Loader::linear(WeightValues& weights, const LinearPlaces& places, bool biases) {
   std::vector<Linear> layers;
   float *matrix = matrix_.as<float>(), *vector = vector_.as<float>() + biases_at(model_);
   for (const LinearPlace& at : places) {
@@ -54,14 +54,14 @@ std::vector<Linear> Loader::linear(Weights& weights, const LinearPlaces& places,
   }
   return layers;
 }
-std::vector<Linear> Loader::linear(Weights& weights, const LinearPlaces& at) {
+std::vector<Linear> Loader::linear(WeightValues& weights, const LinearPlaces& at) {
   return linear(weights, at, true);
 }
-std::vector<Linear> Loader::without_biases(Weights& weights, const LinearPlaces& at) {
+std::vector<Linear> Loader::without_biases(WeightValues& weights, const LinearPlaces& at) {
   return linear(weights, at, false);
 }
 
-Attention Loader::attention(Weights& weights, const LayerPlaces& at, Index sequences, Index length,
+Attention Loader::attention(WeightValues& weights, const LayerPlaces& at, Index sequences, Index length,
                             const std::int32_t* positions) {
   float* scratch = vector_.as<float>() + 2 * model_.width;
   return {sequences,

@@ -14,19 +14,19 @@ class Loader {
   Loader(const Description& model, Ledger& ledger);
 
   // x, of tokens and their positions.
-  void embed(const Workers& workers, Weights& weights, const std::int32_t* tokens,
+  void embed(const Workers& workers, WeightValues& weights, const std::int32_t* tokens,
              const std::int32_t* positions, Index rows, Matrix& x, Statistics& statistics);
-  Norm norm(Weights& weights, const NormPlace& at);
-  std::vector<Linear> linear(Weights& weights, const LinearPlaces& at);
-  std::vector<Linear> without_biases(Weights& weights, const LinearPlaces& at);
+  Norm norm(WeightValues& weights, const NormPlace& at);
+  std::vector<Linear> linear(WeightValues& weights, const LinearPlaces& at);
+  std::vector<Linear> without_biases(WeightValues& weights, const LinearPlaces& at);
   // Of sequences of `length` rows.
-  Attention attention(Weights& weights, const LayerPlaces& at, Index sequences, Index length,
+  Attention attention(WeightValues& weights, const LayerPlaces& at, Index sequences, Index length,
                       const std::int32_t* positions);
-  const float* head(Weights& weights) { return weights.values(places_.head, matrix_.as<float>()); }
+  const float* head(WeightValues& weights) { return weights.values(places_.head, matrix_.as<float>()); }
   const Places& places() const { return places_; }
 
  private:
-  std::vector<Linear> linear(Weights& weights, const LinearPlaces& at, bool biases);
+  std::vector<Linear> linear(WeightValues& weights, const LinearPlaces& at, bool biases);
 
   const Description model_;
   const Places places_;

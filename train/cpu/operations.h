@@ -26,7 +26,7 @@ class Operations {
   // `rows` tokens at a time, at most: `sequences` of them, or one that goes on from a key-value cache.
   Operations(const Setup& setup, Index rows, bool caches, Threads& threads, Ledger& ledger);
 
-  void start(Weights& from, Gradients* to) { weights_ = &from, gradients_ = to; }
+  void start(WeightValues& from, Gradients* to) { weights_ = &from, gradients_ = to; }
   void set_rows(Index sequences, Index rows) { sequences_ = sequences, rows_ = rows; }
   std::int32_t* tokens() const { return tokens_.as<std::int32_t>(); }
   std::int32_t* targets() const { return targets_.as<std::int32_t>(); }
@@ -94,7 +94,7 @@ class Operations {
   Workspace workspace_;
   Workers workers_;
   std::vector<Tensor> residuals_;
-  Weights* weights_ = nullptr;
+  WeightValues* weights_ = nullptr;
   Gradients* gradients_ = nullptr;
 };
 

@@ -22,7 +22,7 @@ struct Transformer::State {
         on(setup, rows, false, threads, ledger),
         pass(on, on.places(), setup.recompute) {}
 
-  double forward(Weights& weights, const Batch& batch, bool for_backward) {
+  double forward(WeightValues& weights, const Batch& batch, bool for_backward) {
     ready = false;
     counted = read_batch(model, rows, batch, on.positions());
     std::copy_n(batch.tokens, rows, on.tokens());
@@ -49,15 +49,15 @@ Transformer::Transformer(const Setup& setup, Threads& threads, Ledger& ledger) {
 
 Transformer::~Transformer() = default;
 
-double Transformer::forward(Weights& weights, const Batch& batch) {
+double Transformer::forward(WeightValues& weights, const Batch& batch) {
   return state_->forward(weights, batch, true);
 }
 
-double Transformer::loss(Weights& weights, const Batch& batch) {
+double Transformer::loss(WeightValues& weights, const Batch& batch) {
   return state_->forward(weights, batch, false);
 }
 
-void Transformer::backward(Weights& weights, Gradients& gradients, float scale) {
+void Transformer::backward(WeightValues& weights, Gradients& gradients, float scale) {
   State& s = *state_;
   if (!s.ready)
     throw std::logic_error(
@@ -94,7 +94,7 @@ CachedTransformer::CachedTransformer(const Description& model, Threads& threads,
 
 CachedTransformer::~CachedTransformer() = default;
 
-void CachedTransformer::feed(Weights& weights, const std::int32_t* tokens, std::int64_t count,
+void CachedTransformer::feed(WeightValues& weights, const std::int32_t* tokens, std::int64_t count,
                              float* logits) {
   State& s = *state_;
   check_feed(s.model, s.on.length, tokens, count);

@@ -12,8 +12,8 @@
 namespace scruple::train {
 
 // Whoever keeps the weights.
-struct Weights {
-  virtual ~Weights() = default;
+struct WeightValues {
+  virtual ~WeightValues() = default;
   // The fp32 values that the model computes with: its own memory, or `scratch` filled with them. `scratch`
   // stays as it is until the layer is done; then it serves another parameter.
   virtual const float* values(int parameter, float* scratch) = 0;
@@ -39,9 +39,9 @@ class Transformer {
   ~Transformer();
 
   // A Network's train() in two. Backward once for each forward, because it works in the same memory.
-  double forward(Weights& weights, const Batch& batch);
-  double loss(Weights& weights, const Batch& batch);
-  void backward(Weights& weights, Gradients& gradients, float scale);
+  double forward(WeightValues& weights, const Batch& batch);
+  double loss(WeightValues& weights, const Batch& batch);
+  void backward(WeightValues& weights, Gradients& gradients, float scale);
 
  private:
   struct State;
@@ -56,7 +56,7 @@ class CachedTransformer {
   ~CachedTransformer();
 
   // A Generator's.
-  void feed(Weights& weights, const std::int32_t* tokens, std::int64_t count, float* logits);
+  void feed(WeightValues& weights, const std::int32_t* tokens, std::int64_t count, float* logits);
   std::int64_t length() const;
   void clear();
 

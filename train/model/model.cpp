@@ -288,26 +288,4 @@ void write_model(const std::string& folder, const ModelConfig& model,
   io::write_text(folder + kConfig, with_dtype(model.text, torch_name(parameters[0].dtype)));
 }
 
-std::vector<scruple_tensor> Model::visible() const {
-  std::vector<scruple_tensor> rows;
-  for (const std::vector<float>& values : parameters) {
-    scruple_tensor& row = rows.emplace_back(scruple_tensor{});
-    row.size = static_cast<std::int64_t>(values.size());
-    row.arrays[SCRUPLE_WEIGHT].format = scruple_format_find("fp32");
-    row.arrays[SCRUPLE_WEIGHT].codes = const_cast<float*>(values.data());  // the struct is for writers too
-  }
-  return rows;
-}
-
-Model read_model(const std::string& folder, std::int64_t context) {
-  const ModelFolder from(folder, context);
-  Model model;
-  model.shape = from.config().shape;
-  for (const Parameter& parameter : parameters_of(model.shape)) {
-    std::vector<float>& values = model.parameters.emplace_back(static_cast<std::size_t>(parameter.size()));
-    from.read(static_cast<int>(model.parameters.size()) - 1, 0, parameter.size(), values.data());
-  }
-  return model;
-}
-
 }  // namespace scruple::train

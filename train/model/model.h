@@ -36,6 +36,10 @@ class ModelFolder {
   bool has_weights() const { return !tensors_.empty(); }
   // `count` values of parameters_of(shape)[parameter] from `first` on, as fp32.
   void read(int parameter, std::int64_t first, std::int64_t count, float* values) const;
+  // The same as it is stored.
+  const io::StoredTensor& stored(int parameter) const {
+    return *tensors_[static_cast<std::size_t>(parameter)];
+  }
 
  private:
   void open_weights();
@@ -78,14 +82,5 @@ struct ParameterData {
 // again. `notes` go into the metadata of the weights.
 void write_model(const std::string& folder, const ModelConfig& model,
                  const std::vector<ParameterData>& parameters, io::Metadata notes = {});
-
-// A model whose weights are all in host memory, in fp32.
-struct Model {
-  Description shape;
-  std::vector<std::vector<float>> parameters;  // in the order of parameters_of(shape)
-  std::vector<scruple_tensor> visible()
-      const;  // as a backend on the host wants them, while `parameters` stay
-};
-Model read_model(const std::string& folder, std::int64_t context = 0);
 
 }  // namespace scruple::train

@@ -53,36 +53,6 @@ ModelConfig config_of(const io::Checkpoint& checkpoint) {
   return gpt2_model(shape);
 }
 
-Model model_of(Engine& engine, const io::Checkpoint& checkpoint) {
-  Model model;
-  model.shape = config_of(checkpoint).shape;
-  const io::Manifest& manifest = checkpoint.manifest();
-  const std::vector<io::Group> groups = groups_of(checkpoint);
-  const std::vector<Parameter> parameters = parameters_of(model.shape);
-  if (manifest.tensors.size() != parameters.size())
-    fail(checkpoint.folder(), " has ", manifest.tensors.size(), " tensors, and a model of its shape has ",
-         parameters.size());
-  for (std::size_t p = 0; p < parameters.size(); ++p) {
-    const io::TensorState& tensor = manifest.tensors[p];
-    if (tensor.name != parameters[p].name || tensor.shape != parameters[p].shape)
-      fail(checkpoint.folder(), ": tensor ", p, " is \"", tensor.name, "\", and its model has \"",
-           parameters[p].name, "\" there, or of another shape");
-    const Optimizer optimizer = optimizer_of(groups.at(tensor.group));
-    const Tensor stored(engine, row_of(tensor, optimizer.raw()));
-    scruple_tensor row = stored.raw();
-    for (std::size_t plane = 0; plane < tensor.arrays[0].planes.size(); ++plane)
-      checkpoint.read(tensor, tensor.arrays[0], tensor.arrays[0].planes[plane],
-                      plane_of(row, tensor, 0, plane));
-    const std::string visible = visible_format(row.arrays[SCRUPLE_WEIGHT]);
-    if (visible != tensor.arrays[0].format)
-      row.arrays[SCRUPLE_WEIGHT] = {format_named(visible.c_str()), row.arrays[SCRUPLE_WEIGHT].codes, nullptr,
-                                    SCRUPLE_NEAREST, 0};
-    std::vector<float>& values = model.parameters.emplace_back(static_cast<std::size_t>(row.size));
-    check(scruple_decode(engine.raw(), &row, SCRUPLE_WEIGHT, values.data()));
-  }
-  return model;
-}
-
 namespace {
 constexpr const char* kStep = "step";  // in the metadata of exported weights
 }

@@ -20,9 +20,8 @@ inline constexpr const char* kConfigNote = "config";
 // A run's checkpoints are in its folder, one folder for each step that was saved.
 std::string checkpoints_of(const std::string& run);
 
-// The model that a checkpoint of 'scruple train' is of, and with the weights that it computes with.
+// The model that a checkpoint of 'scruple train' is of.
 ModelConfig config_of(const io::Checkpoint& checkpoint);
-Model model_of(Engine& engine, const io::Checkpoint& checkpoint);
 
 // The weights as the model computes with them, for other programs: 16-bit halves as they are, low-bit ones decoded.
 void write_weights(const std::string& folder, const ModelConfig& model, Trainer& trainer, Ledger& ledger);
