@@ -3,6 +3,7 @@
 // the same on any number.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <mutex>
 #include <span>
@@ -111,6 +112,14 @@ struct Stored final : Source {
   View read(Index row, Index rows, Index column, Index columns, float* scratch) const override;
   const Matrix& matrix;
 };
+
+// Row r of a view that may be in `scratch` already. Loops that work in place vectorise; those over two
+// pointers that turn out to be equal do not.
+inline float* in_scratch(View view, Index r, Index columns, float* scratch) {
+  float* to = scratch + r * columns;
+  if (view.data != scratch) std::copy_n(view.data + r * view.stride, columns, to);
+  return to;
+}
 
 // A norm's weight and bias; RMS norm has no bias.
 struct Norm {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 
 namespace scruple::train {
 
@@ -80,6 +81,12 @@ void Operations::read(const Tensor& x, const std::function<void(const Source&)>&
 
 // ---- Forward ----
 
+void Operations::feed(const std::int32_t* tokens, Index count) {
+  rows_ = count;
+  std::copy_n(tokens, count, this->tokens());
+  std::iota(positions(), positions() + count, static_cast<std::int32_t>(length));
+}
+
 void Operations::embed(Tensor& x) {
   loader_.embed(workers_, *weights_, tokens(), positions(), rows_, x.values, *x.statistics);
 }
@@ -148,13 +155,12 @@ void Operations::logits(float* values) {
   });
 }
 
-void Operations::head_backward(float scale) {
-  scale_ = scale;
-  const Normed in = read_normed(places().last_norm, residuals_.back());
+void Operations::head_backward(const NormPlace& at, const Tensor& x) {
+  const Normed in = read_normed(at, x);
   if (keeps_logits(model_))
-    train::head_backward(workers_, head(), scale, logits_, in, g_.values, norm_sums_.as<float>());
+    train::head_backward(workers_, head(), scale_, logits_, in, g_.values, norm_sums_.as<float>());
   else
-    head_in_pieces_backward(workers_, rows_, scale, in, g_.values, norm_sums_.as<float>());
+    head_in_pieces_backward(workers_, rows_, scale_, in, g_.values, norm_sums_.as<float>());
 }
 
 FillRows Operations::fill_head() {

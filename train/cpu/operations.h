@@ -27,7 +27,8 @@ class Operations {
   Operations(const Setup& setup, Index rows, bool caches, Threads& threads, Ledger& ledger);
 
   void start(WeightValues& from, Gradients* to) { weights_ = &from, gradients_ = to; }
-  void set_rows(Index sequences, Index rows) { sequences_ = sequences, rows_ = rows; }
+  void set_scale(float scale) { scale_ = scale; }      // of the gradient of each target's loss
+  void feed(const std::int32_t* tokens, Index count);  // the rows of the next pass, in generation
   std::int32_t* tokens() const { return tokens_.as<std::int32_t>(); }
   std::int32_t* targets() const { return targets_.as<std::int32_t>(); }
   std::int32_t* positions() const { return positions_.as<std::int32_t>(); }
@@ -35,9 +36,6 @@ class Operations {
 
   // The sum of the losses of rows whose target counts.
   double loss(bool for_backward);
-  // From there to the gradient of the last residual, times `scale`.
-  void head_backward(float scale);
-  void take_head();
   void take_embeddings();
   // After the last row.
   void logits(float* values);
@@ -60,6 +58,7 @@ class Operations {
   void up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor& activated);
   void final_norm(const NormPlace& at, const Tensor& x);
 
+  void head_backward(const NormPlace& at, const Tensor& x);  // to g
   Tensor& up_backward(const LinearPlaces& at, const Tensor& up);
   void linear_backward(const LinearPlaces& at);
   Tensor& attend_backward(const LayerPlaces& at, const Tensor& qkv, const Tensor& attended);
@@ -67,6 +66,7 @@ class Operations {
   void take_linear(const LinearPlaces& at, const Tensor& x, const Tensor& dy);
   void take_norm(const NormPlace& at);
   void take_head_norms(const LayerPlaces& at);
+  void take_head();
 
  private:
   Tensor stored(Index columns);
@@ -89,7 +89,7 @@ class Operations {
   Block log_sums_, tokens_, targets_, positions_;
   Tensor g_, dattended_, dqkv_, dup_;  // gradients; g is that of the residual
   Block norm_sums_, head_norm_sums_, chunk_losses_, cache_;
-  float scale_ = 1;  // of the gradient of each target's loss
+  float scale_ = 1;
   Loader loader_;
   Workspace workspace_;
   Workers workers_;

@@ -1,7 +1,6 @@
 #include "train/cpu/transformer.h"
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 
 #include "train/cpu/operations.h"
@@ -65,9 +64,7 @@ void Transformer::backward(WeightValues& weights, Gradients& gradients, float sc
         "uses the same memory: call forward first");
   s.ready = false;
   s.on.start(weights, &gradients);
-  s.on.head_backward(scale / static_cast<float>(std::max<Index>(s.counted, 1)));
-  s.on.take_norm(s.on.places().last_norm);
-  if (!s.model.tied) s.on.take_head();
+  s.on.set_scale(scale / static_cast<float>(std::max<Index>(s.counted, 1)));
   s.pass.backward();
   s.on.take_embeddings();
 }
@@ -99,15 +96,7 @@ void CachedTransformer::feed(WeightValues& weights, const std::int32_t* tokens, 
   State& s = *state_;
   check_feed(s.model, s.on.length, tokens, count);
   s.on.start(weights, nullptr);
-  for (Index first = 0; first < count; first += s.rows) {
-    const Index now = std::min(s.rows, count - first);
-    s.on.set_rows(1, now);
-    std::copy_n(tokens + first, now, s.on.tokens());
-    std::iota(s.on.positions(), s.on.positions() + now, static_cast<std::int32_t>(s.on.length));
-    s.pass.forward();
-    s.on.length += now;
-  }
-  s.on.logits(logits);
+  train::feed(s.on, s.pass, s.rows, tokens, count, logits);
 }
 
 std::int64_t CachedTransformer::length() const { return state_->on.length; }

@@ -348,9 +348,9 @@ void Operations::logits(float* values) {
   memory_.read(values, logits_.as<void>(), model_.vocabulary * Index{sizeof(float)});
 }
 
-void Operations::head_backward() {
+void Operations::head_backward(const NormPlace& at, const Tensor& x) {
   residuals_.read(model_.layers);
-  norm_backward(places_.last_norm, residual_tensors_.back(), false);
+  norm_backward(at, x, false);
 }
 
 void Operations::take_head() {

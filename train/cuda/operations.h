@@ -41,9 +41,6 @@ class Operations {
   // The losses of all rows and, for backward, the gradient of `hidden` and that of the head, times *loss_scale.
   void head(const float* loss_scale);
   const float* row_losses() const { return row_losses_.as<float>(); }
-  // From there to the gradient of the last residual.
-  void head_backward();
-  void take_head();
   void take_embeddings();
   // After the last row, into host memory; waits.
   void logits(float* values);
@@ -70,6 +67,7 @@ class Operations {
   void up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor& activated);
   void final_norm(const NormPlace& at, Tensor& x) { norm(at, x, hidden_); }
 
+  void head_backward(const NormPlace& at, const Tensor& x);  // to g
   Tensor& up_backward(const LinearPlaces& at, Tensor& up);
   void linear_backward(const LinearPlaces& at) { product_backward(at, g_, dattended_); }
   Tensor& attend_backward(const LayerPlaces& at, const Tensor& qkv, const Tensor& attended);
@@ -77,6 +75,7 @@ class Operations {
   void take_linear(const LinearPlaces& at, const Tensor& x, const Tensor& dy);
   void take_norm(const NormPlace& at);
   void take_head_norms(const LayerPlaces& at);
+  void take_head();
 
  private:
   Block values(const char* kind, Index count) const;

@@ -69,9 +69,6 @@ struct Transformer::State {
 void Transformer::State::run(Sink& sink) {
   pass.forward();
   on.head(sink.loss_scale());
-  on.head_backward();
-  on.take_norm(on.places().last_norm);
-  if (!model.tied) on.take_head();
   pass.backward();
   outbox.close();
 }
@@ -186,13 +183,7 @@ void CachedTransformer::feed(Visible weights, const std::int32_t* tokens, std::i
   State& s = *state_;
   check_feed(s.model, s.on.length, tokens, count);
   s.on.start(weights, false);
-  for (Index first = 0; first < count; first += s.rows) {
-    const Index now = std::min(s.rows, count - first);
-    s.on.feed(tokens + first, now);
-    s.pass.forward();
-    s.on.length += now;
-  }
-  s.on.logits(logits);
+  train::feed(s.on, s.pass, s.rows, tokens, count, logits);
 }
 
 std::int64_t CachedTransformer::length() const { return state_->on.length; }

@@ -2,6 +2,7 @@
 // operations: `train/cpu/operations.h` and `train/cuda/operations.h` are the two that there are.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -25,8 +26,9 @@ bool keeps(Recompute recompute, Activation activation);
 //   residual(i)                before layer i, or after the last
 //   will_write(i), will_read(i)   residuals may wait elsewhere (offloading)
 //   embed, norm, linear, rope, attend, linear_residual, up, final_norm
-//   up_backward, linear_backward, attend_backward, norm_linear_backward
-//   take_linear, take_norm, take_head_norms
+//   head_backward, up_backward, linear_backward, attend_backward, norm_linear_backward
+//   take_linear, take_norm, take_head_norms, take_head
+// and, for generation: feed, logits, length.
 template <class Operations>
 class Pass {
   using Tensor = typename Operations::Tensor;
@@ -51,9 +53,12 @@ class Pass {
     on_.final_norm(places_.last_norm, on_.residual(places_.layers.size()));
   }
 
-  // From the gradient of the last residual, which the head has left, to that of the first. A weight may be stepped
-  // as soon as its gradient is taken: whatever reads a weight comes before that.
+  // From the head, which has seen the loss, to the gradient of the first residual. A weight may be stepped as soon as its
+  // gradient is taken: whatever reads a weight comes before that.
   void backward() {
+    on_.head_backward(places_.last_norm, on_.residual(places_.layers.size()));
+    on_.take_norm(places_.last_norm);
+    if (places_.head != places_.tokens) on_.take_head();
     for (std::size_t i = places_.layers.size(); i-- > 0;) {
       on_.will_read(i);
       // Of the last layer forward has left everything.
@@ -116,5 +121,18 @@ class Pass {
   const Recompute recompute_;
   std::array<std::vector<Tensor>, kActivations> tensors_;
 };
+
+// Feeds `count` tokens to a device that has a key-value cache, `at_once` of them at a time, at most. Their last logits.
+template <class Operations>
+void feed(Operations& on, Pass<Operations>& pass, std::int64_t at_once, const std::int32_t* tokens,
+          std::int64_t count, float* logits) {
+  for (std::int64_t first = 0; first < count; first += at_once) {
+    const std::int64_t now = std::min(at_once, count - first);
+    on.feed(tokens + first, now);
+    pass.forward();
+    on.length += now;
+  }
+  on.logits(logits);
+}
 
 }  // namespace scruple::train
