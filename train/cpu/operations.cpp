@@ -5,9 +5,23 @@
 #include <numeric>
 
 namespace scruple::train {
+namespace {
+
+Index widest_outputs(const Description& m) { return std::max({m.width, m.qkv_width(), m.expanded_width()}); }
+
+// Both embeddings are wanted at once, and all matrices of one input.
+Index largest_matrix(const Description& m) {
+  return std::max((m.vocabulary + m.positions) * m.width, m.width * widest_outputs(m));
+}
+
+// Behind a norm and the norms of heads stand the biases of all products of one input.
+Index biases_at(const Description& m) { return 2 * m.width + (m.head_norms ? 2 * m.head_width : 0); }
+
+}  // namespace
 
 Operations::Operations(const Setup& setup, Index rows, bool caches, Threads& threads, Ledger& ledger)
     : model_(setup.shape),
+      places_(places_of(model_)),
       precision_(setup.activations),
       most_rows_(rows),
       caches_(caches),
@@ -17,9 +31,12 @@ Operations::Operations(const Setup& setup, Index rows, bool caches, Threads& thr
       hidden_(ledger, precision_, rows, model_.width),
       tokens_(ledger, "activations", rows * 4),
       positions_(ledger, "activations", rows * 4),
-      loader_(model_, ledger),
+      matrix_(ledger, "workspace", largest_matrix(model_) * 4),
+      vector_(ledger, "workspace", (biases_at(model_) + widest_outputs(model_)) * 4),
+      rotation_(ledger, "workspace", rotation_floats(model_) * 4),
       workspace_(ledger, threads.count(), workspace_of(model_)),
       workers_{threads, workspace_} {
+  if (model_.rotary.base > 0 && !ledger.only_counts()) rotation_of(model_, rotation_.as<float>());
   for (Index i = 0; i <= (caches ? 0 : model_.layers); ++i) residuals_.push_back(residual_tensor());
   if (caches) {
     cache_ = Block(ledger, "cache", 2 * model_.layers * model_.context * model_.key_width() * 4);
@@ -66,8 +83,44 @@ Operations::Tensor Operations::new_tensor(Activation activation) {
   }
 }
 
+// ---- Weights ----
+
+const float* Operations::values(int parameter, float* scratch) const {
+  return parameter < 0 ? nullptr : weights_->values(parameter, scratch);
+}
+
+Norm Operations::norm_of(const NormPlace& at) const {
+  float* const scratch = vector_.as<float>();
+  return {values(at.weight, scratch), values(at.bias, scratch + model_.width)};
+}
+
+std::vector<Linear> Operations::linear_of(const LinearPlaces& places, bool biases) const {
+  std::vector<Linear> layers;
+  float *matrix = matrix_.as<float>(), *vector = vector_.as<float>() + biases_at(model_);
+  for (const LinearPlace& at : places) {
+    layers.push_back({at.in, at.out, at.column, values(at.weight, matrix),
+                      biases ? values(at.bias, vector) : nullptr, model_.outputs_first});
+    matrix += at.in * at.out, vector += at.out;
+  }
+  return layers;
+}
+
+Attention Operations::attention(const LayerPlaces& at) {
+  float* const scratch = vector_.as<float>() + 2 * model_.width;
+  return {sequences_,
+          rows_ / sequences_,
+          model_.heads,
+          model_.kv_heads,
+          model_.head_width,
+          positions(),
+          model_.rotary.base > 0 ? rotation_.as<float>() : nullptr,
+          values(at.query_norm.weight, scratch),
+          values(at.key_norm.weight, scratch + model_.head_width),
+          static_cast<float>(model_.epsilon)};
+}
+
 Normed Operations::read_normed(const NormPlace& at, const Tensor& x) {
-  return {x.values, *x.statistics, loader_.norm(*weights_, at)};
+  return {x.values, *x.statistics, norm_of(at)};
 }
 
 void Operations::read(const Tensor& x, const std::function<void(const Source&)>& reader) {
@@ -88,19 +141,16 @@ void Operations::feed(const std::int32_t* tokens, Index count) {
 }
 
 void Operations::embed(Tensor& x) {
-  loader_.embed(workers_, *weights_, tokens(), positions(), rows_, x.values, *x.statistics);
+  float* const scratch = matrix_.as<float>();
+  const float* const table = values(places_.tokens, scratch);
+  const float* const position_table = values(places_.positions, scratch + model_.vocabulary * model_.width);
+  train::embed(workers_, tokens(), positions(), rows_, table, position_table, x.values, *x.statistics);
 }
 
 void Operations::norm(const NormPlace& at, const Tensor& x, Tensor& y) { y.normed = &x, y.norm = &at; }
 
 void Operations::linear(const LinearPlaces& at, const Tensor& x, Tensor& y) {
-  read(x, [&](const Source& in) {
-    train::linear(workers_, in, loader_.linear(*weights_, at), rows_, y.values);
-  });
-}
-
-Attention Operations::attention(const LayerPlaces& at) {
-  return loader_.attention(*weights_, at, sequences_, rows_ / sequences_, positions());
+  read(x, [&](const Source& in) { train::linear(workers_, in, linear_of(at), rows_, y.values); });
 }
 
 Cache Operations::cache_of(std::size_t layer) const {
@@ -118,8 +168,8 @@ void Operations::attend(const LayerPlaces& at, std::size_t layer, const Tensor& 
 
 void Operations::linear_residual(const LinearPlaces& at, const Tensor& x, const Tensor& residual, Tensor& y) {
   read(x, [&](const Source& in) {
-    train::linear_residual(workers_, in, loader_.linear(*weights_, at).front(), rows_, residual.values,
-                           y.values, *y.statistics);
+    train::linear_residual(workers_, in, linear_of(at).front(), rows_, residual.values, y.values,
+                           *y.statistics);
   });
 }
 
@@ -135,7 +185,7 @@ void Operations::final_norm(const NormPlace& at, const Tensor& x) {
 // ---- The head ----
 
 Head Operations::head() {
-  return {hidden_, loader_.head(*weights_), model_.vocabulary, targets(), rows_, log_sums_.as<float>()};
+  return {hidden_, head_table(), model_.vocabulary, targets(), rows_, log_sums_.as<float>()};
 }
 
 double Operations::loss(bool for_backward) {
@@ -145,7 +195,7 @@ double Operations::loss(bool for_backward) {
 }
 
 void Operations::logits(float* values) {
-  const float* const table = loader_.head(*weights_);
+  const float* const table = head_table();
   const Index width = model_.width, vocabulary = model_.vocabulary;
   workers_.pieces((vocabulary + kHeadColumns - 1) / kHeadColumns, [&](Index piece, Arena& arena) {
     const Index column = piece * kHeadColumns, columns = std::min(kHeadColumns, vocabulary - column);
@@ -197,14 +247,13 @@ void Operations::take_embeddings() {
 // ---- Backward ----
 
 Operations::Tensor& Operations::up_backward(const LinearPlaces& at, const Tensor& up) {
-  activated_backward(workers_, g_.values, loader_.without_biases(*weights_, at).front(), rows_,
+  activated_backward(workers_, g_.values, linear_of(at, false).front(), rows_,
                      Activated(up.values, model_.mlp), dup_.values);
   return dup_;
 }
 
 void Operations::linear_backward(const LinearPlaces& at) {
-  train::linear_backward(workers_, g_.values, loader_.without_biases(*weights_, at).front(), rows_,
-                         dattended_.values);
+  train::linear_backward(workers_, g_.values, linear_of(at, false).front(), rows_, dattended_.values);
 }
 
 Operations::Tensor& Operations::attend_backward(const LayerPlaces& at, const Tensor& qkv,
@@ -217,8 +266,7 @@ Operations::Tensor& Operations::attend_backward(const LayerPlaces& at, const Ten
 void Operations::norm_linear_backward(const NormPlace& norm, const LinearPlaces& at, const Tensor& dy,
                                       const Tensor& x) {
   const Normed in = read_normed(norm, x);
-  normed_backward(workers_, dy.values, loader_.without_biases(*weights_, at), rows_, in, g_.values,
-                  norm_sums_.as<float>());
+  normed_backward(workers_, dy.values, linear_of(at, false), rows_, in, g_.values, norm_sums_.as<float>());
 }
 
 // As the matrix lies: x^T dy, or dy^T x.

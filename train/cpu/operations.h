@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "train/cpu/loader.h"
+#include "train/cpu/layers.h"
 #include "train/cpu/transformer.h"
 #include "train/pass/pass.h"
 
@@ -32,7 +32,7 @@ class Operations {
   std::int32_t* tokens() const { return tokens_.as<std::int32_t>(); }
   std::int32_t* targets() const { return targets_.as<std::int32_t>(); }
   std::int32_t* positions() const { return positions_.as<std::int32_t>(); }
-  const Places& places() const { return loader_.places(); }
+  const Places& places() const { return places_; }
 
   // The sum of the losses of rows whose target counts.
   double loss(bool for_backward);
@@ -71,6 +71,11 @@ class Operations {
  private:
   Tensor stored(Index columns);
   Tensor residual_tensor();
+  // Weights in fp32: their own memory, or scratch that stays until the same is asked of another layer.
+  const float* values(int parameter, float* scratch) const;
+  Norm norm_of(const NormPlace& at) const;
+  std::vector<Linear> linear_of(const LinearPlaces& at, bool biases = true) const;
+  const float* head_table() const { return values(places_.head, matrix_.as<float>()); }
   Normed read_normed(const NormPlace& at, const Tensor& x);
   void read(const Tensor& x, const std::function<void(const Source&)>& reader);
   Attention attention(const LayerPlaces& at);
@@ -79,6 +84,7 @@ class Operations {
   FillRows fill_head();
 
   const Description model_;
+  const Places places_;
   const Precision precision_;
   const Index most_rows_;
   const bool caches_;
@@ -90,7 +96,7 @@ class Operations {
   Tensor g_, dattended_, dqkv_, dup_;  // gradients; g is that of the residual
   Block norm_sums_, head_norm_sums_, chunk_losses_, cache_;
   float scale_ = 1;
-  Loader loader_;
+  Block matrix_, vector_, rotation_;  // scratch for weights; cosines and sines of rope
   Workspace workspace_;
   Workers workers_;
   std::vector<Tensor> residuals_;
