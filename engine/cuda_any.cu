@@ -3,7 +3,9 @@
 // a warp takes together: one kernel instead of a product.
 #include <type_traits>
 
-#include "engine/lane.cuh"
+#include "engine/cuda_arrays.cuh"
+#include "engine/cuda_tiles.cuh"
+#include "engine/cuda_update.cuh"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
@@ -153,7 +155,7 @@ __device__ Raw unpacked(const Bits& bits) {
 
 // In whole tiles.
 template <char... Roles>
-__device__ __forceinline__ void load_any(const DeviceArray& a, Place at, Bits& to) {
+__device__ __forceinline__ void load_any(const DeviceArray& a, Slice at, Bits& to) {
   with_way_of<kLoads, Roles...>(a, [&]<class C, Rounding, int K>() {
     pack(Lane<C, N>::template load<true>(a, width_of<K>(a), at), to);
   });
@@ -167,7 +169,7 @@ __device__ __forceinline__ void decode_any(const DeviceArray& a, const Bits& bit
   });
 }
 template <char... Roles>
-__device__ __forceinline__ void encode_any(const DeviceArray& a, const float (&x)[N], Place at, Coins coins) {
+__device__ __forceinline__ void encode_any(const DeviceArray& a, const float (&x)[N], Slice at, Coins coins) {
   with_way_of<kEncodes, Roles...>(a, [&]<class C, Rounding R, int K>() {
     Lane<C, N>::template encode<R, true>(x, a, width_of<K>(a), at, coins);
   });
@@ -175,13 +177,13 @@ __device__ __forceinline__ void encode_any(const DeviceArray& a, const float (&x
 
 // Anywhere, and any format in any role, byte by byte; called, with values in local memory: one copy for all
 // arrays.
-__device__ __noinline__ void decode_anywhere(const DeviceArray& a, Place at, Coins coins, float (&x)[N]) {
+__device__ __noinline__ void decode_anywhere(const DeviceArray& a, Slice at, Coins coins, float (&x)[N]) {
   with_way_of<kDecodes, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
     const int k = width_of<K>(a);
     decode_lane<C, R, false, N>(Lane<C, N>::template load<false>(Bytewise(a), k, at), k, coins, x);
   });
 }
-__device__ __noinline__ void encode_anywhere(const DeviceArray& a, Place at, Coins coins,
+__device__ __noinline__ void encode_anywhere(const DeviceArray& a, Slice at, Coins coins,
                                              const float (&x)[N]) {
   with_way_of<kEncodes, 'w', 's', 'n', 'g', 'a'>(a, [&]<class C, Rounding R, int K>() {
     Lane<C, N>::template encode<R, false>(x, Bytewise(a), width_of<K>(a), at, coins);
@@ -229,7 +231,7 @@ __device__ __forceinline__ bool update_any(const DeviceRow& row, const Constants
 }
 
 // True if it left everything as it was, because one of its warp's threads met what needs care.
-__device__ __forceinline__ bool run(const DeviceRow& row, const Constants& constants, Place at) {
+__device__ __forceinline__ bool run(const DeviceRow& row, const Constants& constants, Slice at) {
   const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
   const DeviceArray &weight = a[SCRUPLE_WEIGHT], &slot0 = a[SCRUPLE_SLOT], &slot1 = a[SCRUPLE_SLOT + 1],
                     &slot2 = a[SCRUPLE_SLOT + 2], &gradient = a[SCRUPLE_GRADIENT];
@@ -259,7 +261,7 @@ __device__ __forceinline__ bool run(const DeviceRow& row, const Constants& const
 }
 
 // For the ends of tensors, odd addresses and rare values.
-__device__ __noinline__ void run_carefully(const DeviceRow& row, const Constants& constants, Place at) {
+__device__ __noinline__ void run_carefully(const DeviceRow& row, const Constants& constants, Slice at) {
   Elements<N> e{};
   float g[N] = {};
   float(*const of[])[N] = {&e.w, &e.s0, &e.s1, &e.s2, &g};
@@ -288,7 +290,7 @@ __global__ void __launch_bounds__(kBlock, 3) any(DeviceTable table, const Consta
     const i64 first = (tile - held.begin) * kBlockTile, mine = first + static_cast<i64>(threadIdx.x) * N;
     bool careful = row.aligned == 0 || first + kBlockTile > row.size;
     if (!careful) careful = run(row, c, {mine, N});
-    if (careful) run_carefully(row, c, place_of<N>(mine, row.size));
+    if (careful) run_carefully(row, c, slice_of<N>(mine, row.size));
   }
 }
 
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(kBlock) array(DeviceTable table, const __grid_
   const BlockTiles tiles(table);
   for (i64 tile = tiles.first; tile < tiles.end; ++tile) {
     const i64 in_work = tile * kBlockTile + static_cast<i64>(threadIdx.x) * N;
-    const Place at = place_of<N>(work.first + in_work, row.size);
+    const Slice at = slice_of<N>(work.first + in_work, row.size);
     const Coins coins = row.coins[work.array].from(at.first);
     float x[N] = {};
     if (work.encodes) {

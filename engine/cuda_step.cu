@@ -2,7 +2,9 @@
 // SCRUPLE_RULE naming it. Formats that no recipe names go to engine/cuda_any.cu.
 #include <vector>
 
-#include "engine/lane.cuh"
+#include "engine/cuda_arrays.cuh"
+#include "engine/cuda_tiles.cuh"
+#include "engine/cuda_update.cuh"
 #include "engine/registry.h"
 #include "optim/all.h"
 
@@ -24,14 +26,14 @@ constexpr auto array_of_slot() {
 }
 
 template <class Array, bool Whole>
-__device__ auto load_array(const DeviceArray& a, Place at) {
+__device__ auto load_array(const DeviceArray& a, Slice at) {
   if constexpr (std::is_same_v<Array, Absent>)
     return Absent{};
   else
     return Array::template load<Whole>(a, at);
 }
 template <class Array, bool Whole>
-__device__ void encode_array(const auto& in, const DeviceArray& a, Place at, Coins coins) {
+__device__ void encode_array(const auto& in, const DeviceArray& a, Slice at, Coins coins) {
   if constexpr (!std::is_same_v<Array, Absent>) Array::template encode<Whole>(in, a, at, coins);
 }
 
@@ -60,7 +62,7 @@ struct StepTile {
   // True if it left everything as it was, because one of its warp's threads met what needs care. Whole: every
   // element of the tile is there and every plane aligned.
   template <bool Whole, bool Careful, class Math>
-  static __device__ bool run(const DeviceRow& row, const Constants& constants, Place at) {
+  static __device__ bool run(const DeviceRow& row, const Constants& constants, Slice at) {
     const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
     auto weight = Weight::template load<Whole>(a[SCRUPLE_WEIGHT], at);
     auto slot0 = load_array<S0, Whole>(a[SCRUPLE_SLOT], at);
@@ -69,7 +71,8 @@ struct StepTile {
     const auto coins = [&](int array) { return row.coins[array].from(at.first); };
     float g[N] = {};
     read_gradient<Whole, N>(a[SCRUPLE_GRADIENT], at, coins(SCRUPLE_GRADIENT), g);
-    if constexpr (Whole) place(weight, Weight::k), place(slot0, 0), place(slot1, 0), place(slot2, 0);
+    if constexpr (Whole)
+      align_front(weight, Weight::k), align_front(slot0, 0), align_front(slot1, 0), align_front(slot2, 0);
     const auto fetch = [&](int i, auto& before) {
       before.w = Weight::template value<Careful>(weight, i);
       if constexpr (Active & 1) before.s[0] = S0::template value<Careful>(slot0, i);
@@ -95,7 +98,7 @@ struct StepTile {
 
   // For the ends of tensors, odd addresses and rare values; called, so that its registers are nobody else's.
   static __device__ __noinline__ void run_carefully(const DeviceRow& row, const Constants& constants,
-                                                    Place at) {
+                                                    Slice at) {
     run<false, true, IeeeMath>(row, constants, at);
   }
 };
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(kBlock, blocks_at_once(Active))
     using Tile = StepTile<Rule, Active, N, Weight, Moment, Nonneg>;
     bool careful = row.aligned == 0 || first + N * kBlock > row.size;
     if (!careful) careful = Tile::template run<true, false, FastMath>(row, c, {mine, N});
-    if (careful) Tile::run_carefully(row, c, place_of<N>(mine, row.size));
+    if (careful) Tile::run_carefully(row, c, slice_of<N>(mine, row.size));
   }
 }
 
