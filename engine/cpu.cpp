@@ -45,8 +45,7 @@ struct alignas(64) TileBuffers {
 ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_array& array, int which,
                      i64 write) {
   ArrayWork work;
-  const bool nonneg = which != SCRUPLE_GRADIENT && role_of(t, which) == SCRUPLE_ROLE_NONNEG;
-  const CodecFns& fns = unit.codecs[array.format->index][nonneg ? 1 : 0];
+  const CodecFns& fns = unit.codecs[array.format->index][is_nonneg(t, which) ? 1 : 0];
   work.planes = {static_cast<u8*>(array.codes), static_cast<u8*>(array.aux)};
   work.decode = fns.decode[array.rounding];
   work.encode = fns.encode[array.rounding];
@@ -68,12 +67,9 @@ FusedFn fused_of(const Unit& unit, const scruple_tensor& t) {
   const scruple_array &weight = t.arrays[SCRUPLE_WEIGHT], &gradient = t.arrays[SCRUPLE_GRADIENT];
   for (int i = 0; i < kRecipeCount; ++i) {
     const RecipeRow& r = kRecipeRows[i];
-    bool same = weight.format->index == r.weight && weight.rounding == r.weight_rounding &&
-                gradient.format->index == r.gradient && gradient.rounding != kDither;
-    for (int s = SCRUPLE_SLOT; same && s < SCRUPLE_SLOT + kMaxSlots; ++s)
-      if (is_used(t, s))
-        same = t.arrays[s].format->index == (role_of(t, s) == SCRUPLE_ROLE_NONNEG ? r.nonneg : r.moment);
-    if (same) return unit.fused[i][t.optimizer->rule().index][t.optimizer->active()];
+    if (weight.rounding == r.weight_rounding && gradient.format->index == r.gradient &&
+        gradient.rounding != kDither && has_formats(t, r.weight, r.moment, r.nonneg))
+      return unit.fused[i][t.optimizer->rule().index][t.optimizer->active()];
   }
   return nullptr;
 }
@@ -155,12 +151,10 @@ class CpuEngine final : public scruple_engine {
   }
 
   void clear(const scruple_tensor* tensors, i64 count) override {
-    for (i64 i = 0; i < count; ++i) {
-      const scruple_array& array = tensors[i].arrays[SCRUPLE_GRADIENT];
-      const Bytes bytes = bytes_of(*array.format, tensors[i].size);
-      zero(array.codes, bytes.codes);
-      zero(array.aux, bytes.aux);
-    }
+    for (i64 i = 0; i < count; ++i)
+      for_planes(tensors[i].arrays[SCRUPLE_GRADIENT], tensors[i].size, [&](void* plane, i64 bytes) {
+        in_blocks(bytes, [&](i64 at, std::size_t n) { std::memset(static_cast<u8*>(plane) + at, 0, n); });
+      });
   }
 
   void encode(const scruple_tensor& t, int array, const float* values) override {
@@ -223,10 +217,6 @@ class CpuEngine final : public scruple_engine {
   }
 
  private:
-  void zero(void* memory, i64 bytes) {
-    in_blocks(bytes, [&](i64 at, std::size_t n) { std::memset(static_cast<u8*>(memory) + at, 0, n); });
-  }
-
   // One long block per thread: that is when the C library's copy bypasses the caches, so the yardstick is
   // honest.
   void in_blocks(i64 bytes, const auto& work) {
