@@ -74,12 +74,16 @@ constexpr Recipe kRecipes[] = {
 #undef SCRUPLE_RECIPE
 };
 
-template <class Table>
-std::string names_of(const Table& table) {
-  std::string names;
-  for (const auto& entry : table) names += (names.empty() ? "" : ", ") + std::string(entry.name);
-  return names;
-}
+struct Named {
+  Rounding number;
+  const char* name;
+};
+constexpr Named kRoundingNames[] = {{kNearest, "nearest"},
+                                    {kTruncate, "truncate"},
+                                    {kStochastic, "stochastic"},
+                                    {kDither, "dither"},
+                                    {kWide, "wide"}};
+static_assert(std::size(kRoundingNames) == kRoundings);
 
 template <class Table>
 const auto& find(const Table& table, const char* kind, const char* name) {
@@ -104,10 +108,7 @@ Bytes bytes_of(const scruple_format& format, i64 size) {
 }
 
 std::string formats_for(unsigned role) {
-  std::string names;
-  for (const scruple_format& format : formats())
-    if ((format.roles & role) != 0) names += (names.empty() ? "" : ", ") + std::string(format.name);
-  return names;
+  return names_of(formats(), [=](const scruple_format& format) { return (format.roles & role) != 0; });
 }
 
 const char* role_name(unsigned role) {
@@ -122,9 +123,7 @@ const char* role_name(unsigned role) {
 }
 
 const char* rounding_name(int rounding) {
-  constexpr const char* kNames[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
-  static_assert(std::size(kNames) == kRoundings);
-  return rounding >= 0 && rounding < kRoundings ? kNames[rounding] : "unknown";
+  return rounding >= 0 && rounding < kRoundings ? kRoundingNames[rounding].name : "unknown";
 }
 
 unsigned roundings_for(const scruple_format& format, unsigned role) {
@@ -139,10 +138,7 @@ bool can_round(const scruple_format& format, unsigned role, int rounding) {
 }
 
 std::string rounding_names(unsigned roundings) {
-  std::string names;
-  for (int r = 0; r < kRoundings; ++r)
-    if ((roundings >> r & 1u) != 0) names += (names.empty() ? "" : ", ") + std::string(rounding_name(r));
-  return names;
+  return names_of(kRoundingNames, [=](const Named& r) { return (roundings >> r.number & 1u) != 0; });
 }
 
 // Formats of two parts alone can round wide.

@@ -112,11 +112,8 @@ struct OptimizerOf final : scruple_optimizer {
       }
     }
     if (found) return;
-    std::string known;
-    for (const HyperField& field : info_.hypers)
-      known += (known.empty() ? "" : ", ") + std::string(field.name);
     fail(SCRUPLE_INVALID, Rule::name, " has no hyperparameter '", wanted == nullptr ? "(null)" : wanted,
-         "'; it has: ", known);
+         "'; it has: ", names_of(info_.hypers));
   }
 
   const RuleInfo& info_;
@@ -137,16 +134,12 @@ const std::vector<RuleInfo>& rules() {
 }
 
 std::unique_ptr<scruple_optimizer> make_optimizer(const char* wanted) {
-  std::string known;
-  for (const RuleInfo& info : rules()) {
-    known += (known.empty() ? "" : ", ") + std::string(info.name);
-    if (wanted == nullptr || std::strcmp(info.name, wanted) != 0) continue;
+  const std::string_view name = wanted == nullptr ? "(null)" : wanted;
 #define SCRUPLE_OPTIMIZER(number, Rule) \
-  if (std::strcmp(Rule::name, wanted) == 0) return std::make_unique<OptimizerOf<Rule>>(info);
+  if (name == Rule::name) return std::make_unique<OptimizerOf<Rule>>(rules()[number]);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
-  }
-  fail(SCRUPLE_INVALID, "unknown optimizer '", wanted == nullptr ? "(null)" : wanted, "'; known: ", known);
+  fail(SCRUPLE_INVALID, "unknown optimizer '", name, "'; known: ", names_of(rules()));
 }
 
 }  // namespace scruple
