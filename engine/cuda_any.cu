@@ -34,54 +34,62 @@ template <int Format, bool Nonneg>
 using CodecOf = std::conditional_t<Nonneg && !std::is_same_v<typename FormatRow<Format>::Nonneg, None>,
                                    typename FormatRow<Format>::Nonneg, typename FormatRow<Format>::Signed>;
 
-// An address stands for code that loads, decodes or encodes. How a format is loaded depends on its layout alone,
-// and on the type that it is loaded into.
+// Formats share code where that is possible. What code depends on: how a format is loaded on its layout
+// alone, how it is decoded and encoded on its codec and the width of its extra bits.
 enum Act { kLoads, kDecodes, kEncodes };
-template <Act, class, int...>
-inline constexpr char kMark = 0;
+struct Code {
+  int what, width, group;
+  bool operator==(const Code&) const = default;
+};
+template <class C>
+constexpr int codec_number() {
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg) \
+  if (std::is_same_v<C, Signed>) return 2 * number;            \
+  if (std::is_same_v<C, Nonneg>) return 2 * number + 1;
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+}
 template <Act act, class C, int K>
-constexpr const void* code_of() {
+constexpr Code code_of() {
   constexpr Layout kLayout = C::layout(K);
-  if constexpr (act == kLoads)
-    return &kMark<act, typename Lane<C, N>::Raw, kLayout.code_bits, fixed_width(kLayout.aux_bits),
-                  kLayout.group>;
-  else
-    return &kMark<act, C, fixed_width(K)>;
+  if (act == kLoads) return {kLayout.code_bits, fixed_width(kLayout.aux_bits), kLayout.group};
+  return {codec_number<C>(), fixed_width(K), 0};
 }
 
-// How arrays are loaded, decoded or encoded: by a code, and by a rounding where that makes a difference. The
-// table has the numbers of an array's ways; kernels find the code by halving.
-constexpr int kMostWays = 3 * kFormatCount;  // more would not compile
+// A way to load, decode or encode an array: code, with a rounding where that makes a difference. Ways are
+// numbered, the table has the numbers of each array's, and kernels find the way by halving: a `switch` over
+// formats.def would compile the same code for many formats, and cases cannot be numbered by what constant
+// expressions find equal.
 struct Way {
+  Code code;
   int number, rounding;
   int format;  // the first that it serves, and for which sign
   bool nonneg;
   u32 roles;  // of all that it serves: a bit for each letter
 };
 struct Ways {
-  Way list[kMostWays]{};
+  Way list[3 * kFormatCount]{};  // room enough, or it would not compile
   int count = 0;
 };
 struct AllWays : Ways {
-  const void* codes[kMostWays]{};
   u8 of[kFormatCount][2][kRoundings]{};
 
-  constexpr int find(const void* code, int rounding) const {
+  constexpr int find(const Code& code, int rounding) const {
     int i = 0;
-    while (i < count && (codes[i] != code || list[i].rounding != rounding)) ++i;
+    while (i < count && !(list[i].code == code && list[i].rounding == rounding)) ++i;
     return i;
   }
   template <Act act, int Format, bool Nonneg>
   constexpr void add() {
     using C = CodecOf<Format, Nonneg>;
     if constexpr (!std::is_same_v<C, None>) {
-      constexpr const void* kCode = code_of<act, C, FormatRow<Format>::k>();
+      constexpr Code kCode = code_of<act, C, FormatRow<Format>::k>();
       constexpr unsigned kDistinct =
           act == kLoads ? 1u << kNearest : distinct_roundings<C, act == kDecodes>();
       for (int wanted = 0; wanted < kRoundings; ++wanted) {
         const int rounding = (kDistinct >> wanted & 1u) != 0 ? wanted : +kNearest;
         const int way = find(kCode, rounding);
-        if (way == count) codes[count] = kCode, list[count++] = {way, rounding, Format, Nonneg, 0};
+        if (way == count) list[count++] = {kCode, way, rounding, Format, Nonneg, 0};
         // Gradients alone are read with dither.
         const u32 roles = rounding == kDither ? role_bits("ga") : ~0u;
         list[way].roles |= role_bits(FormatRow<Format>::roles) & roles;
