@@ -1,5 +1,5 @@
-// engine/block_codec.h on NEON, where bytes are cheaper than words: companded8 and log5, to the same bits, with as
-// many steps as possible done to 16 bytes at once.
+// engine/block_codec.h on NEON, where bytes are cheaper than words: companded8 and log5, to the same bits,
+// with as many steps as possible done to 16 bytes at once.
 #pragma once
 
 #include "engine/block_codec.h"
@@ -9,8 +9,8 @@ namespace scruple {
 inline namespace SCRUPLE_UNIT {
 namespace {
 
-// a b + *c. NEON multiplies onto the register of the addend, so an addend that is used again must be copied. A copy
-// through the load pipes is free; one through the vector pipes is not.
+// a b + *c. NEON multiplies onto the register of the addend, so an addend that is used again must be copied.
+// A copy through the load pipes is free; one through the vector pipes is not.
 SCRUPLE_HD Floats fma_onto(const volatile Floats::Native& c, Floats a, Floats b) {
   return fma(a, b, Floats(c));
 }
@@ -20,8 +20,8 @@ SCRUPLE_HD Halves16 zipped(uint8x16_t lower, uint8x16_t upper) {
   return {vreinterpretq_u16_u8(vzip1q_u8(lower, upper)), vreinterpretq_u16_u8(vzip2q_u8(lower, upper))};
 }
 
-// companded8 in narrower steps, to the same bits: what a byte can do is done to 16 at once. (1 + t) in fp32 is
-// 0x3f80 + 8 code in its upper half, so its two bytes come from the code's.
+// companded8 in narrower steps, to the same bits: what a byte can do is done to 16 at once. (1 + t) in fp32
+// is 0x3f80 + 8 code in its upper half, so its two bytes come from the code's.
 struct MuLawBytes {
   // The upper halves of 16 floats; `sign` goes on top.
   static SCRUPLE_HD Halves16 halves(uint8x16_t code, uint8x16_t sign) {

@@ -7,8 +7,8 @@
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-// decode(code, 1) of all 256 codes, for codecs where that is most of the work. Each thread of a block fills in one;
-// __syncthreads() must follow.
+// decode(code, 1) of all 256 codes, for codecs where that is most of the work. Each thread of a block fills
+// in one; __syncthreads() must follow.
 template <class C>
 __device__ float (&levels())[256] {
   __shared__ float table[256];
@@ -20,8 +20,8 @@ __device__ void fill_levels() {
   levels<C>()[threadIdx.x] = C::decode(threadIdx.x, 1.0f);
 }
 
-// An array whose format and rounding are known when the kernel is compiled. (The general kernel reads both from
-// the table.)
+// An array whose format and rounding are known when the kernel is compiled. (The general kernel reads both
+// from the table.)
 template <class C, int K, Rounding R, int N>
 struct FixedFormat {
   // A thread of 16 elements can hold extra bits of 4, 8 and 16 alone.
@@ -51,8 +51,9 @@ struct FixedFormat {
   }
 };
 
-// The roundings for which a codec needs reading, or writing, code of its own, as bits. Group formats are written by
-// coins whatever the rounding, and only dither reads coins. A wide weight is read as a nearest one.
+// The roundings for which a codec needs reading, or writing, code of its own, as bits. Group formats are
+// written by coins whatever the rounding, and only dither reads coins. A wide weight is read as a nearest
+// one.
 template <class C, bool Reading>
 constexpr unsigned distinct_roundings() {
   constexpr bool kHalves = (C::roundings >> kWide & 1u) != 0;
@@ -80,8 +81,8 @@ __device__ __forceinline__ void with_rounding(const DeviceArray& a, const auto& 
   if constexpr (C::roundings != 0) visit.template operator()<C, kNearest>();
 }
 
-// visit for the codec and the rounding of a gradient. Any kernel may meet any of the few formats of gradients, so
-// their code is inlined behind a branch that all threads of a tile take together.
+// visit for the codec and the rounding of a gradient. Any kernel may meet any of the few formats of
+// gradients, so their code is inlined behind a branch that all threads of a tile take together.
 __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
   switch (a.format) {
 #define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)               \

@@ -9,9 +9,9 @@ namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
 // ---- Parts that fill words ----
-// load and store move a thread's `Bytes` bytes of a plane, of which `valid` exist. The plane holds elements of
-// type Unit. `Whole` says that all bytes exist and the plane is aligned: they move up to 16 at a time. Otherwise
-// both are looked at, and they move by 16, by elements or by single bytes.
+// load and store move a thread's `Bytes` bytes of a plane, of which `valid` exist. The plane holds elements
+// of type Unit. `Whole` says that all bytes exist and the plane is aligned: they move up to 16 at a time.
+// Otherwise both are looked at, and they move by 16, by elements or by single bytes.
 
 template <int Bytes>
 struct Words {
@@ -29,7 +29,8 @@ __device__ bool is_aligned(const void* at) {
   return reinterpret_cast<std::uintptr_t>(at) % sizeof(T) == 0;
 }
 
-// Planes are read and written once per step, so these accesses are marked as streaming: the cache is left to others.
+// Planes are read and written once per step, so these accesses are marked as streaming: the cache is left to
+// others.
 template <class T>
 __device__ T fetch(const u8* from) {
   return __ldcs(reinterpret_cast<const T*>(from));
@@ -118,13 +119,13 @@ __device__ void store(Bytes1 to, int valid, const Words<Bytes>& from) {
 }
 
 // ---- Parts that do not fill words ----
-// A thread's part of such a plane (codes of 5 bits, say) begins and ends inside a word; a warp's part fills words.
-// In whole tiles load_packed reads every word that the part touches, as it is in memory. align_packed later shifts
-// the part to the front of the first word. They are two calls because the shift has to wait for the data, and all
-// loads of a tile should be under way before anything waits.
+// A thread's part of such a plane (codes of 5 bits, say) begins and ends inside a word; a warp's part fills
+// words. In whole tiles load_packed reads every word that the part touches, as it is in memory. align_packed
+// later shifts the part to the front of the first word. They are two calls because the shift has to wait for
+// the data, and all loads of a tile should be under way before anything waits.
 
-// Bytes of the first word that belong to the threads before this one. A warp's part begins at a word: its first
-// element is a multiple of 32 N, and planes are aligned.
+// Bytes of the first word that belong to the threads before this one. A warp's part begins at a word: its
+// first element is a multiple of 32 N, and planes are aligned.
 __device__ inline int skipped(int bytes) { return static_cast<int>(threadIdx.x) * bytes & 3; }
 
 template <int Bytes, bool Whole>
@@ -140,8 +141,9 @@ __device__ Words<Bytes> load_packed(const auto& from, int bytes, int valid) {
     return scruple::load<Bytes, u8, false>(from, valid);
   }
 }
-// A part of 4 n + 3 bytes may reach into one word more than Words<Bytes> holds. That word is the next thread's
-// first, so it comes by a shuffle, in which the whole warp takes part. The last thread of a warp needs none.
+// A part of 4 n + 3 bytes may reach into one word more than Words<Bytes> holds. That word is the next
+// thread's first, so it comes by a shuffle, in which the whole warp takes part. The last thread of a warp
+// needs none.
 template <int Bytes>
 __device__ void align_packed(Words<Bytes>& packed, int bytes) {
   const u32 next = Bytes % 4 == 3 ? __shfl_down_sync(0xffffffffu, packed.w[0], 1) : 0u;
@@ -186,9 +188,9 @@ __device__ u32 get(const Words<Bytes>& words, int i) {
   return Bits == 32 ? value : value & ((1u << (Bits % 32)) - 1u);
 }
 // Writes value i: the Bits bits of `value` that begin at its bit `From`. put<16, 16> writes the upper half of
-// a float, which is its bf16 code. Values must come in order. Bytes and halves cost one byte permutation per call:
-// the first of a word is stored as it is, and the second call moves both into position and drops the other bits.
-// Narrower values must have no other bits.
+// a float, which is its bf16 code. Values must come in order. Bytes and halves cost one byte permutation per
+// call: the first of a word is stored as it is, and the second call moves both into position and drops the
+// other bits. Narrower values must have no other bits.
 template <int Bits, int From, int Bytes>
 __device__ void put(Words<Bytes>& words, int i, u32 value) {
   const int bit = i * Bits, word = bit / 32, shift = bit % 32;

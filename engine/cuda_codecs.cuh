@@ -13,9 +13,9 @@
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-// Lane<C, N> has the N elements of one thread in format C. `load` returns bytes (Raw) and `value` decodes one of
-// them: a tile loads the bytes of all its arrays before it decodes anything, and 16 decoded values of four arrays
-// would be more than there are registers for.
+// Lane<C, N> has the N elements of one thread in format C. `load` returns bytes (Raw) and `value` decodes one
+// of them: a tile loads the bytes of all its arrays before it decodes anything, and 16 decoded values of four
+// arrays would be more than there are registers for.
 
 // To be called between load and value in whole tiles: shifts packed bytes to the front of their words.
 template <class Raw>
@@ -151,8 +151,8 @@ struct Lane<Split<Half>, N> {
     [[maybe_unused]] u64 fours[2] = {};  // other widths: four values each
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      // In whole tiles weights are finite: a tile with others is run again by run_carefully (engine/cuda_step.cu,
-      // engine/cuda_any.cu).
+      // In whole tiles weights are finite: a tile with others is run again by run_carefully
+      // (engine/cuda_step.cu, engine/cuda_any.cu).
       const Halves h = split_in_place<R>(Half::template position<Whole>(in[i]), k, coins[i]);
       put<16, 16>(visible, i, h.visible);
       if (k == 8)
@@ -275,7 +275,8 @@ struct Lane {
   }
 };
 
-// In whole tiles a split value that needs care comes out as NaN. It reaches the weight, and the tile is run again.
+// In whole tiles a split value that needs care comes out as NaN. It reaches the weight, and the tile is run
+// again.
 template <class C, Rounding R, bool Whole, int N>
 __device__ void decode_lane(typename Lane<C, N>::Raw raw, int k, Coins coins, float (&out)[N]) {
   using L = Lane<C, N>;

@@ -87,7 +87,8 @@ struct StepTile {
     } else {
       if (__any_sync(0xffffffffu, odd || (math.used && !math.tame()))) return true;
     }
-    asm volatile("" ::: "memory");  // addresses are read again: kept, they would fill registers
+    // Addresses are read again: kept, they would fill registers (bench/results/2026-11-15-rounding.md).
+    asm volatile("" ::: "memory");
     if (constants.keep_weight == 0)
       Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
     encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
@@ -104,6 +105,7 @@ struct StepTile {
 };
 
 // Blocks at a time on a multiprocessor: more hide more of the memory's latency, until registers spill.
+// Measured for 2 to 5 of them in bench/results/2026-11-15-rounding.md.
 constexpr int blocks_at_once(unsigned active) { return (active & (active - 1)) != 0 ? 3 : 4; }
 
 template <class Rule, unsigned Active, int N, class Weight, class Moment, class Nonneg>
@@ -151,7 +153,8 @@ void add_kernel(std::vector<StepKernel>& list) {
     using W = FormatRow<WeightFormat>;
     using M = FormatRow<kSigned ? MomentFormat : WeightFormat>;
     using N = FormatRow<kNonneg ? NonnegFormat : WeightFormat>;
-    // 16 elements of 16 bits or fewer fill the registers as 8 of 32 bits do.
+    // 16 elements of 16 bits or fewer fill the registers as 8 of 32 bits do
+    // (bench/results/2026-11-15-h200.md).
     constexpr int kWidth = has_words<typename W::Signed, W::k>() ||
                                    (kSigned && has_words<typename M::Signed, M::k>()) ||
                                    (kNonneg && has_words<typename N::Nonneg, N::k>())
@@ -183,8 +186,8 @@ constexpr int fp16_twin(int format) {
 
 // Which kernels there are: each recipe as it stands; its weights all stochastic, where they are read in two
 // halves; with fp16 in place of bf16; and its 8-bit moments beside weights in fp32, as PyTorch's parameters
-// often are. Coins are data, so the rounding of anything else needs no kernel of its own. Whatever else there is
-// goes to the general kernel, and so do optimizers while they keep moments in fp32 for exactness (AMSGrad,
+// often are. Coins are data, so the rounding of anything else needs no kernel of its own. Whatever else there
+// is goes to the general kernel, and so do optimizers while they keep moments in fp32 for exactness (AMSGrad,
 // centered RMSprop).
 template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg, Rounding Usual>
 void add_recipe(std::vector<StepKernel>& list) {

@@ -7,9 +7,10 @@
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-// a / (sqrt(x) scale + eps) without the branches for special cases. `tame` tells afterwards whether all results were
-// IEEE's: every x at least 2^-101 (corrected_root needs that), every a zero or at least 2^-64, every divisor at most
-// 2^60. Above these ranges the result is NaN, which reaches the weight. tests/fast_math_test.cu compares them.
+// a / (sqrt(x) scale + eps) without the branches for special cases. `tame` tells afterwards whether all
+// results were IEEE's: every x at least 2^-101 (corrected_root needs that), every a zero or at least 2^-64,
+// every divisor at most 2^60. Above these ranges the result is NaN, which reaches the weight.
+// tests/fast_math_test.cu compares them.
 struct FastMath {
   float spread = 1;
   u32 least_x = ~0u, least_a = ~0u, most_divisor = 0;
@@ -35,16 +36,16 @@ struct Elements {
   float w[N], s0[N], s1[N], s2[N];
 };
 
-// Whether a moment can be infinite while the weight is finite (Lion). In other rules an infinite moment reaches the
-// weight, if only because FastMath makes its root NaN.
+// Whether a moment can be infinite while the weight is finite (Lion). In other rules an infinite moment
+// reaches the weight, if only because FastMath makes its root NaN.
 template <class Rule>
 constexpr bool hides_infinity() {
   if constexpr (requires { Rule::hides_infinity; }) return true;
   return false;
 }
 
-// fetch(i, e) sets e to element i before the update. Elements from n on become zero, which cannot change a group's
-// maximum. Returns true if a weight is not finite or, with FastMath, a moment.
+// fetch(i, e) sets e to element i before the update. Elements from n on become zero, which cannot change a
+// group's maximum. Returns true if a weight is not finite or, with FastMath, a moment.
 template <class Rule, unsigned Active, int N>
 __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Constants& constants, int n,
                             auto& math, Elements<N>& out) {
@@ -66,9 +67,9 @@ __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Consta
   return zero != 0;
 }
 
-// To be called where update_lane returned true: a NaN anywhere reaches the weight (optim/optimizer.h), so no other
-// tile has one. Compares bits, not x != x as `canonical` does: nvcc would share that comparison with update_lane and
-// keep N predicates alive.
+// To be called where update_lane returned true: a NaN anywhere reaches the weight (optim/optimizer.h), so no
+// other tile has one. Compares bits, not x != x as `canonical` does: nvcc would share that comparison with
+// update_lane and keep N predicates alive.
 template <unsigned Active, int N>
 __device__ void make_canonical(Elements<N>& all) {
   const auto clean = [](float& x) { x = magnitude_bits(x) > 0x7f800000u ? float_of(kNaNBits) : x; };

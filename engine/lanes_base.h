@@ -32,7 +32,8 @@ inline constexpr int kLanes = SCRUPLE_LANES;
 // Codes are read and written 16 elements at a time: kParts vectors.
 inline constexpr int kBlock = 16, kParts = kBlock / kLanes;
 
-// The types that intrinsics take and return, whatever their elements: Words and Floats convert from and to them.
+// The types that intrinsics take and return, whatever their elements: Words and Floats convert from and to
+// them.
 template <class V>
 concept Register = sizeof(V) == 4 * kLanes && !std::is_class_v<V> && requires(V v) {
   v[0];

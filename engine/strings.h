@@ -26,8 +26,8 @@ SCRUPLE_HD Loose<T>* at(u8* plane, i64 index) {
 SCRUPLE_HD u8* at_bit(u8* plane, i64 bit) { return plane + bit / 8; }
 
 // ---- Strings of K bits ----
-// Value i stands at bit i K of a little-endian string; 32 values are moved at a time. What a value has above K
-// bits is dropped.
+// Value i stands at bit i K of a little-endian string; 32 values are moved at a time. What a value has above
+// K bits is dropped.
 
 // What a value stands in while it is in no string.
 template <int K>
