@@ -82,6 +82,49 @@ void check_format(const scruple_array& array, unsigned role, i64 size, bool memo
          format.aux_is_scale ? "scales" : "extra bits", " there");
 }
 
+void check_steppable(const scruple_tensor& t, i64 index) {
+  check_tensor(t, index);
+  if (t.step < 1)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": step is ", t.step,
+         "; it counts from 1, the step about to be taken");
+  if (const char* problem = t.optimizer->problem())
+    fail(SCRUPLE_INVALID, "tensor ", index, ": ", t.optimizer->rule().name, ": ", problem);
+}
+
+bool same_but_for_step(const scruple_tensor& a, const scruple_tensor& b) {
+  return a.optimizer == b.optimizer && a.size == b.size && a.offset == b.offset && a.folds == b.folds &&
+         a.id == b.id && std::memcmp(a.arrays, b.arrays, sizeof a.arrays) == 0;
+}
+
+CheckedTable::Rule rule_of(const scruple_tensor& t) { return {&t.optimizer->rule(), t.optimizer->active()}; }
+
+// Whether this table is the last one at other steps, with hyperparameters that use the same slots.
+bool is_last(const scruple_tensor* tensors, i64 count, const CheckedTable& last) {
+  if (static_cast<std::size_t>(count) != last.rows.size()) return false;
+  for (std::size_t i = 0; i < last.rows.size(); ++i) {
+    if (!same_but_for_step(tensors[i], last.rows[i])) return false;
+    check_steppable(tensors[i], static_cast<i64>(i));
+    if (rule_of(tensors[i]) != last.rules[i]) return false;
+  }
+  return true;
+}
+
+// The first `arrays` arrays of every tensor: all, or all but the gradient.
+void check_arrays(const scruple_tensor* tensors, i64 count, int arrays) {
+  std::vector<Interval> intervals;
+  intervals.reserve(static_cast<std::size_t>(count) * 7);
+  for (i64 i = 0; i < count; ++i) {
+    const scruple_tensor& t = tensors[i];
+    check_steppable(t, i);
+    for (int a = 0; a < arrays; ++a) {
+      if (!is_used(t, a)) continue;
+      check_format(t.arrays[a], role_in_step(t, a), t.size, true, Where{i, array_name(t, a)});
+      add_planes(intervals, t.arrays[a], t.size, a != SCRUPLE_GRADIENT, i, a);
+    }
+  }
+  check_overlap(intervals, tensors);
+}
+
 }  // namespace
 
 unsigned role_of(const scruple_tensor& tensor, int array) {
@@ -140,53 +183,6 @@ void check_tensor(const scruple_tensor& t, i64 index) {
 void check_array(const scruple_tensor& t, i64 index, int array, bool memory) {
   check_format(t.arrays[array], role_of(t, array), t.size, memory, Where{index, array_name(t, array)});
 }
-
-namespace {
-
-void check_steppable(const scruple_tensor& t, i64 index) {
-  check_tensor(t, index);
-  if (t.step < 1)
-    fail(SCRUPLE_INVALID, "tensor ", index, ": step is ", t.step,
-         "; it counts from 1, the step about to be taken");
-  if (const char* problem = t.optimizer->problem())
-    fail(SCRUPLE_INVALID, "tensor ", index, ": ", t.optimizer->rule().name, ": ", problem);
-}
-
-bool same_but_for_step(const scruple_tensor& a, const scruple_tensor& b) {
-  return a.optimizer == b.optimizer && a.size == b.size && a.offset == b.offset && a.folds == b.folds &&
-         a.id == b.id && std::memcmp(a.arrays, b.arrays, sizeof a.arrays) == 0;
-}
-
-CheckedTable::Rule rule_of(const scruple_tensor& t) { return {&t.optimizer->rule(), t.optimizer->active()}; }
-
-// Whether this table is the last one at other steps, with hyperparameters that use the same slots.
-bool is_last(const scruple_tensor* tensors, i64 count, const CheckedTable& last) {
-  if (static_cast<std::size_t>(count) != last.rows.size()) return false;
-  for (std::size_t i = 0; i < last.rows.size(); ++i) {
-    if (!same_but_for_step(tensors[i], last.rows[i])) return false;
-    check_steppable(tensors[i], static_cast<i64>(i));
-    if (rule_of(tensors[i]) != last.rules[i]) return false;
-  }
-  return true;
-}
-
-// The first `arrays` arrays of every tensor: all, or all but the gradient.
-void check_arrays(const scruple_tensor* tensors, i64 count, int arrays) {
-  std::vector<Interval> intervals;
-  intervals.reserve(static_cast<std::size_t>(count) * 7);
-  for (i64 i = 0; i < count; ++i) {
-    const scruple_tensor& t = tensors[i];
-    check_steppable(t, i);
-    for (int a = 0; a < arrays; ++a) {
-      if (!is_used(t, a)) continue;
-      check_format(t.arrays[a], role_in_step(t, a), t.size, true, Where{i, array_name(t, a)});
-      add_planes(intervals, t.arrays[a], t.size, a != SCRUPLE_GRADIENT, i, a);
-    }
-  }
-  check_overlap(intervals, tensors);
-}
-
-}  // namespace
 
 u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last) {
   check_table(tensors, count);

@@ -9,9 +9,7 @@
 #include <cstring>
 #include <mutex>
 #include <optional>
-#include <ostream>
 #include <span>
-#include <sstream>
 #include <unordered_map>
 
 #include "engine/cuda_rows.h"
@@ -113,7 +111,7 @@ class CudaEngine final : public scruple_engine {
     const Call call(*this);
     for (i64 i = 0; i < count; ++i)
       for_planes(tensors[i].arrays[SCRUPLE_GRADIENT], tensors[i].size,
-                 [&](void* plane, i64) { check_plane(plane, static_cast<u32>(i), "gradient"); });
+                 [&](void* plane, i64) { check_pointer(plane, "gradient", i); });
     for (i64 i = 0; i < count; ++i)
       for_planes(tensors[i].arrays[SCRUPLE_GRADIENT], tensors[i].size,
                  [&](void* plane, i64 bytes) { zero(plane, bytes); });
@@ -301,7 +299,7 @@ class CudaEngine final : public scruple_engine {
       if (std::memcmp(workspace_->shadow.data() + at, &row, sizeof row) == 0) continue;
       for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
         for (const void* plane : {row.arrays[a].codes, row.arrays[a].aux})
-          if (plane != nullptr) check_plane(plane, table.tensors[i], name_in(table, tensors, i, a));
+          if (plane != nullptr) check_pointer(plane, name_in(table, tensors, i, a), table.tensors[i]);
     }
   }
   const char* name_in(const KernelTable& table, const scruple_tensor* tensors, std::size_t row,
@@ -310,26 +308,21 @@ class CudaEngine final : public scruple_engine {
     return folds && array == 0 ? "incoming gradient" : array_name(tensors[table.tensors[row]], array);
   }
   void check_readable(const void* pointer, const char* what) const {
-    if (pointer != nullptr) check_pointer(pointer, [&](std::ostream& out) { out << what; });
+    if (pointer != nullptr) check_pointer(pointer, what, -1);
   }
-  void check_plane(const void* plane, u32 tensor, const char* array) const {
-    check_pointer(plane, [&](std::ostream& out) { out << "tensor " << tensor << ", " << array; });
-  }
-  // `name` is asked for only where something is wrong.
-  void check_pointer(const void* pointer, const auto& name) const {
+  // `tensor`: -1 for what belongs to none.
+  void check_pointer(const void* pointer, const char* what, i64 tensor) const {
     cudaPointerAttributes found{};
     check(cudaPointerGetAttributes(&found, pointer), "looking at a pointer");
     const bool not_here = found.type == cudaMemoryTypeDevice && found.device != device_;
     const bool not_device = found.type == cudaMemoryTypeUnregistered && !shares_host_memory_;
     if (!not_here && !not_device) return;
-    std::ostringstream what;
-    name(what);
+    const std::string name = (tensor < 0 ? "" : "tensor " + std::to_string(tensor) + ", ") + what;
     if (not_here)
-      fail(SCRUPLE_INVALID, what.str(), ": ", pointer, " lies on device ", found.device, ", but engine ",
-           name_, " runs on device ", device_, "; create engine cuda:", found.device);
-    fail(SCRUPLE_INVALID, what.str(), ": ", pointer,
-         " is not device memory (host memory, or freed), which engine ", name_,
-         " cannot use; allocate it there (scruple_tensor_alloc, cudaMalloc), or create engine cpu");
+      fail(SCRUPLE_INVALID, name, ": ", pointer, " lies on device ", found.device, ", but engine ", name_,
+           " runs on device ", device_, "; create engine cuda:", found.device);
+    fail(SCRUPLE_INVALID, name, ": ", pointer, " is not device memory (host memory, or freed), which engine ",
+         name_, " cannot use; allocate it there (scruple_tensor_alloc, cudaMalloc), or create engine cpu");
   }
 
   // In pieces that one launch can carry. A piece that stands there already is left out, unless a graph may

@@ -74,17 +74,6 @@ constexpr Recipe kRecipes[] = {
 #undef SCRUPLE_RECIPE
 };
 
-struct Named {
-  Rounding number;
-  const char* name;
-};
-constexpr Named kRoundingNames[] = {{kNearest, "nearest"},
-                                    {kTruncate, "truncate"},
-                                    {kStochastic, "stochastic"},
-                                    {kDither, "dither"},
-                                    {kWide, "wide"}};
-static_assert(std::size(kRoundingNames) == kRoundings);
-
 template <class Table>
 const auto& find(const Table& table, const char* kind, const char* name) {
   if (name == nullptr) fail(SCRUPLE_INVALID, "the name of a ", kind, " is null; known: ", names_of(table));
@@ -123,7 +112,9 @@ const char* role_name(unsigned role) {
 }
 
 const char* rounding_name(int rounding) {
-  return rounding >= 0 && rounding < kRoundings ? kRoundingNames[rounding].name : "unknown";
+  constexpr const char* kNames[] = {"nearest", "truncate", "stochastic", "dither", "wide"};
+  static_assert(std::size(kNames) == kRoundings);
+  return rounding >= 0 && rounding < kRoundings ? kNames[rounding] : "unknown";
 }
 
 unsigned roundings_for(const scruple_format& format, unsigned role) {
@@ -138,7 +129,10 @@ bool can_round(const scruple_format& format, unsigned role, int rounding) {
 }
 
 std::string rounding_names(unsigned roundings) {
-  return names_of(kRoundingNames, [=](const Named& r) { return (roundings >> r.number & 1u) != 0; });
+  std::string names;
+  for (int r = 0; r < kRoundings; ++r)
+    if ((roundings >> r & 1u) != 0) names += (names.empty() ? "" : ", ") + std::string(rounding_name(r));
+  return names;
 }
 
 // Formats of two parts alone can round wide.
