@@ -56,10 +56,10 @@ constexpr Code code_of() {
   return {codec_number<C>(), fixed_width(K), 0};
 }
 
-// A way to load, decode or encode an array: code, with a rounding where that makes a difference. Ways are
-// numbered, the table has the numbers of each array's, and kernels find the way by halving: a `switch` over
-// formats.def would compile the same code for many formats, and cases cannot be numbered by what constant
-// expressions find equal.
+// A way to load, decode or encode an array: code, with a rounding where that makes a difference. The table has the
+// numbers of each array's ways, and kernels find the code by halving. (A `switch` with a case for every number that
+// may come up makes `any` 1.8 % longer, 688,384 bytes instead of 676,096 by nvcc 13.0 for sm_90, in as many
+// registers.)
 struct Way {
   Code code;
   int number, rounding;

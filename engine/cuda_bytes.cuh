@@ -5,8 +5,7 @@
 
 #include "engine/cuda_table.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 
 // ---- Parts that fill words ----
 // load and store move a thread's `Bytes` bytes of a plane, of which `valid` exist. The plane holds elements
@@ -70,30 +69,27 @@ __device__ void store_as(u8* to, int valid, const Words<Bytes>& from) {
   }
 }
 
+// move.template operator()<Access>(bytes), with the widest access that the address allows.
+template <int Bytes, class Unit, bool Whole>
+__device__ __forceinline__ void with_access(const u8* at, int valid, const auto& move) {
+  if (Whole || (valid == Bytes && is_aligned<Widest<Bytes>>(at)))
+    move.template operator()<Widest<Bytes>>(Bytes);
+  else if (is_aligned<Unit>(at))
+    move.template operator()<Unit>(valid);
+  else
+    move.template operator()<u8>(valid);
+}
 template <int Bytes, class Unit, bool Whole>
 __device__ Words<Bytes> load(const u8* from, int valid) {
   Words<Bytes> to{};
-  if constexpr (Whole)
-    load_as<Bytes, Widest<Bytes>>(from, Bytes, to);
-  else if (valid == Bytes && is_aligned<Widest<Bytes>>(from))
-    load_as<Bytes, Widest<Bytes>>(from, Bytes, to);
-  else if (is_aligned<Unit>(from))
-    load_as<Bytes, Unit>(from, valid, to);
-  else
-    load_as<Bytes, u8>(from, valid, to);
+  with_access<Bytes, Unit, Whole>(from, valid,
+                                  [&]<class Access>(int n) { load_as<Bytes, Access>(from, n, to); });
   return to;
 }
-
 template <int Bytes, class Unit, bool Whole>
 __device__ void store(u8* to, int valid, const Words<Bytes>& from) {
-  if constexpr (Whole)
-    store_as<Bytes, Widest<Bytes>>(to, Bytes, from);
-  else if (valid == Bytes && is_aligned<Widest<Bytes>>(to))
-    store_as<Bytes, Widest<Bytes>>(to, Bytes, from);
-  else if (is_aligned<Unit>(to))
-    store_as<Bytes, Unit>(to, valid, from);
-  else
-    store_as<Bytes, u8>(to, valid, from);
+  with_access<Bytes, Unit, Whole>(to, valid,
+                                  [&]<class Access>(int n) { store_as<Bytes, Access>(to, n, from); });
 }
 
 // The planes of an array, moved byte by byte. Slow but little code, for what is rare (engine/cuda_any.cu).
@@ -157,13 +153,13 @@ template <int Bytes, bool Whole>
 __device__ void store_packed(const auto& to, int bytes, int valid, const Words<Bytes>& from) {
   if constexpr (!Whole) {
     scruple::store<Bytes, u8, false>(to, valid, from);
-  } else if (bytes == 1) {  // with 1 or 2 bytes each, a word has bytes of four or three threads
+  } else if (bytes == 1) {  // written as they are: a word would have bytes of four threads
     keep(to, static_cast<u8>(from.w[0]));
   } else if (bytes == 2) {
     keep(to, static_cast<u16>(from.w[0]));
   } else {
     constexpr int kWords = (Bytes + 3) / 4;
-    // The two words that hold the last 4 bytes. (By an index nvcc would put `from` into local memory.)
+    // The two words that hold the last 4 bytes. (With `bytes / 4 == j` nvcc looks them up in local memory.)
     u32 end[2] = {0, from.w[0]};
 #pragma unroll
     for (int j = 1; j < kWords; ++j)
@@ -216,5 +212,4 @@ __device__ int bytes_for(int n) {
   return (n * Bits + 7) / 8;
 }
 
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

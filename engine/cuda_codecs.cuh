@@ -10,8 +10,7 @@
 #include "engine/cuda_tiles.cuh"
 #include "formats/rows.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 
 // Lane<C, N> has the N elements of one thread in format C. `load` returns bytes (Raw) and `value` decodes one
 // of them: a tile loads the bytes of all its arrays before it decodes anything, and 16 decoded values of four
@@ -65,15 +64,11 @@ struct Lane<Rounded<Half>, N> {
 };
 
 template <class Half, int N>
-struct Lane<Master<Half>, N> {
-  using Raw = Words<4 * N>;
+struct Lane<Master<Half>, N> : Lane<Fp32, N> {  // read as fp32, from the other plane
+  using typename Lane<Fp32, N>::Raw;
   template <bool Whole>
   static __device__ Raw load(const auto& a, int, Slice at) {
     return scruple::load<4 * N, u32, Whole>(a.aux + 4 * at.first, 4 * at.n);
-  }
-  template <Rounding>
-  static __device__ float value(const Raw& raw, int, Coins, int i) {
-    return float_of(raw.w[i]);
   }
   template <Rounding, bool Whole>
   static __device__ void encode(const float (&in)[N], const auto& a, int, Slice at, Coins) {
@@ -290,5 +285,4 @@ __device__ void decode_lane(typename Lane<C, N>::Raw raw, int k, Coins coins, fl
   }
 }
 
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

@@ -13,7 +13,14 @@ inline namespace SCRUPLE_UNIT {
 namespace {
 
 // An array that this optimizer or these hyperparameters do not have.
-struct Absent {};
+struct Absent {
+  template <bool Whole>
+  static __device__ Absent load(const DeviceArray&, Slice) {
+    return {};
+  }
+  template <bool Whole>
+  static __device__ void encode(const auto&, const DeviceArray&, Slice, Coins) {}
+};
 
 template <class Rule, unsigned Active, int Slot, class Moment, class Nonneg>
 constexpr auto array_of_slot() {
@@ -23,18 +30,6 @@ constexpr auto array_of_slot() {
     return Nonneg{};
   else
     return Moment{};
-}
-
-template <class Array, bool Whole>
-__device__ auto load_array(const DeviceArray& a, Slice at) {
-  if constexpr (std::is_same_v<Array, Absent>)
-    return Absent{};
-  else
-    return Array::template load<Whole>(a, at);
-}
-template <class Array, bool Whole>
-__device__ void encode_array(const auto& in, const DeviceArray& a, Slice at, Coins coins) {
-  if constexpr (!std::is_same_v<Array, Absent>) Array::template encode<Whole>(in, a, at, coins);
 }
 
 template <class Array>
@@ -65,9 +60,9 @@ struct StepTile {
   static __device__ bool run(const DeviceRow& row, const Constants& constants, Slice at) {
     const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
     auto weight = Weight::template load<Whole>(a[SCRUPLE_WEIGHT], at);
-    auto slot0 = load_array<S0, Whole>(a[SCRUPLE_SLOT], at);
-    auto slot1 = load_array<S1, Whole>(a[SCRUPLE_SLOT + 1], at);
-    auto slot2 = load_array<S2, Whole>(a[SCRUPLE_SLOT + 2], at);
+    auto slot0 = S0::template load<Whole>(a[SCRUPLE_SLOT], at);
+    auto slot1 = S1::template load<Whole>(a[SCRUPLE_SLOT + 1], at);
+    auto slot2 = S2::template load<Whole>(a[SCRUPLE_SLOT + 2], at);
     const auto coins = [&](int array) { return row.coins[array].from(at.first); };
     float g[N] = {};
     read_gradient<Whole, N>(a[SCRUPLE_GRADIENT], at, coins(SCRUPLE_GRADIENT), g);
@@ -91,9 +86,9 @@ struct StepTile {
     asm volatile("" ::: "memory");
     if (constants.keep_weight == 0)
       Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
-    encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
-    encode_array<S1, Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, coins(SCRUPLE_SLOT + 1));
-    encode_array<S2, Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, coins(SCRUPLE_SLOT + 2));
+    S0::template encode<Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
+    S1::template encode<Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, coins(SCRUPLE_SLOT + 1));
+    S2::template encode<Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, coins(SCRUPLE_SLOT + 2));
     return false;
   }
 

@@ -3,8 +3,7 @@
 
 #include "engine/cuda_table.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 
 // The consecutive elements of a tensor that one thread works on.
 struct Slice {
@@ -91,5 +90,4 @@ struct Held {
   }
 };
 
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

@@ -4,8 +4,7 @@
 #include "engine/cuda_table.h"
 #include "optim/all.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 
 // a / (sqrt(x) scale + eps) without the branches for special cases. `tame` tells afterwards whether all
 // results were IEEE's: every x at least 2^-101 (corrected_root needs that), every a zero or at least 2^-64,
@@ -82,5 +81,4 @@ __device__ void make_canonical(Elements<N>& all) {
   }
 }
 
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT
