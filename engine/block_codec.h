@@ -5,8 +5,7 @@
 #include "formats/all.h"
 
 #if SCRUPLE_LANES
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 namespace {
 
 // The coins of a run of elements, a vector of them at a time.
@@ -56,6 +55,5 @@ struct BlockCodec {
 };
 
 }  // namespace
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT
 #endif

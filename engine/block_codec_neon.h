@@ -5,8 +5,7 @@
 #include "engine/block_codec.h"
 
 #if SCRUPLE_LANES == 4
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 namespace {
 
 // a b + *c. NEON multiplies onto the register of the addend, so an addend that is used again must be copied.
@@ -45,18 +44,22 @@ struct MuLawBytes {
   }
 };
 
-template <>
-struct BlockCodec<Companded8> {
+// The upper halves of 16 floats, from which values are decoded, and the group's unit.
+struct HalvesCodec {
   struct Raw {
-    Halves16 minus_f;  // with the sign
+    Halves16 halves;
     Floats unit;
   };
+};
+
+template <>
+struct BlockCodec<Companded8> : HalvesCodec {  // the halves are those of -(1 + t), with the sign
   static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
     const uint8x16_t top = vdupq_n_u8(0x80);
     return {MuLawBytes::halves(vbicq_u8(codes, top), vbicq_u8(top, codes)), unit};
   }
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    const Floats minus_f = float_of(upper_halves(raw.minus_f, part));
+    const Floats minus_f = float_of(upper_halves(raw.halves, part));
     return fma(-minus_f, raw.unit, with_sign_of(minus_f, raw.unit));
   }
   static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
@@ -74,11 +77,7 @@ struct BlockCodec<Companded8> {
 };
 
 template <>
-struct BlockCodec<Companded8Nonneg> {
-  struct Raw {
-    Halves16 halves;
-    Floats unit;
-  };
+struct BlockCodec<Companded8Nonneg> : HalvesCodec {
   static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
     return {MuLawBytes::halves(codes, vdupq_n_u8(0)), unit};
   }
@@ -96,12 +95,8 @@ struct BlockCodec<Companded8Nonneg> {
 
 // log5 likewise. A level, which is at most 1 = 254, is a byte: bits 22 to 29 of the float's pattern.
 template <>
-struct BlockCodec<Log<5>> {
+struct BlockCodec<Log<5>> : HalvesCodec {
   using L = Log<5>;
-  struct Raw {
-    Halves16 halves;
-    Floats unit;
-  };
   static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
     const uint8x16_t level = vsubq_u8(vdupq_n_u8(L::one), codes);
     return {zipped(vshlq_n_u8(level, 6), vshrq_n_u8(level, 2)), unit};
@@ -123,6 +118,5 @@ struct BlockCodec<Log<5>> {
 };
 
 }  // namespace
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT
 #endif

@@ -6,8 +6,7 @@
 #include "formats/codec.h"
 #include "include/scruple/scruple.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 
 SCRUPLE_HD bool is_finite(double x) { return x - x == 0; }
 
@@ -89,5 +88,4 @@ SCRUPLE_HD float gradient_multiplier(float multiplier, float clip, float loss_sc
   return multiplier * clip / loss_scale;
 }
 
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

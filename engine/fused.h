@@ -14,8 +14,7 @@
 #include "formats/all.h"
 #include "optim/all.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 #if SCRUPLE_LANES
 namespace {
 
@@ -237,5 +236,4 @@ i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
 
 }  // namespace
 #endif
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

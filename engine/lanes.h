@@ -20,8 +20,7 @@
 #include "engine/lanes_neon.h"
 
 #if SCRUPLE_LANES
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 
 SCRUPLE_HD Floats tame_root(Floats x) { return root(x); }
 SCRUPLE_HD Floats tame_reciprocal(Floats x) { return 1.0f / x; }
@@ -37,6 +36,5 @@ SCRUPLE_HD Words round_scaled(Floats x, Floats gain, Words coin) {
   return floor_of(fma(x, gain, float_of((coin >> 9) + 0x3f800000u))) - 1u;
 }
 
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT
 #endif

@@ -7,8 +7,7 @@
 #include "engine/strings_neon.h"
 #include "formats/codec.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 namespace {
 
 // T at any address.
@@ -135,5 +134,4 @@ void pack(const T* from, int n, u8* to) {
 }
 
 }  // namespace
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

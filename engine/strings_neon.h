@@ -4,8 +4,7 @@
 #include "engine/lanes.h"
 
 #if SCRUPLE_LANES == 4
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 namespace {
 
 // Which byte each byte of a table lookup comes from; kNone gives zero.
@@ -115,6 +114,5 @@ requires(in_two_bytes<K>) void pack32(const u16* from, u8* to) {
 }
 
 }  // namespace
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT
 #endif
