@@ -11,7 +11,6 @@
 #include "engine/clip.h"
 #include "engine/coins.h"
 #include "engine/failure.h"
-#include "engine/scaler.h"
 #include "engine/threads.h"
 #include "formats/rows.h"
 

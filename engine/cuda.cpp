@@ -534,8 +534,8 @@ EngineInfo cuda_info() {
     info.reason =
         "the NVIDIA driver supports CUDA " + version(driver) + "; " + version(kLeastDriver) + " is needed";
   } else if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess || count == 0) {
-    info.reason = std::string("CUDA finds no device") + (error == cudaSuccess ? "" : ": ") +
-                  (error == cudaSuccess ? "" : cudaGetErrorString(error));
+    info.reason = "CUDA finds no device";
+    if (error != cudaSuccess) info.reason += std::string(": ") + cudaGetErrorString(error);
   } else if (cudaDeviceProp found{}; cudaGetDevice(&device) == cudaSuccess &&
                                      cudaGetDeviceProperties(&found, device) == cudaSuccess) {
     const int capability = 10 * found.major + found.minor;
@@ -544,8 +544,7 @@ EngineInfo cuda_info() {
     if (capability < least_architecture() / 10)
       info.reason = info.doc + ": this library has code for " + std::to_string(least_architecture() / 100) +
                     "." + std::to_string(least_architecture() / 10 % 10) +
-                    " and later; build it with "
-                    "CMAKE_CUDA_ARCHITECTURES=native";
+                    " and later; build it with CMAKE_CUDA_ARCHITECTURES=native";
   }
   cudaGetLastError();
   return info;

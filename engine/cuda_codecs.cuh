@@ -87,8 +87,7 @@ struct Lane<Master<Half>, N> : Lane<Fp32, N> {  // read as fp32, from the other 
 // The same type for bf16 and fp16, so that one copy of the loading code serves both.
 template <int N>
 struct SplitRaw {
-  static constexpr int kMost =
-      2 * N - 1;  // bytes of packed extra bits: at most 15 per value. 2 N bytes for 16 fit too
+  static constexpr int kMost = 2 * N - 1;  // bytes of packed extra bits; in words there is room for 2 N
   Words<2 * N> visible;
   Words<kMost> extra;
 };
@@ -237,8 +236,8 @@ struct Lane {
     const Scale scale = C::scale(absmax);
     const float gain = C::gain(absmax, scale);
     Words<kBytes> codes{};
-    if (kMakeFinite ||
-        largest < 0x7f800000u) {  // a group that is not finite has that in its scale, and codes of zero
+    // A group that is not finite has that in its scale, and codes of zero.
+    if (kMakeFinite || largest < 0x7f800000u) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         if constexpr (requires { C::encode_upper(x[i], gain, kHalf); })

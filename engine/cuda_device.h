@@ -15,11 +15,10 @@ namespace scruple {
 inline void check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // so that the next call does not report it again
-  if (error == cudaErrorMemoryAllocation)
-    fail(SCRUPLE_OUT_OF_MEMORY, doing, ": CUDA says ", cudaGetErrorName(error), ", ",
-         cudaGetErrorString(error));
-  fail(SCRUPLE_DEVICE, doing, ": CUDA says ", cudaGetErrorName(error), ", ", cudaGetErrorString(error),
-       "; it may come from work queued earlier on this device");
+  const bool no_memory = error == cudaErrorMemoryAllocation;
+  fail(no_memory ? SCRUPLE_OUT_OF_MEMORY : SCRUPLE_DEVICE, doing, ": CUDA says ", cudaGetErrorName(error),
+       ", ", cudaGetErrorString(error),
+       no_memory ? "" : "; it may come from work queued earlier on this device");
 }
 
 inline void* allocate(i64 bytes) {

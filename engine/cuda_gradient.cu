@@ -3,7 +3,6 @@
 #include "engine/clip.h"
 #include "engine/cuda_arrays.cuh"
 #include "engine/cuda_tiles.cuh"
-#include "engine/scaler.h"
 #include "optim/all.h"
 
 namespace scruple {

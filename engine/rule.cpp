@@ -1,7 +1,5 @@
 #include "engine/rule.h"
 
-#include <algorithm>
-#include <array>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -17,17 +15,12 @@ namespace {
 
 constexpr const char* kMaximize = "maximize";
 
-constexpr std::array<const char*, kRuleCount> names_by_number() {
-  std::array<const char*, kRuleCount> names{};
-#define SCRUPLE_OPTIMIZER(number, Rule) names[number] = Rule::name;
+#define SCRUPLE_OPTIMIZER(number, Rule) | 1u << number
+static_assert((0u
 #include "optim/optim.def"
-#undef SCRUPLE_OPTIMIZER
-  return names;
-}
-constexpr auto kNames = names_by_number();
-// As many rows as places: none is empty where every number is there once.
-static_assert(std::all_of(kNames.begin(), kNames.end(), [](const char* name) { return name != nullptr; }),
+               ) == (1u << kRuleCount) - 1,
               "optim.def: a number stands twice, and another is missing");
+#undef SCRUPLE_OPTIMIZER
 
 template <class Rule>
 RuleInfo describe(int index) {
