@@ -11,6 +11,10 @@
 namespace scruple {
 namespace {
 
+bool is_slot_of(unsigned mask, int array) {
+  return array >= SCRUPLE_SLOT && array < SCRUPLE_GRADIENT && (mask >> (array - SCRUPLE_SLOT) & 1u) != 0;
+}
+
 struct Interval {  // small: thousands are sorted at every step
   const unsigned char *begin, *end;
   u32 tensor;
@@ -20,14 +24,10 @@ struct Interval {  // small: thousands are sorted at every step
 
 void add_planes(std::vector<Interval>& intervals, const scruple_array& array, i64 size, bool written,
                 i64 tensor, int which) {
-  const Bytes bytes = bytes_of(*array.format, size);
-  const auto add = [&](const void* plane, i64 count) {
+  for_planes(array, size, [&](const void* plane, i64 bytes) {
     const auto* begin = static_cast<const unsigned char*>(plane);
-    if (count > 0)
-      intervals.push_back({begin, begin + count, static_cast<u32>(tensor), static_cast<u16>(which), written});
-  };
-  add(array.codes, bytes.codes);
-  add(array.aux, bytes.aux);
+    intervals.push_back({begin, begin + bytes, static_cast<u32>(tensor), static_cast<u16>(which), written});
+  });
 }
 
 // A plane that is written may not share a byte with any other plane; planes that are only read may.
@@ -82,64 +82,6 @@ void check_format(const scruple_array& array, unsigned role, i64 size, bool memo
          format.aux_is_scale ? "scales" : "extra bits", " there");
 }
 
-}  // namespace
-
-unsigned role_of(const scruple_tensor& tensor, int array) {
-  if (array == SCRUPLE_WEIGHT) return SCRUPLE_ROLE_WEIGHT;
-  if (array == SCRUPLE_GRADIENT) return SCRUPLE_ROLE_GRADIENT;
-  const Slot& slot = tensor.optimizer->rule().slots[static_cast<std::size_t>(array - SCRUPLE_SLOT)];
-  return slot.sign == Sign::nonneg ? SCRUPLE_ROLE_NONNEG : SCRUPLE_ROLE_SIGNED;
-}
-
-const char* array_name(const scruple_tensor& tensor, int array) {
-  if (array == SCRUPLE_WEIGHT) return "weight";
-  if (array == SCRUPLE_GRADIENT) return "gradient";
-  return tensor.optimizer->rule().slots[static_cast<std::size_t>(array - SCRUPLE_SLOT)].name;
-}
-
-namespace {
-
-bool is_slot_of(unsigned mask, int array) {
-  return array >= SCRUPLE_SLOT && array < SCRUPLE_GRADIENT && (mask >> (array - SCRUPLE_SLOT) & 1u) != 0;
-}
-
-}  // namespace
-
-bool is_used(const scruple_tensor& tensor, int array) {
-  return array == SCRUPLE_WEIGHT || array == SCRUPLE_GRADIENT ||
-         is_slot_of(tensor.optimizer->active(), array);
-}
-
-unsigned role_in_step(const scruple_tensor& tensor, int array) {
-  return is_slot_of(tensor.optimizer->exact(), array) ? unsigned{SCRUPLE_ROLE_EXACT} : role_of(tensor, array);
-}
-
-float spread_of(const scruple_tensor& tensor) {
-  for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a)
-    if (is_used(tensor, a) && role_of(tensor, a) == SCRUPLE_ROLE_NONNEG &&
-        tensor.arrays[a].rounding == kStochastic)
-      return tensor.arrays[a].format->spread;
-  return 1;
-}
-
-void check_tensor(const scruple_tensor& t, i64 index) {
-  if (t.optimizer == nullptr) fail(SCRUPLE_INVALID, "tensor ", index, ": optimizer is null");
-  if (t.size < 0 || t.size > kMaxElements)
-    fail(SCRUPLE_INVALID, "tensor ", index, ": size is ", t.size, "; it must be 0 to 2^50");
-  if (t.offset < 0 || t.offset > kMaxElements - t.size)
-    fail(SCRUPLE_INVALID, "tensor ", index, ": offset is ", t.offset, "; offset + size must be 0 to 2^50");
-  if (t.folds < 0 || t.folds > 0xffffffffLL)
-    fail(SCRUPLE_INVALID, "tensor ", index, ": folds is ", t.folds, "; it must be 0 to 2^32 - 1");
-  if (t.step < 0 || t.step > 0xffffffffLL)
-    fail(SCRUPLE_INVALID, "tensor ", index, ": step is ", t.step, "; it must be 0 to 2^32 - 1");
-}
-
-void check_array(const scruple_tensor& t, i64 index, int array, bool memory) {
-  check_format(t.arrays[array], role_of(t, array), t.size, memory, Where{index, array_name(t, array)});
-}
-
-namespace {
-
 void check_steppable(const scruple_tensor& t, i64 index) {
   check_tensor(t, index);
   if (t.step < 1)
@@ -184,6 +126,63 @@ void check_arrays(const scruple_tensor* tensors, i64 count, int arrays) {
 }
 
 }  // namespace
+
+unsigned role_of(const scruple_tensor& tensor, int array) {
+  if (array == SCRUPLE_WEIGHT) return SCRUPLE_ROLE_WEIGHT;
+  if (array == SCRUPLE_GRADIENT) return SCRUPLE_ROLE_GRADIENT;
+  const Slot& slot = tensor.optimizer->rule().slots[static_cast<std::size_t>(array - SCRUPLE_SLOT)];
+  return slot.sign == Sign::nonneg ? SCRUPLE_ROLE_NONNEG : SCRUPLE_ROLE_SIGNED;
+}
+
+const char* array_name(const scruple_tensor& tensor, int array) {
+  if (array == SCRUPLE_WEIGHT) return "weight";
+  if (array == SCRUPLE_GRADIENT) return "gradient";
+  return tensor.optimizer->rule().slots[static_cast<std::size_t>(array - SCRUPLE_SLOT)].name;
+}
+
+bool is_used(const scruple_tensor& tensor, int array) {
+  return array == SCRUPLE_WEIGHT || array == SCRUPLE_GRADIENT ||
+         is_slot_of(tensor.optimizer->active(), array);
+}
+
+unsigned role_in_step(const scruple_tensor& tensor, int array) {
+  return is_slot_of(tensor.optimizer->exact(), array) ? unsigned{SCRUPLE_ROLE_EXACT} : role_of(tensor, array);
+}
+
+bool is_nonneg(const scruple_tensor& tensor, int array) {
+  return role_of(tensor, array) == SCRUPLE_ROLE_NONNEG;
+}
+
+bool has_formats(const scruple_tensor& tensor, int weight, int moment, int nonneg) {
+  if (tensor.arrays[SCRUPLE_WEIGHT].format->index != weight) return false;
+  for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a)
+    if (is_used(tensor, a) && tensor.arrays[a].format->index != (is_nonneg(tensor, a) ? nonneg : moment))
+      return false;
+  return true;
+}
+
+float spread_of(const scruple_tensor& tensor) {
+  for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a)
+    if (is_used(tensor, a) && is_nonneg(tensor, a) && tensor.arrays[a].rounding == kStochastic)
+      return tensor.arrays[a].format->spread;
+  return 1;
+}
+
+void check_tensor(const scruple_tensor& t, i64 index) {
+  if (t.optimizer == nullptr) fail(SCRUPLE_INVALID, "tensor ", index, ": optimizer is null");
+  if (t.size < 0 || t.size > kMaxElements)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": size is ", t.size, "; it must be 0 to 2^50");
+  if (t.offset < 0 || t.offset > kMaxElements - t.size)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": offset is ", t.offset, "; offset + size must be 0 to 2^50");
+  if (t.folds < 0 || t.folds > 0xffffffffLL)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": folds is ", t.folds, "; it must be 0 to 2^32 - 1");
+  if (t.step < 0 || t.step > 0xffffffffLL)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": step is ", t.step, "; it must be 0 to 2^32 - 1");
+}
+
+void check_array(const scruple_tensor& t, i64 index, int array, bool memory) {
+  check_format(t.arrays[array], role_of(t, array), t.size, memory, Where{index, array_name(t, array)});
+}
 
 u64 check_step(const scruple_tensor* tensors, i64 count, CheckedTable& last) {
   check_table(tensors, count);

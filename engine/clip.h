@@ -6,8 +6,7 @@
 #include "formats/codec.h"
 #include "include/scruple/scruple.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 
 SCRUPLE_HD bool is_finite(double x) { return x - x == 0; }
 
@@ -22,8 +21,8 @@ SCRUPLE_HD T value_or(const T* at, T otherwise) {
 }
 
 // What a sum of squared gradients says: their norm, whether one of them was not finite, and the factor that
-// clips them. The square of a float is exact in double and no sum of them overflows, so the sum is finite if and
-// only if every gradient is.
+// clips them. The square of a float is exact in double and no sum of them overflows, so the sum is finite if
+// and only if every gradient is.
 struct Measured {
   double norm;
   float found_inf, clip;
@@ -66,8 +65,8 @@ SCRUPLE_HD void write_measured(double sum_squares, const scruple_measure_options
   if (out.clip != nullptr) *out.clip = result.clip;
 }
 
-// What the end of a step writes. A step is skipped where *found_inf is not 0. All pointers lead to the engine's
-// memory; any may be null.
+// What the end of a step writes. A step is skipped where *found_inf is not 0. All pointers lead to the
+// engine's memory; any may be null.
 struct Advance {
   const float* found_inf;
   scruple_scaler* scaler;  // grows after enough steps, shrinks after a skipped one
@@ -89,5 +88,4 @@ SCRUPLE_HD float gradient_multiplier(float multiplier, float clip, float loss_sc
   return multiplier * clip / loss_scale;
 }
 
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

@@ -11,7 +11,6 @@
 #include "engine/clip.h"
 #include "engine/coins.h"
 #include "engine/failure.h"
-#include "engine/scaler.h"
 #include "engine/threads.h"
 #include "formats/rows.h"
 
@@ -41,12 +40,13 @@ struct alignas(64) TileBuffers {
   float weight[kTile], gradient[kTile], slots[kMaxSlots][kTile];
 };
 
-// `write`: which of this step it is; each has coins of its own. Only accumulators are written more than once.
-ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_array& array, int which,
-                     i64 write) {
+// Each write of a step has coins of its own; only accumulators are written more than once. `later`: by how many
+// folds.
+ArrayWork array_work(const Unit& unit, const scruple_tensor& t, int which, int later = 0) {
+  const scruple_array& array = t.arrays[which];
+  const i64 write = which == SCRUPLE_GRADIENT ? t.folds + later : 0;
   ArrayWork work;
-  const bool nonneg = which != SCRUPLE_GRADIENT && role_of(t, which) == SCRUPLE_ROLE_NONNEG;
-  const CodecFns& fns = unit.codecs[array.format->index][nonneg ? 1 : 0];
+  const CodecFns& fns = unit.codecs[array.format->index][is_nonneg(t, which) ? 1 : 0];
   work.planes = {static_cast<u8*>(array.codes), static_cast<u8*>(array.aux)};
   work.decode = fns.decode[array.rounding];
   work.encode = fns.encode[array.rounding];
@@ -58,9 +58,6 @@ ArrayWork array_work(const Unit& unit, const scruple_tensor& t, const scruple_ar
                      .from(t.offset);
   return work;
 }
-ArrayWork gradient_work(const Unit& unit, const scruple_tensor& t) {
-  return array_work(unit, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT, t.folds);
-}
 
 // The fused loop for these formats, where a recipe names them and the unit has one; or null. How moments are
 // rounded is no matter: nearest is coins that stand still.
@@ -68,12 +65,9 @@ FusedFn fused_of(const Unit& unit, const scruple_tensor& t) {
   const scruple_array &weight = t.arrays[SCRUPLE_WEIGHT], &gradient = t.arrays[SCRUPLE_GRADIENT];
   for (int i = 0; i < kRecipeCount; ++i) {
     const RecipeRow& r = kRecipeRows[i];
-    bool same = weight.format->index == r.weight && weight.rounding == r.weight_rounding &&
-                gradient.format->index == r.gradient && gradient.rounding != kDither;
-    for (int s = SCRUPLE_SLOT; same && s < SCRUPLE_SLOT + kMaxSlots; ++s)
-      if (is_used(t, s))
-        same = t.arrays[s].format->index == (role_of(t, s) == SCRUPLE_ROLE_NONNEG ? r.nonneg : r.moment);
-    if (same) return unit.fused[i][t.optimizer->rule().index][t.optimizer->active()];
+    if (weight.rounding == r.weight_rounding && gradient.format->index == r.gradient &&
+        gradient.rounding != kDither && has_formats(t, r.weight, r.moment, r.nonneg))
+      return unit.fused[i][t.optimizer->rule().index][t.optimizer->active()];
   }
   return nullptr;
 }
@@ -107,18 +101,17 @@ class CpuEngine final : public scruple_engine {
     return sum_squares(tensors, count, 0, 0);
   }
   double sum_squares(const scruple_tensor* tensors, i64 count, i64 steps, double before) {
-    std::vector<double> sums(static_cast<std::size_t>(chunk_count(tensors, count)));
+    std::vector<double> sums(static_cast<std::size_t>(chunk_begins(tensors, count).back()));
     for_chunks(tensors, count, [&](i64 tensor, i64 chunk, i64 first, i64 n) {
-      const scruple_tensor t = at_step(tensors[tensor], steps);
-      const ArrayWork gradient = gradient_work(unit_, t);
+      const ArrayWork gradient = array_work(unit_, at_step(tensors[tensor], steps), SCRUPLE_GRADIENT);
       float values[kSegment];
       double sum = 0;
-      for (i64 at = first; at < first + n; at += kSegment) {
-        const int in_segment = static_cast<int>(std::min<i64>(kSegment, first + n - at));
-        for (int i = 0; i < in_segment; i += kTile)
-          decode_tile(gradient, at + i, std::min(kTile, in_segment - i), values + i);
+      in_pieces<kSegment>(first, n, [&](i64 segment, int in_segment) {
+        in_pieces<kTile>(segment, in_segment, [&](i64 at, int in_tile) {
+          decode_tile(gradient, at, in_tile, values + (at - segment));
+        });
         sum += unit_.sum_squares(values, in_segment);
-      }
+      });
       sums[static_cast<std::size_t>(chunk)] = sum;
     });
     double total = before;
@@ -136,13 +129,13 @@ class CpuEngine final : public scruple_engine {
   void fold(const scruple_tensor* tensors, const scruple_array* incoming, i64 count, float multiplier,
             const i64* steps) override {
     for_chunks(tensors, count, [&](i64 tensor, i64, i64 first, i64 n) {
-      const scruple_tensor t = at_step(tensors[tensor], value_or(steps, i64{0}));
-      const ArrayWork before = gradient_work(unit_, t);
-      const ArrayWork arriving = array_work(unit_, t, incoming[tensor], SCRUPLE_GRADIENT, t.folds);
-      const ArrayWork after = array_work(unit_, t, t.arrays[SCRUPLE_GRADIENT], SCRUPLE_GRADIENT, t.folds + 1);
+      scruple_tensor t = at_step(tensors[tensor], value_or(steps, i64{0}));
+      const ArrayWork before = array_work(unit_, t, SCRUPLE_GRADIENT);
+      const ArrayWork after = array_work(unit_, t, SCRUPLE_GRADIENT, 1);
+      t.arrays[SCRUPLE_GRADIENT] = incoming[tensor];
+      const ArrayWork arriving = array_work(unit_, t, SCRUPLE_GRADIENT);
       TileBuffers buffers;
-      for (i64 at = first; at < first + n; at += kTile) {
-        const int in_tile = static_cast<int>(std::min<i64>(kTile, first + n - at));
+      in_pieces<kTile>(first, n, [&](i64 at, int in_tile) {
         if (t.folds > 0)
           decode_tile(before, at, in_tile, buffers.weight);
         else
@@ -150,21 +143,19 @@ class CpuEngine final : public scruple_engine {
         decode_tile(arriving, at, in_tile, buffers.gradient);
         unit_.add_scaled(buffers.weight, buffers.gradient, multiplier, in_tile);
         encode_tile(buffers.weight, after, at, in_tile);
-      }
+      });
     });
   }
 
   void clear(const scruple_tensor* tensors, i64 count) override {
-    for (i64 i = 0; i < count; ++i) {
-      const scruple_array& array = tensors[i].arrays[SCRUPLE_GRADIENT];
-      const Bytes bytes = bytes_of(*array.format, tensors[i].size);
-      zero(array.codes, bytes.codes);
-      zero(array.aux, bytes.aux);
-    }
+    for (i64 i = 0; i < count; ++i)
+      for_planes(tensors[i].arrays[SCRUPLE_GRADIENT], tensors[i].size, [&](void* plane, i64 bytes) {
+        in_blocks(bytes, [&](i64 at, std::size_t n) { std::memset(static_cast<u8*>(plane) + at, 0, n); });
+      });
   }
 
   void encode(const scruple_tensor& t, int array, const float* values) override {
-    const ArrayWork work = work_alone(t, array);
+    const ArrayWork work = array_work(unit_, t, array);
     const float overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
     for_tiles(t, [&](i64 at, int n, float* tile) {
       std::memcpy(tile, reinterpret_cast<const u8*>(values) + at * static_cast<i64>(sizeof(float)),
@@ -175,7 +166,7 @@ class CpuEngine final : public scruple_engine {
   }
 
   void fill(const scruple_tensor& t, int array, float value) override {
-    const ArrayWork work = work_alone(t, array);
+    const ArrayWork work = array_work(unit_, t, array);
     const Bytes whole = bytes_of(*t.arrays[array].format, kTile);
     const auto again = [&](u8* plane, i64 at, i64 bytes) {
       u8* const to = plane + at / kTile * bytes;
@@ -195,7 +186,7 @@ class CpuEngine final : public scruple_engine {
   }
 
   void decode(const scruple_tensor& t, int array, float* values) override {
-    const ArrayWork work = work_alone(t, array);
+    const ArrayWork work = array_work(unit_, t, array);
     for_tiles(t, [&](i64 at, int n, float* tile) {
       decode_tile(work, at, n, tile);
       for (int i = 0; i < n; ++i) tile[i] = canonical(tile[i]);
@@ -223,10 +214,6 @@ class CpuEngine final : public scruple_engine {
   }
 
  private:
-  void zero(void* memory, i64 bytes) {
-    in_blocks(bytes, [&](i64 at, std::size_t n) { std::memset(static_cast<u8*>(memory) + at, 0, n); });
-  }
-
   // One long block per thread: that is when the C library's copy bypasses the caches, so the yardstick is
   // honest.
   void in_blocks(i64 bytes, const auto& work) {
@@ -236,18 +223,16 @@ class CpuEngine final : public scruple_engine {
     });
   }
 
-  static i64 chunk_count(const scruple_tensor* tensors, i64 count) {
-    i64 chunks = 0;
-    for (i64 i = 0; i < count; ++i) chunks += (tensors[i].size + kChunk - 1) / kChunk;
-    return chunks;
+  // The first chunk of each tensor, and the number of all.
+  static std::vector<i64> chunk_begins(const scruple_tensor* tensors, i64 count) {
+    std::vector<i64> begins{0};
+    for (i64 i = 0; i < count; ++i) begins.push_back(begins.back() + (tensors[i].size + kChunk - 1) / kChunk);
+    return begins;
   }
 
   // visit(tensor, chunk, first element, elements) for every chunk of every tensor, shared among the threads.
   void for_chunks(const scruple_tensor* tensors, i64 count, const auto& visit) {
-    std::vector<i64> begins(static_cast<std::size_t>(count) + 1);  // first chunk of each tensor
-    for (i64 i = 0; i < count; ++i)
-      begins[static_cast<std::size_t>(i) + 1] =
-          begins[static_cast<std::size_t>(i)] + (tensors[i].size + kChunk - 1) / kChunk;
+    const std::vector<i64> begins = chunk_begins(tensors, count);
     threads_.run(begins.back(), [&](i64 chunk) {
       const i64 tensor = std::upper_bound(begins.begin(), begins.end(), chunk) - begins.begin() - 1;
       const i64 first = (chunk - begins[static_cast<std::size_t>(tensor)]) * kChunk;
@@ -255,24 +240,29 @@ class CpuEngine final : public scruple_engine {
     });
   }
 
-  // visit(first element, elements, room for their values) for every tile of a tensor, shared among the threads; a chunk's
-  // in their order.
+  // visit(first element, elements) for each piece of n elements, in order.
+  template <int Piece>
+  static void in_pieces(i64 first, i64 n, const auto& visit) {
+    for (i64 at = first; at < first + n; at += Piece)
+      visit(at, static_cast<int>(std::min<i64>(Piece, first + n - at)));
+  }
+
+  // visit(first element, elements, room for their values) for every tile of a tensor, shared among the threads. The
+  // tiles of a chunk come in order.
   void for_tiles(const scruple_tensor& t, const auto& visit) {
     for_chunks(&t, 1, [&](i64, i64, i64 first, i64 n) {
       alignas(64) float tile[kTile];
-      for (i64 at = first; at < first + n; at += kTile)
-        visit(at, static_cast<int>(std::min<i64>(kTile, first + n - at)), tile);
+      in_pieces<kTile>(first, n, [&](i64 at, int in_tile) { visit(at, in_tile, tile); });
     });
   }
 
   TensorWork tensor_work(const scruple_tensor& t, float multiplier,
                          const scruple_step_options& options) const {
     TensorWork work{};
-    work.weight = array_work(unit_, t, t.arrays[SCRUPLE_WEIGHT], SCRUPLE_WEIGHT, 0);
-    work.gradient = gradient_work(unit_, t);
+    work.weight = array_work(unit_, t, SCRUPLE_WEIGHT);
+    work.gradient = array_work(unit_, t, SCRUPLE_GRADIENT);
     for (int s = 0; s < kMaxSlots; ++s)
-      if (is_used(t, SCRUPLE_SLOT + s))
-        work.slots[s] = array_work(unit_, t, t.arrays[SCRUPLE_SLOT + s], SCRUPLE_SLOT + s, 0);
+      if (is_used(t, SCRUPLE_SLOT + s)) work.slots[s] = array_work(unit_, t, SCRUPLE_SLOT + s);
     work.update = unit_.update[t.optimizer->rule().index][t.optimizer->active()];
     work.step = t.optimizer->prepare(t.step, options.part == 0);
     work.keep_weight = options.part + 1 < options.parts;
@@ -281,10 +271,6 @@ class CpuEngine final : public scruple_engine {
     work.multiplier = t.optimizer->maximize ? -multiplier : multiplier;
     work.spread = spread_of(t);
     return work;
-  }
-
-  ArrayWork work_alone(const scruple_tensor& t, int array) const {
-    return array_work(unit_, t, t.arrays[array], array, array == SCRUPLE_GRADIENT ? t.folds : 0);
   }
 
   static void decode_tile(const ArrayWork& work, i64 at, int n, float* out) {

@@ -4,181 +4,18 @@
 // than any before, and at no other time.
 #include "engine/cuda.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
-#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
-#include <ostream>
+#include <optional>
 #include <span>
-#include <sstream>
 #include <unordered_map>
-#include <vector>
 
-#include "engine/cuda_table.h"
-#include "engine/failure.h"
+#include "engine/cuda_rows.h"
 
 namespace scruple {
 namespace {
-
-void check(cudaError_t error, const char* doing) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // so that the next call does not report it again
-  if (error == cudaErrorMemoryAllocation)
-    fail(SCRUPLE_OUT_OF_MEMORY, doing, ": CUDA says ", cudaGetErrorName(error), ", ",
-         cudaGetErrorString(error));
-  fail(SCRUPLE_DEVICE, doing, ": CUDA says ", cudaGetErrorName(error), ", ", cudaGetErrorString(error),
-       "; it may come from work queued earlier on this device");
-}
-
-void* allocate(i64 bytes) {
-  void* memory = nullptr;
-  const cudaError_t error = cudaMalloc(&memory, static_cast<std::size_t>(std::max<i64>(bytes, 1)));
-  if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError();
-    std::size_t free = 0, total = 0;
-    cudaMemGetInfo(&free, &total);
-    fail(SCRUPLE_OUT_OF_MEMORY, "out of device memory: ", bytes, " bytes were asked for, ", free, " of ",
-         total, " are free");
-  }
-  check(error, "allocating device memory");
-  return memory;
-}
-
-int attribute(cudaDeviceAttr what, int device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, what, device), "reading a device attribute");
-  return value;
-}
-
-// The engine's device is current while it lives, the caller's again afterwards.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(int device) {
-    check(cudaGetDevice(&before_), "reading the current device");
-    if (device != before_) check(cudaSetDevice(device), "choosing a device");
-    changed_ = device != before_;
-  }
-  ~CurrentDevice() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
-
-const std::vector<StepKernel>& step_kernels(int rule) {
-  static const std::vector<std::vector<StepKernel>> kKernels = [] {
-    std::vector<std::vector<StepKernel>> table(kRuleCount);
-#define SCRUPLE_OPTIMIZER(number, Rule) table[number] = step_kernels_##Rule();
-#include "optim/optim.def"
-#undef SCRUPLE_OPTIMIZER
-    return table;
-  }();
-  return kKernels[static_cast<std::size_t>(rule)];
-}
-
-// Compressed kernels want CUDA 12.4, and a runtime the driver of its major version.
-constexpr int kLeastDriver = CUDART_VERSION < 13000 ? 12040 : 13000;
-
-i64 round_up(i64 x, i64 to) { return (x + to - 1) / to * to; }
-i64 tiles_of(i64 size, i64 tile) { return (size + tile - 1) / tile; }
-
-bool is_nonneg(const scruple_tensor& t, int array) {
-  return array != SCRUPLE_WEIGHT && array != SCRUPLE_GRADIENT && role_of(t, array) == SCRUPLE_ROLE_NONNEG;
-}
-
-DeviceArray device_array(const scruple_array& array, bool nonneg) {
-  DeviceArray out{};
-  out.codes = static_cast<u8*>(array.codes);
-  out.aux = array.format->layout.aux_bits == 0 ? nullptr : static_cast<u8*>(array.aux);
-  out.format = static_cast<u8>(array.format->index);
-  out.rounding = static_cast<u8>(array.rounding);
-  out.k = static_cast<u8>(array.format->k);
-  set_any_ways(array.format->index, nonneg, array.rounding, out.ways);
-  return out;
-}
-
-// Whether a thread may move 16 bytes at a time; scales are read one by one.
-bool is_aligned(const scruple_array& array) {
-  const auto address = [](const void* p) { return reinterpret_cast<std::uintptr_t>(p); };
-  const int aux = array.format->layout.aux_bits, wanted = array.format->aux_is_scale ? aux / 8 : 16;
-  if (address(array.codes) % 16 != 0) return false;
-  return aux == 0 || address(array.aux) % static_cast<std::size_t>(wanted) == 0;
-}
-
-// The tensors of a call that go to one kernel. A step of 100 `scruple` and 20 `mixed` tensors has two of these,
-// and makes two launches. Each is uploaded into the workspace at `at`: begins first, then rows; a DeviceTable
-// points at both.
-struct KernelTable {
-  std::vector<i64> begins;
-  std::vector<DeviceRow> rows;
-  std::vector<u32> tensors;  // of each row, for messages
-  const void* kernel = nullptr;
-  i64 at = 0;  // in the workspace
-
-  void clear() {
-    begins.assign(1, 0);
-    rows.clear();
-    tensors.clear();
-  }
-  void add(const DeviceRow& row, i64 tensor, i64 tile) {
-    begins.push_back(begins.back() + tiles_of(row.size, tile));
-    rows.push_back(row);
-    tensors.push_back(static_cast<u32>(tensor));
-  }
-  i64 begins_bytes() const { return round_up(static_cast<i64>(begins.size() * sizeof(i64)), 16); }
-  i64 bytes() const { return begins_bytes() + static_cast<i64>(rows.size() * sizeof(DeviceRow)); }
-};
-static_assert(sizeof(DeviceRow) % 16 == 0);
-
-// Device memory that grows. Older, smaller pieces are kept: a captured graph may still use them.
-class DeviceBuffer {
- public:
-  DeviceBuffer() = default;
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-  ~DeviceBuffer() {
-    for (void* piece : pieces_) cudaFree(piece);  // waits for what still uses it
-  }
-  i64 size() const { return size_; }
-  template <class T>
-  T* at(i64 offset) const {
-    return reinterpret_cast<T*>(static_cast<u8*>(pieces_.back()) + offset);
-  }
-  void reserve(i64 bytes, bool capturing) {
-    if (bytes <= size_) return;
-    if (capturing)
-      fail(SCRUPLE_INVALID, "this table needs ", bytes, " bytes of the engine's device memory and it has ",
-           size_,
-           ", which cannot grow while a stream is captured; make the same call once before the capture");
-    const i64 wanted = static_cast<i64>(std::bit_ceil(static_cast<std::size_t>(bytes)));
-    pieces_.reserve(pieces_.size() + 1);  // so that nothing can fail once the memory is there
-    pieces_.push_back(allocate(wanted));
-    size_ = wanted;
-  }
-
- private:
-  std::vector<void*> pieces_;
-  i64 size_ = 0;
-};
-
-// The device memory in which one kind of call (step, measure, one array) keeps its tables. Training makes the
-// same call at every step: its tables are found where they are, and only rows that changed are uploaded.
-struct Workspace {
-  DeviceBuffer memory;
-  std::vector<u8> shadow;  // a copy of `memory` on the host, kept by upload(), to see what has changed
-
-  std::vector<KernelTable>
-      tables;  // of the last call, one per kernel; those from `used` on wait to be used again
-  std::size_t used = 0;
-  u64 version = 0;  // of the table that they were made from
-};
 
 class CudaEngine final : public scruple_engine {
  public:
@@ -213,7 +50,7 @@ class CudaEngine final : public scruple_engine {
     if (!is_in_place(tensors, count, version, options.multiplier)) {
       begin(workspaces_[kForStep]);
       for (i64 i = 0; i < count; ++i) {
-        const u32 constants = constants_of(tensors[i], true, options.multiplier);
+        const u32 constants = constants_of(tensors[i], options.multiplier);
         constants_of_last_.push_back(constants);
         if (tensors[i].size > 0) add_step_row(tensors[i], i, constants);
       }
@@ -221,12 +58,8 @@ class CudaEngine final : public scruple_engine {
       workspace_->version = version;
       sources_of_last_ = sources_.size();
     }
-    prepare(options.found_inf, options.clip, options.loss_scale, options.steps, options.part,
-            options.part + 1 < options.parts);
-    for (const KernelTable& table : tables()) {
-      draw(table);
-      launch_over(table, static_cast<const Constants*>(constants()));
-    }
+    prepare(options);
+    for (const KernelTable& table : tables()) launch_over(table, static_cast<const Constants*>(constants()));
   }
 
   double sum_squares(const scruple_tensor* tensors, i64 count) override {
@@ -260,8 +93,7 @@ class CudaEngine final : public scruple_engine {
     for (i64 i = 0; i < count; ++i) {
       const scruple_tensor& t = tensors[i];
       if (t.size == 0) continue;
-      DeviceRow row = row_of(t);
-      row.constants = constants_of(t, false, 1);
+      DeviceRow row = row_of(t, constants_of(t));
       const scruple_array &arriving = incoming[i], &total = t.arrays[SCRUPLE_GRADIENT];
       row.arrays[0] = device_array(arriving, false);
       row.arrays[SCRUPLE_GRADIENT] = device_array(total, false);
@@ -271,27 +103,18 @@ class CudaEngine final : public scruple_engine {
       table_for(kernel.kernel).add(row, i, i64{kernel.lane} * kBlock);
     }
     commit(tensors);
-    prepare(nullptr, nullptr, nullptr, steps);
-    for (const KernelTable& table : tables()) {
-      draw(table);
-      launch_over(table, multiplier);
-    }
+    prepare_coins(steps);
+    for (const KernelTable& table : tables()) launch_over(table, multiplier);
   }
 
   void clear(const scruple_tensor* tensors, i64 count) override {
     const Call call(*this);
-    const auto for_planes = [&](const auto& visit) {
-      for (i64 i = 0; i < count; ++i) {
-        const scruple_array& array = tensors[i].arrays[SCRUPLE_GRADIENT];
-        const Bytes bytes = bytes_of(*array.format, tensors[i].size);
-        if (bytes.codes > 0) visit(i, array.codes, bytes.codes);
-        if (bytes.aux > 0) visit(i, array.aux, bytes.aux);
-      }
-    };
-    for_planes([&](i64 i, void* plane, i64) { check_plane(plane, static_cast<u32>(i), "gradient"); });
-    for_planes([&](i64, void* plane, i64 bytes) {
-      check(cudaMemsetAsync(plane, 0, static_cast<std::size_t>(bytes), stream_), "clearing device memory");
-    });
+    for (i64 i = 0; i < count; ++i)
+      for_planes(tensors[i].arrays[SCRUPLE_GRADIENT], tensors[i].size,
+                 [&](void* plane, i64) { check_pointer(plane, "gradient", i); });
+    for (i64 i = 0; i < count; ++i)
+      for_planes(tensors[i].arrays[SCRUPLE_GRADIENT], tensors[i].size,
+                 [&](void* plane, i64 bytes) { zero(plane, bytes); });
   }
 
   void encode(const scruple_tensor& t, int array, const float* values) override {
@@ -321,9 +144,11 @@ class CudaEngine final : public scruple_engine {
   void* alloc(i64 bytes) override {
     const Call call(*this);
     void* const memory = allocate(bytes);
-    if (const cudaError_t error = cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), stream_)) {
+    try {
+      zero(memory, bytes);
+    } catch (...) {
       cudaFree(memory);
-      check(error, "clearing device memory");
+      throw;
     }
     return memory;
   }
@@ -359,6 +184,10 @@ class CudaEngine final : public scruple_engine {
     CudaEngine& self;
   };
 
+  void zero(void* memory, i64 bytes) {
+    check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), stream_), "clearing device memory");
+  }
+
   // ---- The table of a call ----
 
   void begin(Workspace& workspace) {
@@ -380,34 +209,24 @@ class CudaEngine final : public scruple_engine {
     workspace_ = &workspaces_[kForStep];
     begin_constants();
     for (i64 i = 0; i < count; ++i)
-      if (constants_of(tensors[i], true, multiplier) != constants_of_last_[static_cast<std::size_t>(i)])
+      if (constants_of(tensors[i], multiplier) != constants_of_last_[static_cast<std::size_t>(i)])
         return false;
     return sources_.size() == sources_of_last_;
   }
 
   void add_step_row(const scruple_tensor& t, i64 index, u32 constants) {
     const unsigned active = t.optimizer->active();
-    DeviceRow row = row_of(t);
+    DeviceRow row = row_of(t, constants);
     row.active = static_cast<u16>(active);
-    row.constants = constants;
     row.aligned = 1;
     row.spread = spread_of(t);
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
-      if (a >= SCRUPLE_SLOT && a < SCRUPLE_GRADIENT && (active >> (a - SCRUPLE_SLOT) & 1u) == 0) continue;
+      if (!is_used(t, a)) continue;
       row.arrays[a] = device_array(t.arrays[a], is_nonneg(t, a));
       if (!is_aligned(t.arrays[a])) row.aligned = 0;
     }
     const Kernel kernel = kernel_of(t, active);
     table_for(kernel.entry).add(row, index, kernel.tile);
-  }
-
-  static DeviceRow row_of(const scruple_tensor& t) {
-    DeviceRow row{};
-    row.size = t.size;
-    row.offset = t.offset;
-    row.id = t.id;
-    row.folds = static_cast<u32>(t.folds);
-    return row;
   }
 
   std::span<KernelTable> tables() { return {workspace_->tables.data(), workspace_->used}; }
@@ -423,8 +242,9 @@ class CudaEngine final : public scruple_engine {
     return table;
   }
 
-  // Tensors of one optimizer at one step share their constants.
-  u32 constants_of(const scruple_tensor& t, bool stepping, float multiplier) {
+  // Tensors of one optimizer at one step share their constants. Without a multiplier: those of coins alone,
+  // where no step is taken.
+  u32 constants_of(const scruple_tensor& t, std::optional<float> multiplier = {}) {
     const SourceKey key{t.optimizer, t.step};
     if (!sources_.empty() && last_key_ == key) return last_source_;
     const auto [found, is_new] = source_keys_.try_emplace(key, static_cast<u32>(sources_.size()));
@@ -433,43 +253,17 @@ class CudaEngine final : public scruple_engine {
       source.t = t.step;
       source.seed = t.optimizer->seed;
       source.rule = -1;
-      if (stepping) {
+      if (multiplier) {
         source.hyper = t.optimizer->hyper();
         source.lr = t.optimizer->lr_at;
         check_readable(source.lr, "lr");
         source.rule = t.optimizer->rule().index;
-        source.multiplier = t.optimizer->maximize ? -multiplier : multiplier;
+        source.multiplier = t.optimizer->maximize ? -*multiplier : *multiplier;
       }
       sources_.push_back(source);
     }
     last_key_ = key;
     return last_source_ = found->second;
-  }
-
-  // The kernel made for these formats, or the one that takes any.
-  struct Kernel {
-    const void* entry;
-    i64 tile;
-  };
-  static Kernel kernel_of(const scruple_tensor& t, unsigned active) {
-    const scruple_array& weight = t.arrays[SCRUPLE_WEIGHT];
-    const bool any_rounding = weight.format->layout.code_bits == 32 || weight.format->aux_is_scale;
-    for (const StepKernel& kernel : step_kernels(t.optimizer->rule().index)) {
-      bool fits = kernel.active == active && kernel.weight == weight.format->index &&
-                  (any_rounding || kernel.weight_rounding == weight.rounding);
-      for (int s = 0; s < kMaxSlots && fits; ++s)
-        if ((active >> s & 1u) != 0)
-          fits = t.arrays[SCRUPLE_SLOT + s].format->index ==
-                 (is_nonneg(t, SCRUPLE_SLOT + s) ? kernel.nonneg : kernel.moment);
-      if (fits) return {kernel.kernel, i64{kernel.lane} * kBlock};
-    }
-    return {any_kernel(), kBlockTile};
-  }
-
-  static const FoldKernel& fold_kernel(const scruple_array& total, int lane) {
-    for (const FoldKernel& kernel : fold_kernels())
-      if (kernel.format == total.format->index && kernel.lane == lane) return kernel;
-    fail(SCRUPLE_UNSUPPORTED, total.format->name, " is no format that a GPU folds gradients into");
   }
 
   // Places the tables one behind the other and uploads what does not stand there yet.
@@ -505,7 +299,7 @@ class CudaEngine final : public scruple_engine {
       if (std::memcmp(workspace_->shadow.data() + at, &row, sizeof row) == 0) continue;
       for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
         for (const void* plane : {row.arrays[a].codes, row.arrays[a].aux})
-          if (plane != nullptr) check_plane(plane, table.tensors[i], name_in(table, tensors, i, a));
+          if (plane != nullptr) check_pointer(plane, name_in(table, tensors, i, a), table.tensors[i]);
     }
   }
   const char* name_in(const KernelTable& table, const scruple_tensor* tensors, std::size_t row,
@@ -514,26 +308,21 @@ class CudaEngine final : public scruple_engine {
     return folds && array == 0 ? "incoming gradient" : array_name(tensors[table.tensors[row]], array);
   }
   void check_readable(const void* pointer, const char* what) const {
-    if (pointer != nullptr) check_pointer(pointer, [&](std::ostream& out) { out << what; });
+    if (pointer != nullptr) check_pointer(pointer, what, -1);
   }
-  void check_plane(const void* plane, u32 tensor, const char* array) const {
-    check_pointer(plane, [&](std::ostream& out) { out << "tensor " << tensor << ", " << array; });
-  }
-  // `name` is asked for only where something is wrong.
-  void check_pointer(const void* pointer, const auto& name) const {
+  // `tensor`: -1 for what belongs to none.
+  void check_pointer(const void* pointer, const char* what, i64 tensor) const {
     cudaPointerAttributes found{};
     check(cudaPointerGetAttributes(&found, pointer), "looking at a pointer");
     const bool not_here = found.type == cudaMemoryTypeDevice && found.device != device_;
     const bool not_device = found.type == cudaMemoryTypeUnregistered && !shares_host_memory_;
     if (!not_here && !not_device) return;
-    std::ostringstream what;
-    name(what);
+    const std::string name = (tensor < 0 ? "" : "tensor " + std::to_string(tensor) + ", ") + what;
     if (not_here)
-      fail(SCRUPLE_INVALID, what.str(), ": ", pointer, " lies on device ", found.device, ", but engine ",
-           name_, " runs on device ", device_, "; create engine cuda:", found.device);
-    fail(SCRUPLE_INVALID, what.str(), ": ", pointer,
-         " is not device memory (host memory, or freed), which engine ", name_,
-         " cannot use; allocate it there (scruple_tensor_alloc, cudaMalloc), or create engine cpu");
+      fail(SCRUPLE_INVALID, name, ": ", pointer, " lies on device ", found.device, ", but engine ", name_,
+           " runs on device ", device_, "; create engine cuda:", found.device);
+    fail(SCRUPLE_INVALID, name, ": ", pointer, " is not device memory (host memory, or freed), which engine ",
+         name_, " cannot use; allocate it there (scruple_tensor_alloc, cudaMalloc), or create engine cpu");
   }
 
   // In pieces that one launch can carry. A piece that stands there already is left out, unless a graph may
@@ -552,14 +341,14 @@ class CudaEngine final : public scruple_engine {
     }
   }
 
-  void prepare(const float* found_inf, const float* clip, const float* loss_scale, const i64* steps,
-               int part = 0, bool keep_weight = false) {
-    prepare_.part = static_cast<u32>(part);
-    prepare_.keep_weight = keep_weight ? 1 : 0;
-    prepare_.found_inf = found_inf;
-    prepare_.clip = clip;
-    prepare_.loss_scale = loss_scale;
-    prepare_.steps = steps;
+  // The constants of a step, on the device; and the coins of every row from them.
+  void prepare(const scruple_step_options& options) {
+    prepare_.part = static_cast<u32>(options.part);
+    prepare_.keep_weight = options.part + 1 < options.parts ? 1 : 0;
+    prepare_.found_inf = options.found_inf;
+    prepare_.clip = options.clip;
+    prepare_.loss_scale = options.loss_scale;
+    prepare_.steps = options.steps;
     for (std::size_t first = 0; first < sources_.size(); first += kPreparedAtOnce) {
       const std::size_t n = std::min<std::size_t>(kPreparedAtOnce, sources_.size() - first);
       prepare_.to = constants() + first;
@@ -567,10 +356,16 @@ class CudaEngine final : public scruple_engine {
       std::copy_n(sources_.begin() + static_cast<std::ptrdiff_t>(first), n, prepare_.sources);
       launch(gradient_kernels().prepare, 1, kPreparedAtOnce, prepare_);
     }
+    for (const KernelTable& table : tables()) draw(table);
+  }
+  void prepare_coins(const i64* steps) {
+    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
+    options.steps = steps;
+    prepare(options);
   }
 
-  // Draws the coins of the table's rows for this call. They lie inside the rows, but the device writes them, so
-  // upload() leaves them out when it looks for changes.
+  // Draws the coins of the table's rows for this call. They lie inside the rows, but the device writes them,
+  // so upload() leaves them out when it looks for changes.
   void draw(const KernelTable& table) {
     const int rows = static_cast<int>(table.rows.size());
     if (rows == 0) return;
@@ -593,8 +388,7 @@ class CudaEngine final : public scruple_engine {
     for (i64 i = 0; i < count; ++i) {
       const scruple_tensor& t = tensors[i];
       if (t.size == 0) continue;
-      DeviceRow row = row_of(t);
-      row.constants = constants_of(t, false, 1);
+      DeviceRow row = row_of(t, constants_of(t));
       row.arrays[SCRUPLE_GRADIENT] = device_array(t.arrays[SCRUPLE_GRADIENT], false);
       row.aligned = is_aligned(t.arrays[SCRUPLE_GRADIENT]);
       table.add(row, i, kChunk);
@@ -603,8 +397,7 @@ class CudaEngine final : public scruple_engine {
     sums_.reserve((chunks + 1) * static_cast<i64>(sizeof(double)), capturing_);
     commit(tensors);
     auto* const sums = sums_.at<double>(0);
-    prepare(nullptr, nullptr, nullptr, options.steps);
-    draw(table);
+    prepare_coins(options.steps);
     launch_over(table, sums + 1);
     launch(gradient_kernels().finish_norm, 1, kBlock, NormOutput{sums + 1, chunks, sums, options});
     return sums;
@@ -615,14 +408,12 @@ class CudaEngine final : public scruple_engine {
     if (t.size == 0) return;
     begin(workspaces_[kForArray]);
     KernelTable& table = table_for(array_kernel());
-    DeviceRow row = row_of(t);
-    row.constants = constants_of(t, false, 1);
+    DeviceRow row = row_of(t, constants_of(t));
     row.arrays[array] = device_array(t.arrays[array], is_nonneg(t, array));
     row.overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
     table.add(row, 0, kBlockTile);
     commit(&t);
-    prepare(nullptr, nullptr, nullptr, nullptr);
-    draw(table);
+    prepare_coins(nullptr);
     DeviceTable view = view_of(table);
     const auto run = [&](i64 first, i64 n, float* at) {
       view.tiles = tiles_of(n, kBlockTile);
@@ -675,10 +466,9 @@ class CudaEngine final : public scruple_engine {
   void launch_tiles(const KernelTable& table, DeviceTable view, const Arguments&... arguments) {
     if (view.tiles == 0) return;
     int& resident = resident_[table.kernel];
-    if (resident == 0) {
+    if (resident == 0)
       check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, table.kernel, kBlock, 0),
             "sizing a launch");
-    }
     const i64 several = static_cast<i64>(resident) * multiprocessors_ * kWaves;
     view.each = tiles_of(view.tiles, std::max<i64>(1, std::min(several, most_blocks_)));
     launch(table.kernel, tiles_of(view.tiles, view.each), kBlock, view, arguments...);
@@ -687,7 +477,7 @@ class CudaEngine final : public scruple_engine {
   void launch_over(const KernelTable& table, const Arguments&... arguments) {
     launch_tiles(table, view_of(table), arguments...);
   }
-  static constexpr i64 kWaves = 128;
+  static constexpr i64 kWaves = 128;  // 256 were measured against 16 in bench/results/2026-11-15-h200.md
 
   struct SourceKey {
     const scruple_optimizer* optimizer;
@@ -729,6 +519,9 @@ class CudaEngine final : public scruple_engine {
 
 }  // namespace
 
+// Compressed kernels want CUDA 12.4, and a runtime the driver of its major version.
+constexpr int kLeastDriver = CUDART_VERSION < 13000 ? 12040 : 13000;
+
 EngineInfo cuda_info() {
   EngineInfo info{"cuda", "an NVIDIA GPU", ""};
   const auto version = [](int number) {
@@ -741,8 +534,8 @@ EngineInfo cuda_info() {
     info.reason =
         "the NVIDIA driver supports CUDA " + version(driver) + "; " + version(kLeastDriver) + " is needed";
   } else if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess || count == 0) {
-    info.reason = std::string("CUDA finds no device") + (error == cudaSuccess ? "" : ": ") +
-                  (error == cudaSuccess ? "" : cudaGetErrorString(error));
+    info.reason = "CUDA finds no device";
+    if (error != cudaSuccess) info.reason += std::string(": ") + cudaGetErrorString(error);
   } else if (cudaDeviceProp found{}; cudaGetDevice(&device) == cudaSuccess &&
                                      cudaGetDeviceProperties(&found, device) == cudaSuccess) {
     const int capability = 10 * found.major + found.minor;
@@ -751,8 +544,7 @@ EngineInfo cuda_info() {
     if (capability < least_architecture() / 10)
       info.reason = info.doc + ": this library has code for " + std::to_string(least_architecture() / 100) +
                     "." + std::to_string(least_architecture() / 10 % 10) +
-                    " and later; build it with "
-                    "CMAKE_CUDA_ARCHITECTURES=native";
+                    " and later; build it with CMAKE_CUDA_ARCHITECTURES=native";
   }
   cudaGetLastError();
   return info;

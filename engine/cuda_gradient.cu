@@ -1,8 +1,9 @@
 // Everything on CUDA that is no optimizer step: uploading the table, preparing the constants of a step,
 // norms, folds and loss scaling.
 #include "engine/clip.h"
-#include "engine/lane.cuh"
-#include "engine/scaler.h"
+#include "engine/cuda_arrays.cuh"
+#include "engine/cuda_tiles.cuh"
+#include "optim/all.h"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
@@ -72,17 +73,17 @@ template <class C, Rounding R, bool Whole>
 __device__ double segment_sum(const DeviceRow& row, i64 first) {
   constexpr int N = 8, kRow = 32 * N, kRows = kSegment / kRow;
   const DeviceArray& a = row.arrays[SCRUPLE_GRADIENT];
-  const auto place = [&](int r) {
-    return place_of<N>(first + r * kRow + static_cast<i64>(threadIdx.x % 32) * N, row.size);
+  const auto slice = [&](int r) {
+    return slice_of<N>(first + r * kRow + static_cast<i64>(threadIdx.x % 32) * N, row.size);
   };
-  const auto load = [&](int r) { return Lane<C, N>::template load<Whole>(a, 0, place(r)); };
+  const auto load = [&](int r) { return Lane<C, N>::template load<Whole>(a, 0, slice(r)); };
   double sums[N] = {};
   const auto add = [&](int r, const typename Lane<C, N>::Raw& raw) {
     float x[N];
-    decode_lane<C, R, Whole, N>(raw, 0, row.coins[SCRUPLE_GRADIENT].from(place(r).first), x);
+    decode_lane<C, R, Whole, N>(raw, 0, row.coins[SCRUPLE_GRADIENT].from(slice(r).first), x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (!Whole && i >= place(r).n) continue;
+      if (!Whole && i >= slice(r).n) continue;
       const double value = x[i];
       sums[i] = __builtin_fma(value, value, sums[i]);  // the square is exact: the same as two operations
     }
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ No
 // ---- Folds: a kernel for each format of accumulators ----
 
 template <class C, int N, bool Whole>
-__device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
+__device__ void fold_tile(const DeviceRow& row, float multiplier, Slice at) {
   const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
   const Coins before = row.coins[SCRUPLE_GRADIENT].from(at.first),
               after = row.coins[kNextFold].from(at.first);
@@ -174,7 +175,7 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
   with_gradient(arriving, [&]<class G, Rounding Read>() {
     if (Read == kDither || (std::is_same_v<G, Fp32> && N != kWideFoldLane)) return;  // never comes
     auto x = Lane<G, N>::template load<Whole>(arriving, 0, at);
-    if constexpr (Whole) place(x, 0);
+    if constexpr (Whole) align_front(x, 0);
 #pragma unroll
     for (int i = 0; i < N; ++i) sum[i] = -0.0f;  // added to -0, every x stays x
     if (row.folds > 0)
@@ -193,7 +194,7 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Place at) {
 
 // For the ends of tensors and odd addresses; called, so that its registers are nobody else's.
 template <class C, int N>
-__device__ __noinline__ void fold_carefully(const DeviceRow& row, float multiplier, Place at) {
+__device__ __noinline__ void fold_carefully(const DeviceRow& row, float multiplier, Slice at) {
   fold_tile<C, N, false>(row, multiplier, at);
 }
 
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kBlock, 4) fold(DeviceTable table, float multi
   for (i64 tile = tiles.first; tile < tiles.end; ++tile) {
     held.seek(table, tile, nullptr);
     const i64 first = (tile - held.begin) * N * kBlock;
-    const Place at = place_of<N>(first + static_cast<i64>(threadIdx.x) * N, row.size);
+    const Slice at = slice_of<N>(first + static_cast<i64>(threadIdx.x) * N, row.size);
     if (row.aligned != 0 && first + N * kBlock <= row.size)
       fold_tile<C, N, true>(row, multiplier, at);
     else

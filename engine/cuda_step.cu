@@ -2,7 +2,9 @@
 // SCRUPLE_RULE naming it. Formats that no recipe names go to engine/cuda_any.cu.
 #include <vector>
 
-#include "engine/lane.cuh"
+#include "engine/cuda_arrays.cuh"
+#include "engine/cuda_tiles.cuh"
+#include "engine/cuda_update.cuh"
 #include "engine/registry.h"
 #include "optim/all.h"
 
@@ -11,7 +13,14 @@ inline namespace SCRUPLE_UNIT {
 namespace {
 
 // An array that this optimizer or these hyperparameters do not have.
-struct Absent {};
+struct Absent {
+  template <bool Whole>
+  static __device__ Absent load(const DeviceArray&, Slice) {
+    return {};
+  }
+  template <bool Whole>
+  static __device__ void encode(const auto&, const DeviceArray&, Slice, Coins) {}
+};
 
 template <class Rule, unsigned Active, int Slot, class Moment, class Nonneg>
 constexpr auto array_of_slot() {
@@ -21,18 +30,6 @@ constexpr auto array_of_slot() {
     return Nonneg{};
   else
     return Moment{};
-}
-
-template <class Array, bool Whole>
-__device__ auto load_array(const DeviceArray& a, Place at) {
-  if constexpr (std::is_same_v<Array, Absent>)
-    return Absent{};
-  else
-    return Array::template load<Whole>(a, at);
-}
-template <class Array, bool Whole>
-__device__ void encode_array(const auto& in, const DeviceArray& a, Place at, Coins coins) {
-  if constexpr (!std::is_same_v<Array, Absent>) Array::template encode<Whole>(in, a, at, coins);
 }
 
 template <class Array>
@@ -60,16 +57,17 @@ struct StepTile {
   // True if it left everything as it was, because one of its warp's threads met what needs care. Whole: every
   // element of the tile is there and every plane aligned.
   template <bool Whole, bool Careful, class Math>
-  static __device__ bool run(const DeviceRow& row, const Constants& constants, Place at) {
+  static __device__ bool run(const DeviceRow& row, const Constants& constants, Slice at) {
     const DeviceArray(&a)[SCRUPLE_ARRAYS] = row.arrays;
     auto weight = Weight::template load<Whole>(a[SCRUPLE_WEIGHT], at);
-    auto slot0 = load_array<S0, Whole>(a[SCRUPLE_SLOT], at);
-    auto slot1 = load_array<S1, Whole>(a[SCRUPLE_SLOT + 1], at);
-    auto slot2 = load_array<S2, Whole>(a[SCRUPLE_SLOT + 2], at);
+    auto slot0 = S0::template load<Whole>(a[SCRUPLE_SLOT], at);
+    auto slot1 = S1::template load<Whole>(a[SCRUPLE_SLOT + 1], at);
+    auto slot2 = S2::template load<Whole>(a[SCRUPLE_SLOT + 2], at);
     const auto coins = [&](int array) { return row.coins[array].from(at.first); };
     float g[N] = {};
     read_gradient<Whole, N>(a[SCRUPLE_GRADIENT], at, coins(SCRUPLE_GRADIENT), g);
-    if constexpr (Whole) place(weight, Weight::k), place(slot0, 0), place(slot1, 0), place(slot2, 0);
+    if constexpr (Whole)
+      align_front(weight, Weight::k), align_front(slot0, 0), align_front(slot1, 0), align_front(slot2, 0);
     const auto fetch = [&](int i, auto& before) {
       before.w = Weight::template value<Careful>(weight, i);
       if constexpr (Active & 1) before.s[0] = S0::template value<Careful>(slot0, i);
@@ -84,23 +82,25 @@ struct StepTile {
     } else {
       if (__any_sync(0xffffffffu, odd || (math.used && !math.tame()))) return true;
     }
-    asm volatile("" ::: "memory");  // addresses are read again: kept, they would fill registers
+    // Addresses are read again: kept, they would fill registers (bench/results/2026-11-15-rounding.md).
+    asm volatile("" ::: "memory");
     if (constants.keep_weight == 0)
       Weight::template encode<Whole>(e.w, a[SCRUPLE_WEIGHT], at, coins(SCRUPLE_WEIGHT));
-    encode_array<S0, Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
-    encode_array<S1, Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, coins(SCRUPLE_SLOT + 1));
-    encode_array<S2, Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, coins(SCRUPLE_SLOT + 2));
+    S0::template encode<Whole>(e.s0, a[SCRUPLE_SLOT], at, coins(SCRUPLE_SLOT));
+    S1::template encode<Whole>(e.s1, a[SCRUPLE_SLOT + 1], at, coins(SCRUPLE_SLOT + 1));
+    S2::template encode<Whole>(e.s2, a[SCRUPLE_SLOT + 2], at, coins(SCRUPLE_SLOT + 2));
     return false;
   }
 
   // For the ends of tensors, odd addresses and rare values; called, so that its registers are nobody else's.
   static __device__ __noinline__ void run_carefully(const DeviceRow& row, const Constants& constants,
-                                                    Place at) {
+                                                    Slice at) {
     run<false, true, IeeeMath>(row, constants, at);
   }
 };
 
 // Blocks at a time on a multiprocessor: more hide more of the memory's latency, until registers spill.
+// Measured for 2 to 5 of them in bench/results/2026-11-15-rounding.md.
 constexpr int blocks_at_once(unsigned active) { return (active & (active - 1)) != 0 ? 3 : 4; }
 
 template <class Rule, unsigned Active, int N, class Weight, class Moment, class Nonneg>
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kBlock, blocks_at_once(Active))
     using Tile = StepTile<Rule, Active, N, Weight, Moment, Nonneg>;
     bool careful = row.aligned == 0 || first + N * kBlock > row.size;
     if (!careful) careful = Tile::template run<true, false, FastMath>(row, c, {mine, N});
-    if (careful) Tile::run_carefully(row, c, place_of<N>(mine, row.size));
+    if (careful) Tile::run_carefully(row, c, slice_of<N>(mine, row.size));
   }
 }
 
@@ -148,7 +148,8 @@ void add_kernel(std::vector<StepKernel>& list) {
     using W = FormatRow<WeightFormat>;
     using M = FormatRow<kSigned ? MomentFormat : WeightFormat>;
     using N = FormatRow<kNonneg ? NonnegFormat : WeightFormat>;
-    // 16 elements of 16 bits or fewer fill the registers as 8 of 32 bits do.
+    // 16 elements of 16 bits or fewer fill the registers as 8 of 32 bits do
+    // (bench/results/2026-11-15-h200.md).
     constexpr int kWidth = has_words<typename W::Signed, W::k>() ||
                                    (kSigned && has_words<typename M::Signed, M::k>()) ||
                                    (kNonneg && has_words<typename N::Nonneg, N::k>())
@@ -180,8 +181,8 @@ constexpr int fp16_twin(int format) {
 
 // Which kernels there are: each recipe as it stands; its weights all stochastic, where they are read in two
 // halves; with fp16 in place of bf16; and its 8-bit moments beside weights in fp32, as PyTorch's parameters
-// often are. Coins are data, so the rounding of anything else needs no kernel of its own. Whatever else there is
-// goes to the general kernel, and so do optimizers while they keep moments in fp32 for exactness (AMSGrad,
+// often are. Coins are data, so the rounding of anything else needs no kernel of its own. Whatever else there
+// is goes to the general kernel, and so do optimizers while they keep moments in fp32 for exactness (AMSGrad,
 // centered RMSprop).
 template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg, Rounding Usual>
 void add_recipe(std::vector<StepKernel>& list) {

@@ -73,6 +73,9 @@ std::unique_ptr<scruple_engine> make_engine(const char* name, int threads);
 unsigned role_of(const scruple_tensor& tensor, int array);
 const char* array_name(const scruple_tensor& tensor, int array);
 bool is_used(const scruple_tensor& tensor, int array);
+bool is_nonneg(const scruple_tensor& tensor, int array);
+// Whether the weight and the moments in use have these formats, by their numbers.
+bool has_formats(const scruple_tensor& tensor, int weight, int moment, int nonneg);
 unsigned role_in_step(const scruple_tensor& tensor, int array);  // as role_of, or SCRUPLE_ROLE_EXACT
 // What roots are multiplied by (optim/optimizer.h): the spread of the moment that the step divides by.
 float spread_of(const scruple_tensor& tensor);

@@ -22,4 +22,15 @@ template <class... Parts>
   throw Failure(status, message.str());
 }
 
+// The names of those entries of a list that are wanted, as a part of a sentence: "fp32, bf16".
+std::string names_of(const auto& list, const auto& wanted) {
+  std::string names;
+  for (const auto& entry : list)
+    if (wanted(entry)) names += (names.empty() ? "" : ", ") + std::string(entry.name);
+  return names;
+}
+std::string names_of(const auto& list) {
+  return names_of(list, [](const auto&) { return true; });
+}
+
 }  // namespace scruple

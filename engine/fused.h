@@ -7,181 +7,24 @@
 
 #include <type_traits>
 
-#include "engine/lanes.h"
+#include "engine/block_codec.h"
+#include "engine/block_codec_neon.h"
 #include "engine/strings.h"
 #include "engine/unit.h"
 #include "formats/all.h"
 #include "optim/all.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 #if SCRUPLE_LANES
 namespace {
 
 static_assert(kSpan % kBlock == 0);
 
-// How many elements before they are needed the lines of planes are asked for.
+// How many elements ahead cache lines are asked for; measured in bench/results/2026-11-16-cpu-fused.md.
 inline constexpr i64 kAhead = 2048;
 SCRUPLE_HD void prefetch_of(const u8* from, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
-
-// The coins of a run of elements, a vector of them at a time.
-struct CoinLanes {
-  Words at, stride;
-
-  explicit SCRUPLE_HD CoinLanes(Coins coins)
-      : at(lane_numbers() * coins.step + coins.first), stride(coins.step * kLanes) {}
-  SCRUPLE_HD Words next() {
-    const Words coin = at;
-    at = at + stride;
-    return coin;
-  }
-};
-
-// 16 codes of one byte, or of two, to floats and back.
-template <class C>
-inline constexpr int kCodeBytes = C::bits <= 8 ? 1 : 2;
-template <class C>
-SCRUPLE_HD auto load_codes(const u8* from) {
-  if constexpr (kCodeBytes<C> == 1)
-    return load_bytes(from);
-  else
-    return load_halves(from);
-}
-SCRUPLE_HD Words upper_codes(Bytes16 codes, int part) { return upper_bytes(codes, part); }
-SCRUPLE_HD Words upper_codes(const Halves16& codes, int part) { return upper_halves(codes, part); }
-template <class C>
-struct BlockCodec {
-  struct Raw {
-    decltype(load_codes<C>(nullptr)) codes;
-    Floats unit;
-  };
-  static SCRUPLE_HD Raw prepare(const auto& codes, float unit) { return {codes, unit}; }
-  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    return C::decode_lanes(upper_codes(raw.codes, part), raw.unit);
-  }
-  static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
-    Words code[kParts];
-    SCRUPLE_UNROLL
-    for (int j = 0; j < kParts; ++j)
-      code[j] = C::encode_lanes(load_floats(in + j * kLanes), Floats(gain), coin.next());
-    if constexpr (kCodeBytes<C> == 1)
-      store_upper_bytes(code, to);
-    else
-      store_upper_halves(code, to);
-  }
-};
-
-#if SCRUPLE_LANES == 4
-SCRUPLE_HD Halves16 zipped(uint8x16_t lower, uint8x16_t upper) {
-  return {vreinterpretq_u16_u8(vzip1q_u8(lower, upper)), vreinterpretq_u16_u8(vzip2q_u8(lower, upper))};
-}
-
-// companded8 in narrower steps, to the same bits: what a byte can do is done to 16 at once. (1 + t) in fp32 is
-// 0x3f80 + 8 code in its upper half, so its two bytes come from the code's.
-struct MuLawBytes {
-  // The upper halves of 16 floats; `sign` goes on top.
-  static SCRUPLE_HD Halves16 halves(uint8x16_t code, uint8x16_t sign) {
-    const uint8x16_t lower = veorq_u8(vshlq_n_u8(code, 3), vdupq_n_u8(0x80));
-    const uint8x16_t upper = vorrq_u8(vaddq_u8(vrshrq_n_u8(code, 5), vdupq_n_u8(0x3f)), sign);
-    return zipped(lower, upper);
-  }
-  // The codes of 1 + t, magnitudes given: bits 19 to 26.
-  static SCRUPLE_HD uint8x16_t codes(const Floats (&magnitude)[4], Floats gain, CoinLanes& coin) {
-    uint16x8_t upper[2];
-    SCRUPLE_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      const Words first = coin.next(), second = coin.next();
-      const uint16x8_t coins = upper_halves_of(first, second);
-      const uint32x4_t a = uint32x4_t(bits_of(fma_onto(kOnes, magnitude[2 * j], gain)).v);
-      const uint32x4_t b = uint32x4_t(bits_of(fma_onto(kOnes, magnitude[2 * j + 1], gain)).v);
-      upper[j] =
-          vaddhn_high_u32(vaddhn_u32(a, vshll_n_u16(vget_low_u16(coins), 3)), b, vshll_high_n_u16(coins, 3));
-    }
-    return vaddq_u8(vshrn_high_n_u16(vshrn_n_u16(upper[0], 3), upper[1], 3), vdupq_n_u8(0x10));
-  }
-};
-
-template <>
-struct BlockCodec<Companded8> {
-  struct Raw {
-    Halves16 minus_f;  // with the sign
-    Floats unit;
-  };
-  static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
-    const uint8x16_t top = vdupq_n_u8(0x80);
-    return {MuLawBytes::halves(vbicq_u8(codes, top), vbicq_u8(top, codes)), unit};
-  }
-  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    const Floats minus_f = float_of(upper_halves(raw.minus_f, part));
-    return fma(-minus_f, raw.unit, with_sign_of(minus_f, raw.unit));
-  }
-  static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
-    Floats x[4], magnitudes[4];
-    SCRUPLE_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      x[j] = load_floats(in + 4 * j);
-      magnitudes[j] = magnitude(x[j]);
-    }
-    const uint8x16_t codes = MuLawBytes::codes(magnitudes, gain, coin);
-    const uint8x16_t signs = upper_bytes_of(upper_halves_of(bits_of(x[0]), bits_of(x[1])),
-                                            upper_halves_of(bits_of(x[2]), bits_of(x[3])));
-    vst1q_u8(to, vbslq_u8(vdupq_n_u8(0x80), signs, codes));
-  }
-};
-
-template <>
-struct BlockCodec<Companded8Nonneg> {
-  struct Raw {
-    Halves16 halves;
-    Floats unit;
-  };
-  static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
-    return {MuLawBytes::halves(codes, vdupq_n_u8(0)), unit};
-  }
-  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    return fma(float_of(upper_halves(raw.halves, part)), raw.unit, -raw.unit);
-  }
-  // None of them has a sign: fused_loop would have seen it.
-  static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
-    Floats x[4];
-    SCRUPLE_UNROLL
-    for (int j = 0; j < 4; ++j) x[j] = load_floats(in + 4 * j);
-    vst1q_u8(to, vmaxq_u8(MuLawBytes::codes(x, gain, coin), vdupq_n_u8(1)));
-  }
-};
-
-// log5 likewise. A level, which is at most 1 = 254, is a byte: bits 22 to 29 of the float's pattern.
-template <>
-struct BlockCodec<Log<5>> {
-  using L = Log<5>;
-  struct Raw {
-    Halves16 halves;
-    Floats unit;
-  };
-  static SCRUPLE_HD Raw prepare(Bytes16 codes, float unit) {
-    const uint8x16_t level = vsubq_u8(vdupq_n_u8(L::one), codes);
-    return {zipped(vshlq_n_u8(level, 6), vshrq_n_u8(level, 2)), unit};
-  }
-  static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
-    return float_of(upper_halves(raw.halves, part)) * raw.unit;
-  }
-  static SCRUPLE_HD void encode(const float* in, float gain, CoinLanes& coin, u8* to) {
-    uint32x4_t sum[4];
-    SCRUPLE_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      const Words bits = bits_of(load_floats(in + 4 * j) * gain);
-      sum[j] = vsraq_n_u32(uint32x4_t(bits.v), uint32x4_t(coin.next().v), 32 - L::shift);
-    }
-    const auto level = [&](int j) {
-      return upper_halves_of(Words(Words::Native(sum[j])), Words(Words::Native(sum[j + 1])));
-    };
-    const uint8x16_t levels = vshrn_high_n_u16(vshrn_n_u16(level(0), L::shift - 16), level(2), L::shift - 16);
-    vst1q_u8(to, vminq_u8(vqsubq_u8(vdupq_n_u8(L::one), levels), vdupq_n_u8(L::lowest)));
-  }
-};
-#endif
 
 // One array of a span: how 16 elements are read, and how all 128 are written. `Raw` is what 16 elements are
 // read from, `Codes` what a whole span must be unpacked to before.
@@ -238,9 +81,23 @@ struct SpanOf<Split<Bf16>, 8, R> : EachSpan {
   }
 };
 
-// Formats of groups. Codes that do not fill bytes pass through bytes, or pairs of them, a span at a time.
+// Whether a codec serves non-negative moments alone.
 template <class C>
-struct GroupSpan {
+constexpr bool is_nonneg_codec() {
+#define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg) \
+  if (std::is_same_v<C, Signed>) return false;
+#include "formats/formats.def"
+#undef SCRUPLE_FORMAT
+  return true;
+}
+
+// Group formats with formulas for vectors. Codes that do not fill bytes pass through bytes, or pairs of them,
+// a span at a time.
+template <class C, int K, Rounding R>
+requires requires(Floats x, Words coin) { C::encode_lanes(x, x, coin); }
+struct SpanOf<C, K, R> {
+  // Which bits count as the magnitude. Among non-negative values one with a sign stands out: it is a NaN's.
+  static constexpr u32 kMagnitude = is_nonneg_codec<C>() ? 0xffffffffu : 0x7fffffffu;
   static constexpr int kGroups = kSpan / C::group, kBytes = kSpan / 8 * C::bits;
   static constexpr bool kScaled = true;
   struct Codes {
@@ -288,30 +145,6 @@ struct GroupSpan {
     if constexpr (C::bits != 8) pack<C::bits>(codes.of, kSpan, p.codes + at / 8 * C::bits);
   }
 };
-template <class C>
-struct SignedSpan : GroupSpan<C> {
-  static constexpr u32 kMagnitude = 0x7fffffffu;
-};
-// A value with a sign stands out among the others; it is a NaN's.
-template <class C>
-struct NonnegSpan : GroupSpan<C> {
-  static constexpr u32 kMagnitude = 0xffffffffu;
-};
-template <int Bits, int K, Rounding R>
-struct SpanOf<GroupLinear<Bits>, K, R> : SignedSpan<GroupLinear<Bits>> {};
-template <int K, Rounding R>
-struct SpanOf<Linear8, K, R> : SignedSpan<Linear8> {};
-template <int K, Rounding R>
-struct SpanOf<Companded8, K, R> : SignedSpan<Companded8> {};
-template <int K, Rounding R>
-struct SpanOf<Companded8Nonneg, K, R> : NonnegSpan<Companded8Nonneg> {};
-template <int K, Rounding R>
-struct SpanOf<Flash8, K, R> : SignedSpan<Flash8> {};
-template <int K, Rounding R>
-struct SpanOf<Flash8Nonneg, K, R> : NonnegSpan<Flash8Nonneg> {};
-template <int Bits, int K, Rounding R>
-struct SpanOf<Log<Bits>, K, R> : NonnegSpan<Log<Bits>> {};
-
 // A slot that is not in use.
 struct NoSpan : EachSpan {
   struct Raw {};
@@ -403,5 +236,4 @@ i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
 
 }  // namespace
 #endif
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

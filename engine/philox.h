@@ -4,8 +4,7 @@
 
 #include "formats/codec.h"
 
-namespace scruple {
-inline namespace SCRUPLE_UNIT {
+namespace scruple::inline SCRUPLE_UNIT {
 
 struct PhiloxBlock {
   u32 x[4];
@@ -29,5 +28,4 @@ SCRUPLE_HD PhiloxBlock philox(PhiloxBlock c, PhiloxKey k) {
   return c;
 }
 
-}  // namespace SCRUPLE_UNIT
-}  // namespace scruple
+}  // namespace scruple::inline SCRUPLE_UNIT

@@ -75,13 +75,6 @@ constexpr Recipe kRecipes[] = {
 };
 
 template <class Table>
-std::string names_of(const Table& table) {
-  std::string names;
-  for (const auto& entry : table) names += (names.empty() ? "" : ", ") + std::string(entry.name);
-  return names;
-}
-
-template <class Table>
 const auto& find(const Table& table, const char* kind, const char* name) {
   if (name == nullptr) fail(SCRUPLE_INVALID, "the name of a ", kind, " is null; known: ", names_of(table));
   for (const auto& entry : table)
@@ -104,10 +97,7 @@ Bytes bytes_of(const scruple_format& format, i64 size) {
 }
 
 std::string formats_for(unsigned role) {
-  std::string names;
-  for (const scruple_format& format : formats())
-    if ((format.roles & role) != 0) names += (names.empty() ? "" : ", ") + std::string(format.name);
-  return names;
+  return names_of(formats(), [=](const scruple_format& format) { return (format.roles & role) != 0; });
 }
 
 const char* role_name(unsigned role) {

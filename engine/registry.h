@@ -45,6 +45,12 @@ const scruple_format& find_format(const char* name);
 const Recipe& find_recipe(const char* name);
 
 Bytes bytes_of(const scruple_format& format, i64 size);
+// visit(plane, bytes) for each plane of an array of `size` elements that is not empty.
+void for_planes(const scruple_array& array, i64 size, const auto& visit) {
+  const Bytes bytes = bytes_of(*array.format, size);
+  if (bytes.codes > 0) visit(array.codes, bytes.codes);
+  if (bytes.aux > 0) visit(array.aux, bytes.aux);
+}
 // The formats that serve a role, as a sentence part: "fp32, bf16, ...".
 std::string formats_for(unsigned role);
 const char* role_name(unsigned role);

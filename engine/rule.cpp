@@ -1,7 +1,5 @@
 #include "engine/rule.h"
 
-#include <algorithm>
-#include <array>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -17,17 +15,12 @@ namespace {
 
 constexpr const char* kMaximize = "maximize";
 
-constexpr std::array<const char*, kRuleCount> names_by_number() {
-  std::array<const char*, kRuleCount> names{};
-#define SCRUPLE_OPTIMIZER(number, Rule) names[number] = Rule::name;
+#define SCRUPLE_OPTIMIZER(number, Rule) | 1u << number
+static_assert((0u
 #include "optim/optim.def"
-#undef SCRUPLE_OPTIMIZER
-  return names;
-}
-constexpr auto kNames = names_by_number();
-// As many rows as places: none is empty where every number is there once.
-static_assert(std::all_of(kNames.begin(), kNames.end(), [](const char* name) { return name != nullptr; }),
+               ) == (1u << kRuleCount) - 1,
               "optim.def: a number stands twice, and another is missing");
+#undef SCRUPLE_OPTIMIZER
 
 template <class Rule>
 RuleInfo describe(int index) {
@@ -112,11 +105,8 @@ struct OptimizerOf final : scruple_optimizer {
       }
     }
     if (found) return;
-    std::string known;
-    for (const HyperField& field : info_.hypers)
-      known += (known.empty() ? "" : ", ") + std::string(field.name);
     fail(SCRUPLE_INVALID, Rule::name, " has no hyperparameter '", wanted == nullptr ? "(null)" : wanted,
-         "'; it has: ", known);
+         "'; it has: ", names_of(info_.hypers));
   }
 
   const RuleInfo& info_;
@@ -137,16 +127,12 @@ const std::vector<RuleInfo>& rules() {
 }
 
 std::unique_ptr<scruple_optimizer> make_optimizer(const char* wanted) {
-  std::string known;
-  for (const RuleInfo& info : rules()) {
-    known += (known.empty() ? "" : ", ") + std::string(info.name);
-    if (wanted == nullptr || std::strcmp(info.name, wanted) != 0) continue;
+  const std::string_view name = wanted == nullptr ? "(null)" : wanted;
 #define SCRUPLE_OPTIMIZER(number, Rule) \
-  if (std::strcmp(Rule::name, wanted) == 0) return std::make_unique<OptimizerOf<Rule>>(info);
+  if (name == Rule::name) return std::make_unique<OptimizerOf<Rule>>(rules()[number]);
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
-  }
-  fail(SCRUPLE_INVALID, "unknown optimizer '", wanted == nullptr ? "(null)" : wanted, "'; known: ", known);
+  fail(SCRUPLE_INVALID, "unknown optimizer '", name, "'; known: ", names_of(rules()));
 }
 
 }  // namespace scruple

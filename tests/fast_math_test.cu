@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
-#include "engine/lane.cuh"
+#include "engine/cuda_update.cuh"
 
 namespace scruple {
 namespace {
