@@ -301,7 +301,7 @@ class Files(Case):
             "": b"is no JSON from byte 1 on (line 1 of it, where it ends)", '{\n"model": {': b"byte 13 on (line 2 of it, where it ends)",
             '{\n\n"model": x}': b"byte 13 on (line 3 of it); was it cut",
             '{"model": 1e999}': b"has a number that is out of range",
-            "[]": b"no JSON object", "{}": b"vocab", deep: b"nested", '{"normalizer":' + deep: b"nested",
+            "[]": b"not a JSON object", "{}": b"vocab", deep: b"nested", '{"normalizer":' + deep: b"nested",
             changed(normalizer={"type": "Lowercase"}): b"the normalizer", changed(pre_tokenizer={"type": "Whitespace"}): b"the pre_tokenizer",
             changed(decoder={"type": "WordPiece"}): b"the decoder", changed(post_processor={"type": "BertProcessing"}): b"the post_processor",
             changed(pre_tokenizer={"type": "Sequence"}): b"without its list", changed(pre_tokenizer={"type": "Split", "behavior": "Isolated",

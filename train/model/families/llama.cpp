@@ -46,12 +46,10 @@ const Names& llama_names() {
 }
 
 Description llama_like(const Config& config, const LlamaDefaults& defaults) {
-  config.expect("hidden_act", "silu");
   Description model;
   model.layers = config.integer("num_hidden_layers");
   model.width = config.integer("hidden_size");
   model.heads = config.integer("num_attention_heads");
-  model.context = config.integer("max_position_embeddings");
   model.vocabulary = config.integer("vocab_size");
   model.inner = config.integer("intermediate_size");
   model.kv_heads = config.integer("num_key_value_heads",
@@ -64,13 +62,18 @@ Description llama_like(const Config& config, const LlamaDefaults& defaults) {
     model.head_width = model.width / model.heads;
   }
   model.norm = NormKind::rms;
-  model.epsilon = config.positive("rms_norm_eps", 1e-6);
-  model.rotary = rotary_of(config);
   model.mlp = Mlp::gated_silu;
-  model.tied = config.flag("tie_word_embeddings", false);
-  model.deviation = model.residual = config.positive("initializer_range", 0.02);
+  model.tied = config.flag("tie_word_embeddings", defaults.tied);
   model.names = &llama_names();
   return model;
+}
+
+void llama_arithmetic(const Config& config, Description& model) {
+  config.expect("hidden_act", "silu");
+  model.context = config.integer("max_position_embeddings");
+  model.epsilon = config.positive("rms_norm_eps", 1e-6);
+  model.rotary = rotary_of(config);
+  model.deviation = model.residual = config.positive("initializer_range", 0.02);
 }
 
 std::int64_t window_of(const Config& config) {
@@ -80,11 +83,13 @@ std::int64_t window_of(const Config& config) {
   return window;
 }
 
-Description llama_family(const Config& config) {
-  Description model = llama_like(config, {});
-  model.qkv_bias = model.attention_out_bias = config.flag("attention_bias", false);
-  model.mlp_bias = config.flag("mlp_bias", false);
-  return model;
-}
+const Family kLlama = {"llama",
+                       [](const Config& config) {
+                         Description model = llama_like(config, {});
+                         model.qkv_bias = model.attention_out_bias = config.flag("attention_bias", false);
+                         model.mlp_bias = config.flag("mlp_bias", false);
+                         return model;
+                       },
+                       llama_arithmetic};
 
 }  // namespace scruple::train

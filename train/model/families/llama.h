@@ -10,12 +10,14 @@ namespace scruple::train {
 // as heads.
 struct LlamaDefaults {
   std::int64_t head_width = 0, kv_heads = 0;
+  bool tied = false;
 };
-Description llama_like(const Config& config, const LlamaDefaults& defaults);
+Description llama_like(const Config& config, const LlamaDefaults& defaults);  // its tensors
+void llama_arithmetic(const Config& config, Description& model);
 
 const Names& llama_names();
 
-std::int64_t window_of(const Config& config);    // sliding_window, or 0: none
-std::int64_t qwen_window(const Config& config);  // the same, where some layers slide
+std::int64_t window_of(const Config& config);  // sliding_window, or 0: none
+void qwen_arithmetic(const Config& config, Description& model);
 
 }  // namespace scruple::train

@@ -3,10 +3,10 @@
 
 namespace scruple::train {
 
-Description mistral_family(const Config& config) {
-  Description model = llama_like(config, {.kv_heads = 8});
-  model.window = window_of(config);
-  return model;
-}
+const Family kMistral = {"mistral", [](const Config& config) { return llama_like(config, {.kv_heads = 8}); },
+                         [](const Config& config, Description& model) {
+                           llama_arithmetic(config, model);
+                           model.window = window_of(config);
+                         }};
 
 }  // namespace scruple::train

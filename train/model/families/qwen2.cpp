@@ -4,21 +4,23 @@
 namespace scruple::train {
 
 // Some layers slide, if the config says so; the context must then fit into their window.
-std::int64_t qwen_window(const Config& config) {
+void qwen_arithmetic(const Config& config, Description& model) {
+  llama_arithmetic(config, model);
   bool slides = config.flag("use_sliding_window", false);
   for (const std::string& type : config.strings("layer_types")) {
     if (type != "full_attention" && type != "sliding_attention")
       config.refuse("layer_types", "this trainer computes with full_attention and sliding_attention only");
     slides = slides || type == "sliding_attention";
   }
-  return slides ? window_of(config) : 0;
+  model.window = slides ? window_of(config) : 0;
 }
 
-Description qwen2_family(const Config& config) {
-  Description model = llama_like(config, {.kv_heads = 32});
-  model.qkv_bias = true;
-  model.window = qwen_window(config);
-  return model;
-}
+const Family kQwen2 = {"qwen2",
+                       [](const Config& config) {
+                         Description model = llama_like(config, {.kv_heads = 32});
+                         model.qkv_bias = true;
+                         return model;
+                       },
+                       qwen_arithmetic};
 
 }  // namespace scruple::train

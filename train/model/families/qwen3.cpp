@@ -4,12 +4,13 @@
 
 namespace scruple::train {
 
-Description qwen3_family(const Config& config) {
-  Description model = llama_like(config, {.head_width = 128, .kv_heads = 32});
-  model.head_norms = true;
-  model.qkv_bias = model.attention_out_bias = config.flag("attention_bias", false);
-  model.window = qwen_window(config);
-  return model;
-}
+const Family kQwen3 = {"qwen3",
+                       [](const Config& config) {
+                         Description model = llama_like(config, {.head_width = 128, .kv_heads = 32});
+                         model.head_norms = true;
+                         model.qkv_bias = model.attention_out_bias = config.flag("attention_bias", false);
+                         return model;
+                       },
+                       qwen_arithmetic};
 
 }  // namespace scruple::train
