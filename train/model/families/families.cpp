@@ -8,23 +8,49 @@
 namespace scruple::train {
 namespace {
 
-constexpr const Family* kFamilies[] = {&kGpt2, &kLlama, &kMistral, &kQwen2, &kQwen3, &kGemma, &kGemma2};
+// GPT-2 (Radford et al., 2019); Llama 1 to 3 (Touvron et al., 2302.13971, 2307.09288; Dubey et al., 2407.21783); Mistral
+// (Jiang et al., 2310.06825); Qwen 2 and 2.5 (Yang et al., 2407.10671); Qwen 3, the dense ones (Yang et al., 2505.09388);
+// Gemma 1 and 2 (Gemma Team, 2403.08295, 2408.00118), which gate by GELU, scale norms by 1 + weight and cap logits.
+constexpr Family kFamilies[] = {
+    {"gpt2", gpt2_tensors, gpt2_arithmetic},
+    {"llama", llama_tensors, llama_arithmetic, {.attention_bias = true, .mlp_bias = true}},
+    {"mistral", llama_tensors, llama_arithmetic, {.kv_heads = 8, .slides = LlamaTraits::everywhere}},
+    {"qwen2",
+     llama_tensors,
+     llama_arithmetic,
+     {.kv_heads = 32, .biased_qkv = true, .slides = LlamaTraits::in_some_layers}},
+    {"qwen3",
+     llama_tensors,
+     llama_arithmetic,
+     {.head_width = 128,
+      .kv_heads = 32,
+      .attention_bias = true,
+      .head_norms = true,
+      .slides = LlamaTraits::in_some_layers}},
+    {"gemma",
+     llama_tensors,
+     nullptr,
+     {.head_width = 256, .kv_heads = 16, .tied = true, .attention_bias = true}},
+    {"gemma2",
+     llama_tensors,
+     nullptr,
+     {.head_width = 256, .kv_heads = 4, .tied = true, .attention_bias = true, .output_norms = true}},
+};
 
-bool is_planned(const Family&) { return true; }
-bool is_trained(const Family& family) { return family.arithmetic != nullptr; }
+bool can(const Family& family, bool train) { return !train || family.arithmetic != nullptr; }
 
-std::string names_of(bool (*can)(const Family&)) {
+std::string names_of(bool train) {
   std::string names;
-  for (const Family* family : kFamilies)
-    if (can(*family)) names += (names.empty() ? "" : ", ") + std::string(family->model_type);
+  for (const Family& family : kFamilies)
+    if (can(family, train)) names += (names.empty() ? "" : ", ") + std::string(family.model_type);
   return names;
 }
 
-const Family* family_of(const Config& config, bool (*can)(const Family&)) {
+const Family& family_of(const Config& config, bool train, const std::string& otherwise) {
   const std::string type = config.string("model_type", "");
-  for (const Family* family : kFamilies)
-    if (type == family->model_type && can(*family)) return family;
-  return nullptr;
+  for (const Family& family : kFamilies)
+    if (type == family.model_type && can(family, train)) return family;
+  config.refuse("model_type", otherwise);
 }
 
 Description checked(const Description& model, const std::string& place) {
@@ -36,10 +62,9 @@ Description checked(const Description& model, const std::string& place) {
 
 Description describe(const std::string& text, const std::string& place, std::int64_t context) {
   const Config config(text, place);
-  const Family* const family = family_of(config, is_trained);
-  if (family == nullptr) config.refuse("model_type", "this trainer knows " + names_of(is_trained));
-  Description model = family->tensors(config);
-  family->arithmetic(config, model);
+  const Family& family = family_of(config, true, "this trainer knows " + names_of(true));
+  Description model = family.tensors(config, family.traits);
+  family.arithmetic(config, family.traits, model);
   if (context != 0 && context > model.context)
     io::fail(place, ": a context of ", context, " was asked for, and the model's is ", model.context,
              " at most; choose a shorter one");
@@ -50,15 +75,14 @@ Description describe(const std::string& text, const std::string& place, std::int
 
 Description describe_tensors(const std::string& text, const std::string& place) {
   const Config config(text, place);
-  const Family* const family = family_of(config, is_planned);
-  if (family == nullptr)
-    config.refuse("model_type", "known are " + planned_families() +
-                                    "; for another model give its .safetensors files or --params");
-  Description model = family->tensors(config);
+  const Family& family = family_of(
+      config, false,
+      "known are " + names_of(false) + "; for another model give its .safetensors files or --params");
+  Description model = family.tensors(config, family.traits);
   model.context = 1;  // no tensor depends on it
   return checked(model, place);
 }
 
-std::string planned_families() { return names_of(is_planned); }
+std::string planned_families() { return names_of(false); }
 
 }  // namespace scruple::train

@@ -1,5 +1,5 @@
-// The families of models, by the model_type of their config.json. A family is one file here: what tensors its config
-// asks for, what they are called, and, where the trainer knows it, how it computes.
+// The families of models, by the model_type of their config.json: what tensors a config asks for, what they are called,
+// and, where the trainer knows the family, how it computes. families.cpp has them all in one table.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,30 @@ namespace scruple::train {
 
 class Config;
 
+// Where a family differs from Llama. transformers leaves out of a config what its classes have as defaults.
+struct LlamaTraits {
+  std::int64_t head_width = 0, kv_heads = 0;      // defaults; 0: hidden_size / heads, and as many as heads
+  bool tied = false;                              // the same
+  bool biased_qkv = false;                        // in any case
+  bool attention_bias = false, mlp_bias = false;  // it has these keys
+  bool head_norms = false;
+  bool output_norms = false;  // attention and MLP are normed before they join the residual stream
+  enum { nowhere, everywhere, in_some_layers } slides = nowhere;
+};
+
 struct Family {
   const char* model_type;
   // All that decides the number, the names and the sizes of its tensors.
-  Description (*tensors)(const Config& config);
+  Description (*tensors)(const Config& config, const LlamaTraits& traits);
   // All else that the trainer computes with; refuses what it would compute differently. None: it is planned only.
-  void (*arithmetic)(const Config& config, Description& model);
+  void (*arithmetic)(const Config& config, const LlamaTraits& traits, Description& model);
+  LlamaTraits traits = {};
 };
-extern const Family kGpt2, kLlama, kMistral, kQwen2, kQwen3, kGemma, kGemma2;
+Description gpt2_tensors(const Config& config, const LlamaTraits& traits);
+void gpt2_arithmetic(const Config& config, const LlamaTraits& traits, Description& model);
+Description llama_tensors(const Config& config, const LlamaTraits& traits);
+void llama_arithmetic(const Config& config, const LlamaTraits& traits, Description& model);
+const Names& llama_names();
 
 inline constexpr std::size_t kMaxConfig = 1 << 20;  // bytes of a config.json
 

@@ -69,9 +69,7 @@ Description gpt2(const GptShape& shape) {
   return model;
 }
 
-namespace {
-
-Description tensors(const Config& config) {
+Description gpt2_tensors(const Config& config, const LlamaTraits&) {
   config.expect("add_cross_attention", false);  // it has tensors of its own
   GptShape shape = {.heads = 1};                // which no tensor depends on
   for (const Size& size : kSizes)
@@ -82,15 +80,11 @@ Description tensors(const Config& config) {
   return model;
 }
 
-void arithmetic(const Config& config, Description& model) {
+void gpt2_arithmetic(const Config& config, const LlamaTraits&, Description& model) {
   for (const auto& [key, value] : fixed_settings()) config.expect(key, value);
   config.integer("n_head");
   model.epsilon = config.positive("layer_norm_epsilon", model.epsilon);
 }
-
-}  // namespace
-
-const Family kGpt2 = {"gpt2", tensors, arithmetic};
 
 std::string gpt2_config(const GptShape& shape) {
   ordered_json config = {{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}};
