@@ -8,7 +8,7 @@
 #include "io/safetensors.h"
 #include "text.h"
 #include "train/model/families/families.h"
-#include "train/model/weights.h"
+#include "train/model/files.h"
 
 namespace scruple::cli {
 namespace {

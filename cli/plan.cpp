@@ -13,8 +13,8 @@
 #include "names.h"
 #include "text.h"
 #include "train/model/families/families.h"
+#include "train/model/files.h"
 #include "train/model/model.h"
-#include "train/model/weights.h"
 #if defined(SCRUPLE_HAS_TRAIN)
 #include "training.h"
 #endif

@@ -7,7 +7,7 @@
 #include <stdexcept>
 
 #include "train/model/families/families.h"
-#include "train/model/weights.h"
+#include "train/model/files.h"
 
 namespace {
 

@@ -44,7 +44,7 @@ for target in "${targets[@]}"; do
   sources=() more=(-malloc_limit_mb=1)
   case $target in
     checkpoint) sources=(io/*.cpp) more+=(-dict=fuzz/words.dict) ;;
-    config) sources=(train/model/{description,weights}.cpp train/model/families/*.cpp train/json_object.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/config.dict) ;;
+    config) sources=(train/model/{description,files}.cpp train/model/families/*.cpp train/json_object.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/config.dict) ;;
     jsonl) sources=(train/text/jsonl.cpp train/text/utf8.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/jsonl.dict) ;;
     # A regular expression takes more than its text: PCRE2's compiled form, its machine code and its stack.
     tokenizer)

@@ -11,7 +11,7 @@
 #include "formats/bf16.h"
 #include "formats/fp16.h"
 #include "train/model/families/families.h"
-#include "train/model/weights.h"
+#include "train/model/files.h"
 
 namespace scruple::train {
 namespace {

@@ -8,33 +8,29 @@
 namespace scruple::train {
 namespace {
 
+constexpr Family like_llama(const char* model_type, const LlamaTraits& traits) {
+  return {model_type, llama_tensors, llama_arithmetic, traits};
+}
+constexpr Family planned_like_llama(const char* model_type, const LlamaTraits& traits) {
+  return {model_type, llama_tensors, nullptr, traits};
+}
+constexpr auto kSome = LlamaTraits::in_some_layers;
+
 // GPT-2 (Radford et al., 2019); Llama 1 to 3 (Touvron et al., 2302.13971, 2307.09288; Dubey et al., 2407.21783); Mistral
 // (Jiang et al., 2310.06825); Qwen 2 and 2.5 (Yang et al., 2407.10671); Qwen 3, the dense ones (Yang et al., 2505.09388);
 // Gemma 1 and 2 (Gemma Team, 2403.08295, 2408.00118), which gate by GELU, scale norms by 1 + weight and cap logits.
 constexpr Family kFamilies[] = {
     {"gpt2", gpt2_tensors, gpt2_arithmetic},
-    {"llama", llama_tensors, llama_arithmetic, {.attention_bias = true, .mlp_bias = true}},
-    {"mistral", llama_tensors, llama_arithmetic, {.kv_heads = 8, .slides = LlamaTraits::everywhere}},
-    {"qwen2",
-     llama_tensors,
-     llama_arithmetic,
-     {.kv_heads = 32, .biased_qkv = true, .slides = LlamaTraits::in_some_layers}},
-    {"qwen3",
-     llama_tensors,
-     llama_arithmetic,
-     {.head_width = 128,
-      .kv_heads = 32,
-      .attention_bias = true,
-      .head_norms = true,
-      .slides = LlamaTraits::in_some_layers}},
-    {"gemma",
-     llama_tensors,
-     nullptr,
-     {.head_width = 256, .kv_heads = 16, .tied = true, .attention_bias = true}},
-    {"gemma2",
-     llama_tensors,
-     nullptr,
-     {.head_width = 256, .kv_heads = 4, .tied = true, .attention_bias = true, .output_norms = true}},
+    like_llama("llama", {.attention_bias = true, .mlp_bias = true}),
+    like_llama("mistral", {.kv_heads = 8, .slides = LlamaTraits::everywhere}),
+    like_llama("qwen2", {.kv_heads = 32, .biased_qkv = true, .slides = kSome}),
+    like_llama(
+        "qwen3",
+        {.head_width = 128, .kv_heads = 32, .attention_bias = true, .head_norms = true, .slides = kSome}),
+    planned_like_llama("gemma", {.head_width = 256, .kv_heads = 16, .tied = true, .attention_bias = true}),
+    planned_like_llama(
+        "gemma2",
+        {.head_width = 256, .kv_heads = 4, .tied = true, .attention_bias = true, .output_norms = true}),
 };
 
 bool can(const Family& family, bool train) { return !train || family.arithmetic != nullptr; }

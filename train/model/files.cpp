@@ -1,4 +1,4 @@
-#include "train/model/weights.h"
+#include "train/model/files.h"
 
 #include <filesystem>
 
