@@ -14,7 +14,7 @@ struct Model {
   std::int64_t params = 0;
   std::vector<std::string> notes;  // what the reader of the figures should know
 
-  void add(const std::vector<std::int64_t>& shape, std::int64_t count = 1);
+  void add(std::int64_t size);  // a tensor of so many elements
   std::int64_t tensor_count() const;
 };
 

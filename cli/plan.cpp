@@ -12,6 +12,9 @@
 #include "memory.h"
 #include "names.h"
 #include "text.h"
+#include "train/model/families/families.h"
+#include "train/model/files.h"
+#include "train/model/model.h"
 #if defined(SCRUPLE_HAS_TRAIN)
 #include "training.h"
 #endif
@@ -21,7 +24,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr const char* kFooter =
+constexpr const char* kModels =
     "Columns:\n"
     "  weights     the codes of the weights\n"
     "  extra       bits or a master copy that complete a 16-bit weight\n"
@@ -37,8 +40,10 @@ constexpr const char* kFooter =
     "  released, compressed   the total with that policy, where --gradients does not choose one\n"
     "\n"
     "A model is .safetensors files (only headers are read; shards add up), the index of shards, a\n"
-    "config.json of a llama, mistral, qwen2, qwen3, gemma, gemma2 or gpt2 model, or a folder: a model of\n"
-    "Hugging Face's layout, a run, or a checkpoint, of which the weights alone are counted.\n"
+    "config.json, or a folder: a model of Hugging Face's layout, a run, or a checkpoint, of which the\n"
+    "weights alone are counted. Configs are known of ";  // planned_families()
+constexpr const char* kExamples =
+    ".\n"
     "\n"
 #if !defined(SCRUPLE_HAS_TRAIN)
     "This build leaves the trainer out, and with it --batch, which counts a whole run.\n"
@@ -123,21 +128,6 @@ bool names_device(const Options& options) {
   return options.device != kDevices[0] && (set == nullptr || options.device != set);
 }
 
-// Where a folder's weights do not fit its config.json, or its model is none of the trainer's, the plan says so.
-void note_what_train_refuses(Model& model, const std::vector<std::string>& paths) {
-  for (const std::string& path : paths) {
-    std::error_code ignored;
-    const auto has = [&](const char* name) { return std::filesystem::exists(path + name, ignored); };
-    if (!has("/config.json") || (!has("/model.safetensors") && !has("/model.safetensors.index.json")))
-      continue;
-    try {
-      const train::ModelFolder folder(path);
-    } catch (const std::runtime_error& error) {
-      model.notes.push_back(std::string("'scruple train' would refuse this model: ") + error.what());
-    }
-  }
-}
-
 // cuda or cpu; "" without --batch.
 std::string device_of_run(const Options& options) {
   return options.batch == 0 ? "" : device_for(options.device);
@@ -174,8 +164,21 @@ AddRun run_of(const Options& options) {
 void add_run_options(CLI::App&, Options&) {}
 AddRun run_of(const Options&) { return {}; }
 std::string device_of_run(const Options&) { return ""; }
-void note_what_train_refuses(Model&, const std::vector<std::string>&) {}
 #endif
+
+// Where a folder's weights do not fit its config.json, or its model is none of the trainer's, the plan says so.
+void note_what_train_refuses(Model& model, const std::vector<std::string>& paths) {
+  for (const std::string& path : paths) {
+    std::error_code ignored;
+    if (!std::filesystem::exists(path + "/config.json", ignored) || train::weight_files(path).empty())
+      continue;
+    try {
+      const train::ModelFolder folder(path);
+    } catch (const std::runtime_error& error) {
+      model.notes.push_back(std::string("'scruple train' would refuse this model: ") + error.what());
+    }
+  }
+}
 
 Plan make_plan(const Options& options) {
   if (options.params.empty() == options.files.empty())
@@ -266,7 +269,7 @@ void print_table(const Plan& plan, const Options& options) {
 void add_plan(CLI::App& program) {
   CLI::App* command =
       program.add_subcommand("plan", "Show where every byte of the training state goes, per recipe");
-  command->footer(kFooter);
+  command->footer(kModels + train::planned_families() + kExamples);
   const auto options = std::make_shared<Options>();
   command->add_option("--params", options->params, "number of parameters: 8.03e9, 8.03B, 125M, 8030261248")
       ->type_name("COUNT");

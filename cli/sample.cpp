@@ -17,8 +17,8 @@
 #include "train/random.h"
 #include "train/run/checkpoint.h"
 #include "train/run/weights.h"
-#include "train/text/tokenizer.h"
 #include "train/text/utf8.h"
+#include "train/text/vocabulary.h"
 #include "training.h"
 
 namespace scruple::cli {

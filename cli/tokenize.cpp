@@ -1,20 +1,19 @@
 // `scruple tokenize`: texts into a file of tokens, by a model's tokenizer.json, and back.
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <memory>
+#include <span>
 
 #include "commands.h"
 #include "io/file.h"
+#include "memory.h"
 #include "names.h"
 #include "text.h"
 #include "train/model/model.h"
 #include "train/text/documents.h"
-#include "train/text/tokenizer.h"
-#include "train/text/tokens.h"
-#include "train/text/utf8.h"
+#include "train/text/vocabulary.h"
 
 namespace scruple::cli {
 namespace {
@@ -41,31 +40,32 @@ struct Options {
   bool bare = false;
 };
 
-std::string read_all(const std::string& path) {
-  if (path != "-") {
-    if (std::filesystem::is_directory(path))
-      throw std::runtime_error(path + " is a folder; name the files in it");
-    const io::MappedFile file(path);
-    std::string text(reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size());
-    train::check_is_text(text, path, /*bytes_are_tokens=*/false);
-    return text;
-  }
-  return {std::istreambuf_iterator<char>(std::cin), {}};
-}
+// A model's tokenizer, and the token after each document.
+struct Words {
+  train::Tokenizer tokenizer;
+  std::optional<train::Token> end;
+};
 
-std::optional<train::Token> end_token(const Options& options, const train::Tokenizer& tokenizer) {
-  if (options.end.empty()) return train::end_token(options.model, tokenizer);
-  if (options.end == "none") return {};
-  if (const auto token = tokenizer.find(options.end)) return token;
-  throw UsageError("the tokenizer of " + options.model + " has no token " + options.end +
-                   "; name another with --end, or leave it out with --end none");
+Words words_of(const Options& options) {
+  Words words = {train::read_tokenizer(options.model), {}};
+  if (options.end == "none") return words;
+  words.end = options.end.empty() ? train::end_token(train::folder_of_model(options.model), words.tokenizer)
+                                  : words.tokenizer.find(options.end);
+  if (!words.end && !options.end.empty())
+    throw UsageError("the tokenizer of " + options.model + " has no token " + options.end +
+                     "; name another with --end, or leave it out with --end none");
+  return words;
 }
 
 // What would be lost, or not what it seems.
 void refuse(const std::string& path, const std::string& out) {
   std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored))
+    throw std::runtime_error(path + " is a folder; name the files in it");
   if (std::filesystem::equivalent(path, out, ignored))
     throw UsageError("--out is " + path + ", which is to be read; name another file");
+  if (path.ends_with(".bin"))
+    throw UsageError(path + " is a file of tokens by its name, and a text was expected; --decode reads it");
   if (train::is_json_lines(path))
     throw UsageError(path +
                      " is JSON lines, whose braces and names would become tokens; 'scruple train --data " +
@@ -73,43 +73,57 @@ void refuse(const std::string& path, const std::string& out) {
 }
 
 void encode(const Options& options) {
-  train::Tokenizer tokenizer = train::read_tokenizer(options.model);
-  const auto end = end_token(options, tokenizer);
+  Words words = words_of(options);
+  if (!words.end && options.end.empty())
+    std::cerr << "scruple: nothing beside " << options.model
+              << " names an end token: no document will have one; name it with --end\n";
+  const train::Reading reading = {.tokenizer = &words.tokenizer,
+                                  .end = words.end,
+                                  .vocabulary = words.tokenizer.size(),
+                                  .bare = options.bare,
+                                  .limit = free_memory()};
   std::vector<train::Token> tokens;
   std::int64_t bytes = 0, replaced = 0;
   const auto begin = std::chrono::steady_clock::now();
   for (const std::string& path : options.texts) {
     refuse(path, options.out);
-    const std::string text = read_all(path);
-    std::int64_t here = 0;
-    const std::string valid = train::valid_utf8(text, here);
-    const auto found = tokenizer.encode(valid, !options.bare);
-    tokens.insert(tokens.end(), found.begin(), found.end());
-    if (end) tokens.push_back(*end);
-    bytes += static_cast<std::int64_t>(text.size());
-    replaced += here;
-    if (options.texts.size() > 1)
-      std::cerr << path << ": " << grouped(static_cast<std::int64_t>(found.size())) << " tokens\n";
+    const train::Documents document(path, reading);  // as 'scruple train' reads it
+    std::visit([&](auto list) { tokens.insert(tokens.end(), list.begin(), list.end()); }, document.tokens());
+    bytes += document.bytes();
+    replaced += document.replaced();
+    if (options.texts.size() > 1) std::cerr << path << ": " << grouped(document.size()) << " tokens\n";
   }
   if (bytes == 0) throw std::runtime_error("there is no text in what was given; nothing was written");
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   train::write_tokens(options.out, value_named<train::TokenFile>(kForms, options.form).value(), tokens,
-                      tokenizer.size());
+                      words.tokenizer.size());
   const auto count = static_cast<std::int64_t>(tokens.size());
   std::cout << "wrote " << options.out << ": " << grouped(count) << " tokens of " << grouped(bytes)
             << " bytes (" << fixed(static_cast<double>(bytes) / static_cast<double>(count), 2)
-            << " bytes per token), vocabulary " << grouped(tokenizer.size()) << "; "
+            << " bytes per token), vocabulary " << grouped(words.tokenizer.size()) << "; "
             << fixed(static_cast<double>(bytes) / 1e6 / seconds, 1) << " MB/s\n";
   if (replaced > 0) std::cerr << "scruple: " << replaced_words(replaced) << '\n';
 }
 
+// Without what encode() puts around a text, so that one document comes back as it was.
 void decode(const Options& options) {
-  const train::Tokenizer tokenizer = train::read_tokenizer(options.model);
-  const std::string text = tokenizer.decode(train::read_tokens(options.decode));
+  Words words = words_of(options);
+  const std::vector<train::Token> tokens = train::read_tokens(options.decode);
+  const auto part = options.bare ? train::Tokenizer::Part::bare : train::Tokenizer::Part::prompt;
+  const std::vector<train::Token> before = words.tokenizer.encode("", part);
+  std::vector<train::Token> after = words.tokenizer.encode("", !options.bare);
+  after.erase(after.begin(), after.begin() + static_cast<std::ptrdiff_t>(before.size()));
+  if (words.end && (after.empty() || after.back() != *words.end)) after.push_back(*words.end);
+  std::span<const train::Token> text = tokens;
+  if (text.size() >= after.size() && std::equal(after.rbegin(), after.rend(), text.rbegin()))
+    text = text.first(text.size() - after.size());
+  if (text.size() >= before.size() && std::equal(before.begin(), before.end(), text.begin()))
+    text = text.subspan(before.size());
+  const std::string out = words.tokenizer.decode(text);
   if (options.out.empty())
-    std::cout.write(text.data(), static_cast<std::streamsize>(text.size()));
+    std::cout.write(out.data(), static_cast<std::streamsize>(out.size()));
   else
-    io::write_text(options.out, text);
+    io::write_text(options.out, out);
 }
 
 }  // namespace

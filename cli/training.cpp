@@ -487,7 +487,7 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job
                const std::string& policy) {
   const std::vector<train::Parameter> parameters = train::parameters_of(job.shape);
   Model model;
-  for (const train::Parameter& parameter : parameters) model.add(parameter.shape);
+  for (const train::Parameter& parameter : parameters) model.add(parameter.size());
   Memory memory = measure(choice, choice.make_optimizer(), recipe, model, policy);
   if (policy == "released") memory.gradients = job.backend(1)->released_bytes(parameters, job.activations);
   return memory;

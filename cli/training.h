@@ -17,7 +17,7 @@
 #include "train/run/run.h"
 #include "train/run/trainer.h"
 #include "train/text/data.h"
-#include "train/text/tokenizer.h"
+#include "train/text/vocabulary.h"
 
 namespace scruple::cli {
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Builds the fuzz targets with libFuzzer and the sanitizers and runs them from corpora of good files.
-# usage: fuzz/run.sh BUILD_FOLDER [SECONDS [TARGET...]]; the targets share the seconds: checkpoint, jsonl, tokenizer.
+# usage: fuzz/run.sh BUILD_FOLDER [SECONDS [TARGET...]]; the targets share the seconds: checkpoint, config, jsonl,
+# tokenizer.
 # Skips (77) where there is no clang++ with libFuzzer.
 set -euo pipefail
 source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$(mkdir -p "$1" && cd "$1" && pwd) seconds=${2:-10}
 targets=("${@:3}")
-if [ ${#targets[@]} -eq 0 ]; then targets=(checkpoint jsonl tokenizer); fi
+if [ ${#targets[@]} -eq 0 ]; then targets=(checkpoint config jsonl tokenizer); fi
 seconds=$(((seconds + ${#targets[@]} - 1) / ${#targets[@]}))
 flags="-std=c++20 -O1 -gline-tables-only -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all"
 if ! command -v clang++ >/dev/null ||
@@ -22,6 +23,12 @@ seeds() {
   mkdir -p "$corpus"
   case $1 in
     checkpoint) SCRUPLE_FUZZ_SEEDS=$corpus "$build/fuzz_checkpoint" ;;
+    config)
+      printf '{"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 256, "n_inner": null}' >"$corpus/gpt2"
+      for family in llama mistral qwen2 qwen3 gemma gemma2; do
+        printf '{"model_type": "%s", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 32, "vocab_size": 256, "max_position_embeddings": 64, "hidden_act": "silu", "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}' "$family" >"$corpus/$family"
+      done
+      printf '{"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}' >"$corpus/index" ;;
     jsonl)
       printf '{"text": "one"}\n\n{"prompt": "two\\n", "completion": "\\u00e9", "id": [1, {}]}\r\n' >"$corpus/lines"
       printf '\xef\xbb\xbf{"completion": "no newline", "prompt": ""}' >"$corpus/mark" ;;
@@ -37,12 +44,13 @@ for target in "${targets[@]}"; do
   sources=() more=(-malloc_limit_mb=1)
   case $target in
     checkpoint) sources=(io/*.cpp) more+=(-dict=fuzz/words.dict) ;;
+    config) sources=(train/model/{description,files}.cpp train/model/families/*.cpp train/json_object.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/config.dict) ;;
     jsonl) sources=(train/text/jsonl.cpp train/text/utf8.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/jsonl.dict) ;;
     # A regular expression takes more than its text: PCRE2's compiled form, its machine code and its stack.
     tokenizer)
-      sources=(train/text/{bpe,json_object,pattern,tokenizer,utf8}.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
+      sources=(train/text/{bpe,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
       more=(-dict=fuzz/tokenizer.dict -malloc_limit_mb=32) ;;
-    *) echo "there is no fuzz target $target; there are checkpoint, jsonl and tokenizer" >&2 && exit 2 ;;
+    *) echo "there is no fuzz target $target; there are checkpoint, config, jsonl and tokenizer" >&2 && exit 2 ;;
   esac
   echo "fuzz target $target, $seconds s"
   # shellcheck disable=SC2086 # a list of flags

@@ -182,7 +182,7 @@ void check_names(std::vector<Entry>& entries, const std::string& path) {
       fail(path, ": tensor ", shown(entries[i].info.name), " stands twice in the header");
 }
 
-void check_size(const Entry& entry, std::uint64_t data_bytes, const std::string& path) {
+void check_size(const Entry& entry, std::uint64_t data_bytes, bool may_be_cut, const std::string& path) {
   const auto refuse = [&](const auto&... parts) {
     fail(path, ": tensor ", shown(entry.info.name), ": ", parts...);
   };
@@ -193,13 +193,14 @@ void check_size(const Entry& entry, std::uint64_t data_bytes, const std::string&
   if (entry.end - entry.begin != static_cast<std::uint64_t>(*bytes))
     refuse(name_of(entry.info.dtype), " of shape ", json_numbers(entry.info.shape), " takes ", *bytes,
            " bytes, but data_offsets [", entry.begin, ", ", entry.end, "] hold ", entry.end - entry.begin);
-  if (entry.end > data_bytes)
+  if (entry.end > data_bytes && !may_be_cut)
     refuse("data_offsets end at ", entry.end, ", but the file has only ", data_bytes,
            " bytes of data; it is cut short: copy or download it again");
 }
 
 // Every byte of the data belongs to one tensor.
-void check_cover(const std::vector<Entry>& entries, std::uint64_t data_bytes, const std::string& path) {
+void check_cover(const std::vector<Entry>& entries, std::uint64_t data_bytes, bool may_be_cut,
+                 const std::string& path) {
   std::vector<const Entry*> by_offset;
   by_offset.reserve(entries.size());
   for (const Entry& entry : entries) by_offset.push_back(&entry);
@@ -216,26 +217,28 @@ void check_cover(const std::vector<Entry>& entries, std::uint64_t data_bytes, co
            shown(entry->info.name), ", belong to no tensor; the format allows no holes");
     covered = entry->end;
   }
-  if (covered != data_bytes)
+  if (covered != data_bytes && !(may_be_cut && covered > data_bytes))
     fail(path, ": ", data_bytes - covered, " bytes follow the last tensor; the format allows none");
 }
 
 }  // namespace
 
-Safetensors::Safetensors(const std::string& path) : path_(path), file_(path) {
+Safetensors::Safetensors(const std::string& path, bool may_be_cut) : path_(path), file_(path) {
   const std::span<const std::byte> file = file_.bytes();
   const std::string_view header = header_of(file, path);
   HeaderReader reader(header, path);
   reader.read();
   const std::span<const std::byte> data = file.subspan(kLengthBytes + header.size());
   check_names(reader.entries, path);
-  for (const Entry& entry : reader.entries) check_size(entry, data.size(), path);
-  check_cover(reader.entries, data.size(), path);
+  for (const Entry& entry : reader.entries) check_size(entry, data.size(), may_be_cut, path);
+  check_cover(reader.entries, data.size(), may_be_cut, path);
   header_ = file.first(kLengthBytes + header.size());
   metadata_ = std::move(reader.metadata);
   tensors_.reserve(reader.entries.size());
   for (Entry& entry : reader.entries)
-    tensors_.push_back({std::move(entry.info), data.subspan(entry.begin, entry.end - entry.begin)});
+    tensors_.push_back({std::move(entry.info), entry.end > data.size()
+                                                   ? std::span<const std::byte>()
+                                                   : data.subspan(entry.begin, entry.end - entry.begin)});
 }
 
 const StoredTensor* Safetensors::find(std::string_view name) const {

@@ -67,8 +67,9 @@ using Metadata = std::map<std::string, std::string>;
 
 class Safetensors {
  public:
-  // Maps the file and checks all of its header; the data is not touched.
-  explicit Safetensors(const std::string& path);
+  // Maps the file and checks all of its header; the data is not touched. With may_be_cut, for those who want the header
+  // alone, data may be missing at the end: what lacks some has none.
+  explicit Safetensors(const std::string& path, bool may_be_cut = false);
 
   const std::string& path() const { return path_; }
   std::size_t bytes() const { return file_.bytes().size(); }

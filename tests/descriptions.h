@@ -3,7 +3,7 @@
 #pragma once
 
 #include "train/model/families/gpt2.h"
-#include "train/model/families/llama.h"
+#include "train/model/families/families.h"
 
 namespace scruple::train {
 

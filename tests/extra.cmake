@@ -41,8 +41,8 @@ endif()
 
 # Two minutes of compiling and a short run of each target; a long one is `fuzz/run.sh FOLDER 600`.
 if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
-  add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 6 checkpoint
-                             $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
+  add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 8 checkpoint
+                             $<$<BOOL:${nlohmann_json_FOUND}>:config> $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
            COMMAND_EXPAND_LISTS)
   set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
 endif()
@@ -84,15 +84,17 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                                        $<TARGET_FILE:gradients>)
   add_test(NAME folders_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/folders_test.py
                                      $<TARGET_FILE:scruple_cli>)
+  add_test(NAME models_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/models_test.py
+                                    $<TARGET_FILE:scruple_cli>)
   add_test(NAME safetensors_interop
            COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/safetensors_interop_test.py
                    $<TARGET_FILE:safetensors_test>)
   add_test(NAME tokenizer_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/tokenizer_test.py
                                        $<TARGET_FILE:scruple_cli>)
-  set_tests_properties(logits_test gradients_test folders_test safetensors_interop tokenizer_test PROPERTIES
+  set_tests_properties(logits_test gradients_test folders_test models_test safetensors_interop tokenizer_test PROPERTIES
                        SKIP_RETURN_CODE 77)
   # In a sanitizer build each of their many processes would look for leaks for seconds; compare_report and
   # train_report do it. They are of the commands, whatever trains, and of limits and engines of the CPU.
-  set_tests_properties(train_test resume_test logits_test gradients_test folders_test safetensors_interop tokenizer_test
-                       PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0;SCRUPLE_DEVICE=cpu" TIMEOUT 1800)
+  set_tests_properties(train_test resume_test logits_test gradients_test folders_test models_test safetensors_interop
+                       tokenizer_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0;SCRUPLE_DEVICE=cpu" TIMEOUT 1800)
 endif()

@@ -61,6 +61,68 @@ TEST_F(Families, SizesOfPublishedModels) {
   EXPECT_EQ(parameter_count(read(sized("qwen3", {1024, 3072, 28, 16, 8, 128, 151936}, true))), 596049920);
 }
 
+// What `scruple plan` counts by describe_tensors(). tests/models_test.py has what transformers makes of such configs.
+TEST_F(Families, PlannedIsWhatIsTrained) {
+  const auto planned = [&](const json& config) {
+    return parameter_count(describe_tensors(config.dump(), "config.json"));
+  };
+  const std::vector<std::pair<const char*, json>> optional = {{"num_key_value_heads", 8},
+                                                              {"num_key_value_heads", nullptr},
+                                                              {"head_dim", 4},
+                                                              {"tie_word_embeddings", true},
+                                                              {"tie_word_embeddings", false},
+                                                              {"attention_bias", true},
+                                                              {"mlp_bias", true},
+                                                              {"sliding_window", 7},
+                                                              {"use_sliding_window", true},
+                                                              {"initializer_range", 0.1},
+                                                              {"rope_scaling", nullptr},
+                                                              {"n_inner", 100},
+                                                              {"n_inner", nullptr},
+                                                              {"layer_norm_epsilon", 1e-3},
+                                                              {"add_cross_attention", false}};
+  for (const char* type : {"gpt2", "llama", "mistral", "qwen2", "qwen3"}) {
+    json config = std::string(type) == "gpt2" ? kGpt2 : decoder(type);
+    if (std::string(type) != "gpt2") {
+      config["num_attention_heads"] = 32, config["hidden_size"] = 64;
+      for (const char* key : {"num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"})
+        config.erase(key);
+    }
+    EXPECT_EQ(planned(config), parameter_count(read(config))) << config;
+    for (const auto& [key, value] : optional) {
+      json changed = config;
+      changed[key] = value;
+      EXPECT_EQ(planned(changed), parameter_count(read(changed))) << changed;
+    }
+  }
+  // Gemma 2B and Gemma 2 2B, which are planned only.
+  json gemma = decoder("gemma");
+  gemma.update({{"hidden_size", 2048},
+                {"intermediate_size", 16384},
+                {"num_hidden_layers", 18},
+                {"num_attention_heads", 8},
+                {"num_key_value_heads", 1},
+                {"head_dim", 256},
+                {"vocab_size", 256000}});
+  EXPECT_EQ(planned(gemma), 2506172416);
+  refused(gemma, "hidden_act", "gelu", "model_type is \"gemma\"; this trainer knows gpt2, llama");
+  gemma.update({{"model_type", "gemma2"},
+                {"hidden_size", 2304},
+                {"intermediate_size", 9216},
+                {"num_hidden_layers", 26},
+                {"num_key_value_heads", 4}});
+  EXPECT_EQ(planned(gemma), 2614341888);
+  json other = decoder("llama");  // computed differently, and as large
+  other["hidden_act"] = "gelu", other["rope_scaling"] = "linear", other.erase("max_position_embeddings");
+  EXPECT_EQ(planned(other), planned(decoder("llama")));
+  refused(kGpt2, "n_head", kMissing, "n_head is missing; it must be an integer");
+  refused(kGpt2, "n_embd", std::int64_t{1} << 62, "choose width from 1 to 131072");
+  expect_words(message_of([&] {
+                 planned({{"model_type", "gemma3"}});
+               }),
+               "known are gpt2, llama, mistral, qwen2, qwen3, gemma, gemma2; for another", "not known");
+}
+
 TEST_F(Families, NamesAndShapesAreHuggingFaces) {
   json config = decoder("qwen3");
   config["attention_bias"] = true;

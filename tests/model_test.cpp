@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/models.h"
+#include "train/text/vocabulary.h"
 
 namespace scruple_tests {
 namespace {
@@ -331,6 +332,34 @@ TEST_F(ModelFolders, AConfigIsWrittenBack) {
   nlohmann::json wanted = config();
   wanted["dtype"] = "bfloat16";
   EXPECT_EQ(nlohmann::json::parse(std::ifstream(root_ + "/copy/config.json")), wanted);
+}
+
+// A folder in fp32 or fp16 stays one, whatever its model computed with, unless that has more bits.
+TEST_F(ModelFolders, TheTypeStaysWhereNothingIsLost) {
+  struct Row {
+    Dtype folder, computed, written;
+    const char* name;
+  };
+  for (const auto& [folder, computed, written, name] :
+       {Row{Dtype::f32, Dtype::bf16, Dtype::f32, "float32"},
+        Row{Dtype::f32, Dtype::f16, Dtype::f32, "float32"},
+        Row{Dtype::f16, Dtype::bf16, Dtype::f16, "float16"},
+        Row{Dtype::f16, Dtype::f32, Dtype::f32, "float32"},
+        Row{Dtype::bf16, Dtype::f16, Dtype::f16, "float16"},
+        Row{Dtype::bf16, Dtype::f32, Dtype::f32, "float32"}}) {
+    write({folder});
+    const scruple::train::ModelFolder from(folder_);
+    write_model(root_ + "/copy", from.config(), Weights(kShape, {computed}).data);
+    const Safetensors copy(root_ + "/copy/model.safetensors");
+    const Weights wanted(kShape, {written});
+    for (std::size_t t = 0; const Parameter& parameter : parameters_of(gpt2(kShape))) {
+      const auto& tensor = copy.at(parameter.name);
+      EXPECT_EQ(tensor.dtype, written);
+      EXPECT_EQ(std::string(reinterpret_cast<const char*>(tensor.data.data()), tensor.data.size()),
+                wanted.planes[t++]);
+    }
+    EXPECT_EQ(nlohmann::json::parse(std::ifstream(root_ + "/copy/config.json"))["torch_dtype"], name);
+  }
 }
 
 TEST_F(ModelFolders, AConfigAloneHasNoWeights) {

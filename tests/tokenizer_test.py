@@ -271,7 +271,7 @@ class Files(Case):
         expected = tokenizer.encode("one").ids + end + tokenizer.encode("two words").ids + end
         self.assertEqual(numpy.fromfile(out, dtype="<u2").tolist(), expected)
         self.assertEqual(self.done("--model", folder, "--decode", out).stdout.decode(),
-                         f"one{SPECIAL}two words{SPECIAL}")
+                         f"one{SPECIAL}two words")
 
     def test_a_large_vocabulary_takes_32_bits(self):
         whole = json.loads(self.kinds["gpt2"].to_str())
@@ -301,7 +301,7 @@ class Files(Case):
             "": b"is no JSON from byte 1 on (line 1 of it, where it ends)", '{\n"model": {': b"byte 13 on (line 2 of it, where it ends)",
             '{\n\n"model": x}': b"byte 13 on (line 3 of it); was it cut",
             '{"model": 1e999}': b"has a number that is out of range",
-            "[]": b"no JSON object", "{}": b"vocab", deep: b"nested", '{"normalizer":' + deep: b"nested",
+            "[]": b"not a JSON object", "{}": b"vocab", deep: b"nested", '{"normalizer":' + deep: b"nested",
             changed(normalizer={"type": "Lowercase"}): b"the normalizer", changed(pre_tokenizer={"type": "Whitespace"}): b"the pre_tokenizer",
             changed(decoder={"type": "WordPiece"}): b"the decoder", changed(post_processor={"type": "BertProcessing"}): b"the post_processor",
             changed(pre_tokenizer={"type": "Sequence"}): b"without its list", changed(pre_tokenizer={"type": "Split", "behavior": "Isolated",

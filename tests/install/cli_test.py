@@ -173,6 +173,9 @@ class Models(Case):
             self.assertEqual((found["params"], found["tensors"]), (6400 + 64 + 1, 4))
             self.assertEqual(len(found["notes"]), 1)  # the mask
         self.assertEqual(self.json_of("plan", path, path)["params"], 2 * 6465)  # shards add up
+        cut = self.json_of("plan", self.file("cut.safetensors", safetensors(header, bytes(100))))  # on its way
+        self.assertEqual(cut["params"], 6465)
+        self.assertIn("the file is cut short", cut["notes"][1])
 
     def test_small_tensors_stay_fp32_in_lpmm(self):
         header = {"w": entry([64, 128], 0, 32768), "b": entry([64], 32768, 33024)}
@@ -233,8 +236,8 @@ class Models(Case):
         for given in [self.folder, self.folder + "/", path]:
             found = self.json_of("plan", given)
             self.assertEqual((found["params"], found["tensors"]), (120, 2))
-        for wrong, message in [({"a": "c.safetensors"}, 'shard "c.safetensors": cannot open'), ({"a": 3}, "beside the index"),
-                               ({"a": "../a.safetensors"}, "beside the index"), ([], "no shards")]:
+        for wrong, message in [({"a": "c.safetensors"}, "names c.safetensors, which is not there"), ({"a": 3}, "in the same folder"),
+                               ({"a": "../a.safetensors"}, "in the same folder"), ([], "weight_map")]:
             self.fails(1, message, "plan", self.file("model.safetensors.index.json", {"weight_map": wrong}))
 
     def test_a_file_of_a_checkpoint_counts_its_weights(self):
@@ -409,33 +412,33 @@ class Failures(Case):
         good = {"w": entry([2, 2], 0, 16)}
         huge = 2**63
         cases = {
-            "no bytes": (b"", "empty"),
-            "half a length": (b"\x01\0\0", "8 bytes of length"),
+            "no bytes": (b"", "0 bytes"),
+            "half a length": (b"\x01\0\0", "begins with 8"),
             "cut header": (safetensors(good)[:20], "follow"),
             "length beyond the file": (safetensors(good, length=10**6), "follow"),
-            "header over 100 MB": (safetensors(good, length=100_000_001), "100 MB"),
-            "largest length": (safetensors(good, length=2**64 - 1), "100 MB"),
-            "no JSON": (safetensors(b"{'w': 1}"), "JSON"),
-            "empty header": (safetensors(b""), "JSON"),
+            "header over 100 MB": (safetensors(good, length=100_000_001), "the limit is 100000000"),
+            "largest length": (safetensors(good, length=2**64 - 1), "the limit is 100000000"),
+            "no JSON": (safetensors(b"{'w': 1}"), "a key must be a string"),
+            "empty header": (safetensors(b""), "does not begin with '{'"),
             "bad UTF-8": (safetensors(b'{"\xff": 1}'), "JSON"),
             "two values": (safetensors(b"{}{}"), "JSON"),
-            "deep": (safetensors(b"[" * 1_000_000), "deep"),
-            "a list": (safetensors(b"[]"), "object"),
+            "deep": (safetensors(b'{"w":' * 200_000), "which has no place there"),
+            "a list": (safetensors(b"[]"), "does not begin with '{'"),
             "no tensors": (safetensors({}), "no parameters"),
-            "entry is a number": (safetensors({"w": 3}), "dtype"),
+            "entry is a number": (safetensors({"w": 3}), "must be an object"),
             "no shape": (safetensors({"w": {"dtype": "F32", "data_offsets": [0, 4]}}), "shape"),
             "no offsets": (safetensors({"w": {"dtype": "F32", "shape": [1]}}), "data_offsets"),
             "unknown dtype": (safetensors({"w": entry([1], 0, 4, "F31")}), "F31"),
             "dtype is a list": (safetensors({"w": entry([1], 0, 4, [])}), "dtype"),
-            "negative size": (safetensors({"w": entry([-4], 0, 16)}), "shape"),
-            "fractional size": (safetensors({"w": entry([1.5], 0, 6)}), "shape"),
-            "one huge size": (safetensors({"w": entry([huge], 0, 4)}), "2^50"),
-            "product overflows": (safetensors({"w": entry([2**33, 2**33], 0, 4)}), "2^50"),
-            "product wraps to 0": (safetensors({"w": entry([2**32, 2**32], 0, 0)}), "2^50"),
+            "negative size": (safetensors({"w": entry([-4], 0, 16)}), "a dimension is -4"),
+            "fractional size": (safetensors({"w": entry([1.5], 0, 6)}), "a dimension is 1.5"),
+            "one huge size": (safetensors({"w": entry([huge], 0, 4)}), "a dimension is 9223372036854775808"),
+            "product overflows": (safetensors({"w": entry([2**33, 2**33], 0, 4)}), "2^63"),
+            "product wraps to 0": (safetensors({"w": entry([2**32, 2**32], 0, 0)}), "2^63"),
             "offsets backwards": (safetensors({"w": entry([1], 8, 4)}), "data_offsets"),
             "offsets contradict": (safetensors({"w": entry([3], 0, 16)}), "data_offsets"),
-            "offsets huge": (safetensors({"w": entry([1], 2**64 - 8, 2**64 - 4)}), "data_offsets"),
-            "sum too large": (safetensors({str(i): entry([2**49], 0, 2**51) for i in range(3)}), "2^50"),
+            "offsets huge": (safetensors({"w": entry([1], 2**64 - 8, 2**64 - 4)}), "an offset is"),
+            "sum too large": (safetensors({str(i): entry([2**49], i * 2**51, (i + 1) * 2**51) for i in range(3)}), "2^50"),
         }
         for name, (content, message) in cases.items():
             with self.subTest(name):
@@ -452,17 +455,17 @@ class Failures(Case):
         good = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
                 "num_attention_heads": 4, "vocab_size": 100}
         self.json_of("plan", self.file("config.json", good))
-        for change, message in [({"model_type": "frob"}, "known: llama"),
-                                ({"model_type": None}, "no model_type"),
-                                ({"hidden_size": None}, "no hidden_size"),
+        for change, message in [({"model_type": "frob"}, "known are gpt2, llama"),
+                                ({"model_type": None}, "model_type is null"),
+                                ({"hidden_size": None}, "hidden_size is null"),
                                 ({"hidden_size": -1}, "hidden_size"),
                                 ({"hidden_size": 2.5}, "hidden_size"),
                                 ({"hidden_size": "64"}, "hidden_size"),
-                                ({"vocab_size": 2**62}, "vocab_size"),
-                                ({"vocab_size": 2**39, "hidden_size": 2**39}, "2^50"),
-                                ({"num_attention_heads": 5}, "multiple"),
+                                ({"vocab_size": 2**62}, "choose vocabulary from 2"),
+                                ({"vocab_size": 2**39, "hidden_size": 2**39}, "choose width from 1"),
+                                ({"num_attention_heads": 5}, "must divide hidden_size"),
                                 ({"tie_word_embeddings": 1}, "true or false"),
-                                ({"weight_map": {}}, "shards")]:
+                                ({"weight_map": {}}, "weight_map")]:
             with self.subTest(change):
                 self.fails(1, message, "plan", self.file("config.json", {**good, **change}))
         self.fails(1, "JSON", "plan", self.file("config.json", b"{"))

@@ -78,10 +78,12 @@ LayerPlaces Inventory::layer(const std::string& prefix) {
   }
   at.attention_out =
       linear(prefix, {names.attention_out}, queries, {width}, model.attention_out_bias, model.residual);
+  if (names.attention_out_norm != nullptr) norm(prefix + names.attention_out_norm, model.norm, width);
   at.mlp_norm = norm(prefix + names.mlp_norm, model.norm, width);
   at.mlp_in =
       linear(prefix, names.mlp_in, width, {model.inner, model.inner}, model.mlp_bias, model.deviation);
   at.mlp_out = linear(prefix, {names.mlp_out}, model.inner, {width}, model.mlp_bias, model.residual);
+  if (names.mlp_out_norm != nullptr) norm(prefix + names.mlp_out_norm, model.norm, width);
   return at;
 }
 

@@ -18,6 +18,8 @@ struct Names {
   std::vector<const char*> mlp_in;  // one product, or the gate and what it lets through
   const char* mlp_out;
   const char *last_norm, *head;
+  const char *attention_out_norm = nullptr,
+             *mlp_out_norm = nullptr;  // of what is added to the residual stream
 };
 
 // Ba et al., 1607.06450; Zhang & Sennrich, 1910.07467, which has no bias
@@ -35,6 +37,9 @@ struct Rotary {
   double slow = 1, fast = 4;  // turns within first_context, below and above which a rotation is so called
   std::int64_t first_context = 8192;
 };
+
+// Whether a model of so many tokens has one for each byte, and so needs no tokenizer.
+constexpr bool tokens_are_bytes(std::int64_t vocabulary) { return vocabulary == 256; }
 
 inline constexpr std::int64_t kMaxContext = 1 << 20;  // that is trained with; models may know more positions
 

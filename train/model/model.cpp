@@ -3,14 +3,15 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <map>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <span>
 
 #include "formats/bf16.h"
 #include "formats/fp16.h"
 #include "train/model/families/families.h"
-#include "train/text/json_object.h"
+#include "train/model/files.h"
 
 namespace scruple::train {
 namespace {
@@ -22,15 +23,26 @@ using nlohmann::ordered_json;
 
 constexpr std::string_view kPrefix = "transformer.", kHead = "lm_head.weight";
 constexpr const char* kConfig = "/config.json";
-constexpr const char* kWeights = "/model.safetensors";
-constexpr const char* kIndex = "/model.safetensors.index.json";
-constexpr std::size_t kMaxIndex = std::size_t{1}
-                                  << 28;  // bytes; that of a model of 400 B parameters has 200 KB
 
 bool is_float(Dtype dtype) { return dtype == Dtype::f32 || dtype == Dtype::bf16 || dtype == Dtype::f16; }
 
 const char* torch_name(Dtype dtype) {
   return dtype == Dtype::bf16 ? "bfloat16" : dtype == Dtype::f16 ? "float16" : "float32";
+}
+
+// What the text of a config.json says that weights are stored in. transformers 5 calls it dtype.
+std::optional<Dtype> dtype_of(const std::string& config) {
+  const nlohmann::json root = nlohmann::json::parse(config);
+  const auto found = root.find(root.contains("dtype") ? "dtype" : "torch_dtype");
+  for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16})
+    if (found != root.end() && *found == torch_name(dtype)) return dtype;
+  return {};
+}
+
+std::string with_dtype(const std::string& config, Dtype dtype) {
+  ordered_json json = ordered_json::parse(config);
+  json[json.contains("dtype") ? "dtype" : "torch_dtype"] = torch_name(dtype);
+  return json.dump(2) + "\n";
 }
 
 std::string written(const std::vector<std::int64_t>& shape) {
@@ -49,23 +61,6 @@ std::string listed(const std::vector<std::string>& names) {
 }
 
 // ---- Reading ----
-
-// The files that an index names, each once. They lie beside it.
-std::set<std::string> files_of(const std::string& path) {
-  const ordered_json index = json_object(path, io::read_text(path, kMaxIndex));
-  const auto map = index.find("weight_map");
-  if (map == index.end() || !map->is_object() || map->empty())
-    fail(path, " has no \"weight_map\", an object that names the file of each tensor");
-  std::set<std::string> files;
-  for (const auto& [name, file] : map->items()) {
-    const std::string found = file.is_string() ? file.get<std::string>() : "";
-    if (found.empty() || found.find('/') != std::string::npos || found.starts_with("."))
-      fail(path, ": \"", name.substr(0, 80), "\" is in ", file.dump().substr(0, 80),
-           "; it must be the name of a file in the same folder");
-    files.insert(found);
-  }
-  return files;
-}
 
 // What to do where there are no safetensors: convert weights of another kind, if there are any.
 std::string pickled_in(const std::string& folder) {
@@ -95,6 +90,8 @@ bool is_buffer(std::string_view name) {
          name.ends_with(".rotary_emb.inv_freq");
 }
 
+// ---- Values ----
+
 template <class Format>
 void decode(const std::byte* from, std::int64_t count, float* to) {
   for (std::int64_t i = 0; i < count; ++i) {
@@ -104,12 +101,43 @@ void decode(const std::byte* from, std::int64_t count, float* to) {
   }
 }
 
+void decode(Dtype dtype, const std::byte* from, std::int64_t count, float* to) {
+  if (dtype == Dtype::f32)
+    std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
+  else if (dtype == Dtype::bf16)
+    decode<Bf16>(from, count, to);
+  else
+    decode<Fp16>(from, count, to);
+}
+
 // ---- Writing ----
 
-std::string with_dtype(const std::string& config, const char* dtype) {
-  ordered_json json = ordered_json::parse(config);
-  json[json.contains("dtype") ? "dtype" : "torch_dtype"] = dtype;  // transformers 5, and before
-  return json.dump(2) + "\n";
+// The type of the config where that holds what the model computed with, and else that. A bf16 value fits fp16 but for
+// its range: what is beyond becomes the largest that there is.
+Dtype stored_type(Dtype computed, std::optional<Dtype> asked) {
+  const bool fits = asked == Dtype::f32 || (asked == Dtype::f16 && computed == Dtype::bf16);
+  return fits ? *asked : computed;
+}
+
+// Writes all of a parameter, a piece at a time where its type changes.
+void write_values(io::SafetensorsWriter& writer, std::size_t place, const io::TensorInfo& stored,
+                  const ParameterData& parameter) {
+  const auto* const from = static_cast<const std::byte*>(parameter.values());
+  if (stored.dtype == parameter.dtype)
+    return writer.write(place, {from, static_cast<std::size_t>(stored.bytes())});
+  constexpr std::int64_t kPiece = 1 << 16;
+  const std::int64_t size = stored.bytes() / io::bytes_of(stored.dtype);
+  std::vector<float> values;
+  std::vector<u16> codes;
+  for (std::int64_t first = 0; first < size; first += kPiece) {
+    values.resize(static_cast<std::size_t>(std::min(kPiece, size - first)));
+    decode(parameter.dtype, from + first * io::bytes_of(parameter.dtype),
+           static_cast<std::int64_t>(values.size()), values.data());
+    codes.clear();
+    if (stored.dtype == Dtype::f16)
+      std::transform(values.begin(), values.end(), std::back_inserter(codes), Fp16::nearest);
+    writer.write(place, codes.empty() ? std::as_bytes(std::span(values)) : std::as_bytes(std::span(codes)));
+  }
 }
 
 void check_request(const std::string& folder, const Description& shape,
@@ -144,20 +172,18 @@ ModelFolder::ModelFolder(const std::string& path, std::int64_t context) : folder
   const std::string config = is_folder ? path + kConfig : path;
   config_.text = io::read_text(config, kMaxConfig);
   config_.shape = describe(config_.text, config, context);
-  if (is_folder) open_weights();
+  if (!is_folder) return;
+  open_weights();
+  const Dtype stored = tensors_[static_cast<std::size_t>(places_of(config_.shape).tokens)]->dtype;
+  if (dtype_of(config_.text) != stored) config_.text = with_dtype(config_.text, stored);
 }
 
 void ModelFolder::open_weights() {
-  std::error_code ignored;
-  const bool one = fs::exists(folder_ + kWeights, ignored);
-  if (!one && !fs::exists(folder_ + kIndex, ignored))
+  for (const std::string& path : weight_files(folder_))
+    files_.push_back(std::make_unique<io::Safetensors>(path));
+  if (files_.empty())
     fail(folder_, " has a config.json and no weights, neither model.safetensors nor its index",
          pickled_in(folder_));
-  for (const std::string& name : one ? std::set<std::string>{&kWeights[1]} : files_of(folder_ + kIndex)) {
-    if (!one && !fs::exists(folder_ + "/" + name, ignored))
-      fail(folder_, kIndex, " names ", name, ", which is not there; fetch that file too");
-    files_.push_back(std::make_unique<io::Safetensors>(folder_ + "/" + name));
-  }
   std::vector<std::string> missing;
   for (const Parameter& parameter : parameters_of(config_.shape)) {
     const io::StoredTensor* const tensor = find(parameter.name);
@@ -202,71 +228,7 @@ const io::StoredTensor* ModelFolder::find(const std::string& name) const {
 
 void ModelFolder::read(int parameter, std::int64_t first, std::int64_t count, float* values) const {
   const io::StoredTensor& tensor = *tensors_[static_cast<std::size_t>(parameter)];
-  const std::byte* const from = tensor.data.data() + first * io::bytes_of(tensor.dtype);
-  if (tensor.dtype == Dtype::f32)
-    std::memcpy(values, from, static_cast<std::size_t>(count) * sizeof(float));
-  else if (tensor.dtype == Dtype::bf16)
-    decode<Bf16>(from, count, values);
-  else
-    decode<Fp16>(from, count, values);
-}
-
-void copy_tokenizer(const std::string& from, const std::string& to) {
-  for (const char* name : kTokenizerFiles) {
-    std::error_code error;
-    const fs::path source = fs::path(from) / name, target = fs::path(to) / name;
-    if (!fs::exists(source, error) || fs::exists(target, error)) continue;
-    fs::copy_file(source, target, error);
-    if (error) fail("cannot copy ", source.string(), " to ", target.string(), ": ", error.message());
-  }
-}
-
-bool has_tokenizer(const std::string& folder) {
-  std::error_code ignored;
-  return fs::exists(fs::path(folder) / kTokenizerFiles[0], ignored);
-}
-
-namespace {
-
-// A JSON object of the folder; empty where there is none.
-ordered_json object_in(const std::string& folder, const char* name) {
-  const fs::path path = fs::path(folder) / name;
-  std::error_code ignored;
-  if (!fs::exists(path, ignored)) return ordered_json::object();
-  return json_object(path.string(), io::read_text(path.string(), kMaxIndex));
-}
-
-// What the first file that has an eos_token_id gives: a number or several.
-std::vector<Token> numbered_ends(const std::string& folder, const Tokenizer& tokenizer) {
-  std::vector<Token> found;
-  for (const char* name : {"generation_config.json", "config.json"}) {
-    const ordered_json ids = object_in(folder, name).value("eos_token_id", ordered_json());
-    for (const ordered_json& id : ids.is_array() ? ids : ordered_json::array({ids}))
-      if (id.is_number_unsigned() && id.get<std::uint64_t>() < static_cast<std::uint64_t>(tokenizer.size()))
-        found.push_back(static_cast<Token>(id.get<std::uint64_t>()));
-    if (!found.empty()) break;
-  }
-  return found;
-}
-
-}  // namespace
-
-std::optional<Token> end_token(const std::string& folder, const Tokenizer& tokenizer) {
-  for (const char* name : {"tokenizer_config.json", "special_tokens_map.json"}) {
-    const ordered_json json = object_in(folder, name);
-    ordered_json token = json.value("eos_token", ordered_json());
-    if (token.is_object()) token = ordered_json(token.value("content", ordered_json()));
-    if (token.is_string())
-      if (const auto found = tokenizer.find(token.get<std::string>())) return found;
-  }
-  const std::vector<Token> numbered = numbered_ends(folder, tokenizer);
-  return numbered.empty() ? std::optional<Token>() : numbered.front();
-}
-
-std::vector<Token> stop_tokens(const std::string& folder, const Tokenizer& tokenizer) {
-  std::vector<Token> stops = numbered_ends(folder, tokenizer);
-  if (const auto end = end_token(folder, tokenizer)) stops.push_back(*end);
-  return stops;
+  decode(tensor.dtype, tensor.data.data() + first * io::bytes_of(tensor.dtype), count, values);
 }
 
 void write_model(const std::string& folder, const ModelConfig& model,
@@ -277,15 +239,14 @@ void write_model(const std::string& folder, const ModelConfig& model,
   if (error) fail("cannot make the folder ", folder, ": ", error.message());
   const std::vector<Parameter> list = parameters_of(model.shape);
   std::vector<io::TensorInfo> tensors;
+  const std::optional<Dtype> asked = dtype_of(model.text);
   for (std::size_t i = 0; i < list.size(); ++i)
-    tensors.push_back({list[i].name, parameters[i].dtype, list[i].shape});
+    tensors.push_back({list[i].name, stored_type(parameters[i].dtype, asked), list[i].shape});
   notes["format"] = "pt";
-  io::SafetensorsWriter writer(folder + kWeights, tensors, notes);
-  for (std::size_t i = 0; i < list.size(); ++i)
-    writer.write(i, {static_cast<const std::byte*>(parameters[i].values()),
-                     static_cast<std::size_t>(tensors[i].bytes())});
+  io::SafetensorsWriter writer(folder + "/" + kWeightsName, tensors, notes);
+  for (std::size_t i = 0; i < list.size(); ++i) write_values(writer, i, tensors[i], parameters[i]);
   writer.finish();
-  io::write_text(folder + kConfig, with_dtype(model.text, torch_name(parameters[0].dtype)));
+  io::write_text(folder + kConfig, with_dtype(model.text, tensors[0].dtype));
 }
 
 }  // namespace scruple::train

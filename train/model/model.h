@@ -1,23 +1,21 @@
-// A model as Hugging Face keeps it: a folder with config.json, the weights in one or several safetensors files, and
-// what its tokenizer needs. transformers loads what is written here. Problems are thrown as std::runtime_error.
+// A model as Hugging Face keeps it: a folder with config.json and the weights in one or several safetensors files.
+// transformers loads what is written here. Problems are thrown as std::runtime_error.
 #pragma once
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "include/scruple/scruple.h"
 #include "io/safetensors.h"
 #include "train/model/families/gpt2.h"
-#include "train/text/tokenizer.h"
 
 namespace scruple::train {
 
 struct ModelConfig {
   Description shape;
-  std::string text;  // of its config.json
+  std::string text;  // of its config.json, with the type that its weights are stored in
 };
 ModelConfig gpt2_model(const GptShape& shape);
 
@@ -52,25 +50,6 @@ class ModelFolder {
   std::vector<const io::StoredTensor*> tensors_;  // of each parameter
 };
 
-// What a tokenizer needs, and what transformers keeps beside it.
-inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
-                                                  "tokenizer_config.json",
-                                                  "special_tokens_map.json",
-                                                  "added_tokens.json",
-                                                  "vocab.json",
-                                                  "merges.txt",
-                                                  "tokenizer.model",
-                                                  "chat_template.jinja",
-                                                  "generation_config.json"};
-// Those of them that are in the folder `from` and not in `to`.
-void copy_tokenizer(const std::string& from, const std::string& to);
-bool has_tokenizer(const std::string& folder);
-// The token after a document: what tokenizer_config.json or special_tokens_map.json calls eos_token, or else the
-// eos_token_id of generation_config.json or config.json.
-std::optional<Token> end_token(const std::string& folder, const Tokenizer& tokenizer);
-// Those that end an answer: that one, and every eos_token_id, of which chat models have several.
-std::vector<Token> stop_tokens(const std::string& folder, const Tokenizer& tokenizer);
-
 // One parameter, f32, bf16 or f16; `values` is called when it is written, and its memory may then be reused.
 struct ParameterData {
   io::Dtype dtype;
@@ -79,7 +58,8 @@ struct ParameterData {
 
 // `parameters` in the order of parameters_of(shape). The folder is made if need be; each of the two files
 // appears whole or not at all, the config last. A head that is tied to the embedding is not stored
-// again. `notes` go into the metadata of the weights.
+// again. Weights are stored in the type that the config names, where that loses nothing but fp16's range; else in their
+// own. `notes` go into the metadata of the weights.
 void write_model(const std::string& folder, const ModelConfig& model,
                  const std::vector<ParameterData>& parameters, io::Metadata notes = {});
 

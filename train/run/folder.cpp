@@ -16,8 +16,8 @@
 #include "io/checkpoint.h"
 #include "io/file.h"
 #include "io/json.h"
-#include "train/model/model.h"
 #include "train/run/checkpoint.h"
+#include "train/text/vocabulary.h"
 
 namespace scruple::train {
 namespace {

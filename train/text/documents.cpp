@@ -160,7 +160,7 @@ void Documents::read_text(std::string_view text, const std::string& place) {
   if (reading_.tokenizer != nullptr) {
     check_fits(text.size(), place);
     std::int64_t replaced = 0;
-    append(valid_utf8(text, replaced), Tokenizer::Part::whole, place);
+    append(valid_utf8(text, replaced), reading_.bare ? Tokenizer::Part::bare : Tokenizer::Part::whole, place);
     replaced_ += replaced;
   } else {
     check_limit(text.size(), place);

@@ -27,6 +27,7 @@ struct Reading {
   Tokenizer* tokenizer = nullptr;  // none: each byte is a token
   std::optional<Token> end = {};   // comes after each document that does not end in it already
   std::int64_t vocabulary = 256;   // of the model: every token must be below it
+  bool bare = false;               // texts without the tokens that the model expects around them
   std::int64_t limit = std::numeric_limits<std::int64_t>::max();           // bytes of memory
   std::function<void(std::int64_t done, std::int64_t all)> progress = {};  // in bytes read
 };
@@ -54,6 +55,7 @@ class Documents {
   bool has_prompts() const { return has_prompts_; }
   std::int64_t empty() const { return empty_; }        // documents without a text: they were left out
   std::int64_t replaced() const { return replaced_; }  // places that were no UTF-8 and became U+FFFD
+  std::int64_t bytes() const { return bytes_; }        // that were read; of what is mapped, 0
   std::int64_t memory() const;                         // bytes that are held, without what is mapped
   // Of the tokens as they are held, and of where documents and completions begin where there are any.
   std::uint32_t crc32() const;

@@ -14,7 +14,7 @@
 
 #include "io/file.h"
 #include "io/json.h"
-#include "train/text/json_object.h"
+#include "train/json_object.h"
 #include "train/text/pattern.h"
 #include "train/text/utf8.h"
 
@@ -544,12 +544,8 @@ void Tokenizer::Parts::add_words(const Piece& piece, std::size_t cut) {
 }
 
 Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(std::make_unique<Parts>()) {
+  const Json json = json_object(path, text);
   try {
-    const Json json = Json::parse(text, [](int depth, Json::parse_event_t, const Json&) {
-      if (depth > io::kMaxJsonDepth) fail("it is nested more than ", io::kMaxJsonDepth, " deep");
-      return true;
-    });
-    if (!json.is_object()) fail("it is no JSON object");
     bool of_bytes = false;
     const Json& cutting = member(json, "pre_tokenizer");
     each_part(cutting, "pretokenizers", [&](const Json& part) {
@@ -569,11 +565,6 @@ Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(st
     parts_->read_added(member(json, "added_tokens"));
     parts_->read_template(member(json, "post_processor"));
     parts_->decoder = decoder_of(member(json, "decoder"));
-  } catch (const Json::parse_error& error) {
-    fail_as_no_json(path, text, error.byte);
-  } catch (const Json::out_of_range&) {  // nlohmann's own words repeat the number, however long it is
-    fail(path,
-         " has a number that is out of range; save the tokenizer again with transformers' save_pretrained");
   } catch (const std::exception& error) {
     fail(path, ": ", error.what());
   }

@@ -48,9 +48,6 @@ class Tokenizer {
   std::unique_ptr<Parts> parts_;
 };
 
-// Whether a model of so many tokens has one for each byte, and so needs no tokenizer.
-constexpr bool tokens_are_bytes(std::int64_t vocabulary) { return vocabulary == 256; }
-
 // The tokenizer of a model's folder, or the file itself.
 Tokenizer read_tokenizer(const std::string& path);
 

@@ -1,7 +1,7 @@
 #include "train/model/families/config.h"
 
 #include "io/file.h"
-#include "train/text/json_object.h"
+#include "train/json_object.h"
 
 namespace scruple::train {
 
@@ -13,7 +13,7 @@ void Config::refuse(const char* key, const std::string& wanted) const {
   const std::string is =
       found == root_.end()
           ? "missing"
-          : found->dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace).substr(0, 80);
+          : found->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).substr(0, 80);
   io::fail(place_, ": ", key, " is ", is, "; ", wanted);
 }
 
@@ -57,7 +57,7 @@ std::vector<std::string> Config::strings(const char* key) const {
   std::vector<std::string> list;
   if (!has(key)) return list;
   if (!root_[key].is_array()) refuse(key, "it must be an array of strings");
-  for (const nlohmann::ordered_json& element : root_[key]) {
+  for (const nlohmann::json& element : root_[key]) {
     if (!element.is_string()) refuse(key, "it must be an array of strings");
     list.push_back(element.get<std::string>());
   }
@@ -65,7 +65,7 @@ std::vector<std::string> Config::strings(const char* key) const {
 }
 
 Config Config::object(const char* key) const {
-  if (!has(key)) return {place_ + ": " + key, nlohmann::ordered_json::object()};
+  if (!has(key)) return {place_ + ": " + key, nlohmann::json::object()};
   if (!root_[key].is_object()) refuse(key, "it must be an object");
   return {place_ + ": " + key, root_[key]};
 }
@@ -74,7 +74,7 @@ std::int64_t Config::integer(const char* key, std::int64_t missing, std::int64_t
   return integer(key, root_.contains(key) ? null : missing);
 }
 
-void Config::expect(const char* key, const nlohmann::ordered_json& value) const {
+void Config::expect(const char* key, const nlohmann::json& value) const {
   const auto found = root_.find(key);
   if (found != root_.end() && *found != value)
     refuse(key, "this trainer computes with " + value.dump() + " only");

@@ -26,16 +26,16 @@ class Config {
   // For keys whose null says something: `missing` and `null` stand for it.
   std::int64_t integer(const char* key, std::int64_t missing, std::int64_t null) const;
   // What decides the arithmetic and has one value that the trainer computes with, also where it is missing.
-  void expect(const char* key, const nlohmann::ordered_json& value) const;
+  void expect(const char* key, const nlohmann::json& value) const;
 
   [[noreturn]] void refuse(const char* key, const std::string& wanted) const;
   const std::string& place() const { return place_; }  // the file, and the key of an object in it
 
  private:
-  Config(std::string place, nlohmann::ordered_json root) : place_(std::move(place)), root_(std::move(root)) {}
+  Config(std::string place, nlohmann::json root) : place_(std::move(place)), root_(std::move(root)) {}
 
   std::string place_;
-  nlohmann::ordered_json root_;
+  nlohmann::json root_;
 };
 
 }  // namespace scruple::train

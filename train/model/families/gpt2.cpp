@@ -1,11 +1,11 @@
 #include "train/model/families/gpt2.h"
 
+#include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "train/model/families/config.h"
 #include "train/model/families/families.h"
-#include "train/text/tokenizer.h"
 
 namespace scruple::train {
 namespace {
@@ -61,7 +61,7 @@ Description gpt2(const GptShape& shape) {
   model.layers = shape.layers, model.width = shape.width, model.heads = model.kv_heads = shape.heads;
   model.context = model.positions = shape.context, model.vocabulary = shape.vocabulary;
   model.head_width = shape.heads > 0 ? shape.width / shape.heads : 0;
-  model.inner = 4 * shape.width;
+  model.inner = 4 * std::clamp<std::int64_t>(shape.width, 0, 1 << 17);  // problem_with() refuses others
   model.qkv_bias = model.attention_out_bias = model.mlp_bias = true;
   model.outputs_first = false;
   model.residual = model.deviation / std::sqrt(2.0 * static_cast<double>(shape.layers));
@@ -69,15 +69,21 @@ Description gpt2(const GptShape& shape) {
   return model;
 }
 
-Description gpt2_family(const Config& config) {
-  for (const auto& [key, value] : fixed_settings()) config.expect(key, value);
-  GptShape shape;
-  for (const Size& size : kSizes) shape.*size.field = config.integer(size.key);
+Description gpt2_tensors(const Config& config, const LlamaTraits&) {
+  config.expect("add_cross_attention", false);  // it has tensors of its own
+  GptShape shape = {.heads = 1};                // which no tensor depends on
+  for (const Size& size : kSizes)
+    if (size.field != &GptShape::heads || config.has(size.key)) shape.*size.field = config.integer(size.key);
   Description model = gpt2(shape);
   model.inner = config.integer("n_inner", model.inner);
-  model.epsilon = config.positive("layer_norm_epsilon", model.epsilon);
   model.tied = config.flag("tie_word_embeddings", true);
   return model;
+}
+
+void gpt2_arithmetic(const Config& config, const LlamaTraits&, Description& model) {
+  for (const auto& [key, value] : fixed_settings()) config.expect(key, value);
+  config.integer("n_head");
+  model.epsilon = config.positive("layer_norm_epsilon", model.epsilon);
 }
 
 std::string gpt2_config(const GptShape& shape) {

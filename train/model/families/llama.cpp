@@ -1,5 +1,6 @@
-// Llama 1 to 3 (Touvron et al., 2302.13971 and 2307.09288; Dubey et al., 2407.21783).
-#include "train/model/families/llama.h"
+// Llama, and the families that are Llama with a difference or two.
+#include "train/model/families/config.h"
+#include "train/model/families/families.h"
 
 namespace scruple::train {
 namespace {
@@ -45,18 +46,50 @@ const Names& llama_names() {
   return names;
 }
 
-Description llama_like(const Config& config, const LlamaDefaults& defaults) {
-  config.expect("hidden_act", "silu");
+namespace {
+
+// Gemma 2 calls the norm of the MLP's input otherwise, because what attention gives is normed too.
+const Names& sandwich_names() {
+  static const Names names = [] {
+    Names changed = llama_names();
+    changed.attention_out_norm = "post_attention_layernorm";
+    changed.mlp_norm = "pre_feedforward_layernorm";
+    changed.mlp_out_norm = "post_feedforward_layernorm";
+    return changed;
+  }();
+  return names;
+}
+
+// How many tokens a token sees; the context must fit into that. 0: all.
+std::int64_t window_of(const Config& config, const LlamaTraits& traits) {
+  constexpr const char* kKey = "sliding_window";
+  bool slides = traits.slides == LlamaTraits::everywhere;
+  if (traits.slides == LlamaTraits::in_some_layers) {
+    slides = config.flag("use_sliding_window", false);
+    for (const std::string& type : config.strings("layer_types")) {
+      if (type != "full_attention" && type != "sliding_attention")
+        config.refuse("layer_types", "this trainer computes with full_attention and sliding_attention only");
+      slides = slides || type == "sliding_attention";
+    }
+  }
+  if (!slides) return 0;
+  const std::int64_t window = config.integer(kKey, 4096, 0);
+  if (window < 1 && config.has(kKey)) config.refuse(kKey, "it must be null, or 1 or more");
+  return window;
+}
+
+}  // namespace
+
+Description llama_tensors(const Config& config, const LlamaTraits& traits) {
   Description model;
   model.layers = config.integer("num_hidden_layers");
   model.width = config.integer("hidden_size");
   model.heads = config.integer("num_attention_heads");
-  model.context = config.integer("max_position_embeddings");
   model.vocabulary = config.integer("vocab_size");
   model.inner = config.integer("intermediate_size");
-  model.kv_heads = config.integer("num_key_value_heads",
-                                  defaults.kv_heads > 0 ? defaults.kv_heads : model.heads, model.heads);
-  model.head_width = config.integer("head_dim", defaults.head_width);
+  model.kv_heads =
+      config.integer("num_key_value_heads", traits.kv_heads > 0 ? traits.kv_heads : model.heads, model.heads);
+  model.head_width = config.integer("head_dim", traits.head_width);
   if (model.head_width == 0) {
     if (model.heads < 1 || model.width % model.heads != 0)
       config.refuse("num_attention_heads",
@@ -64,27 +97,23 @@ Description llama_like(const Config& config, const LlamaDefaults& defaults) {
     model.head_width = model.width / model.heads;
   }
   model.norm = NormKind::rms;
+  model.mlp = Mlp::gated_silu;
+  model.tied = config.flag("tie_word_embeddings", traits.tied);
+  model.attention_out_bias = traits.attention_bias && config.flag("attention_bias", false);
+  model.qkv_bias = traits.biased_qkv || model.attention_out_bias;
+  model.mlp_bias = traits.mlp_bias && config.flag("mlp_bias", false);
+  model.head_norms = traits.head_norms;
+  model.names = traits.output_norms ? &sandwich_names() : &llama_names();
+  return model;
+}
+
+void llama_arithmetic(const Config& config, const LlamaTraits& traits, Description& model) {
+  config.expect("hidden_act", "silu");
+  model.context = config.integer("max_position_embeddings");
   model.epsilon = config.positive("rms_norm_eps", 1e-6);
   model.rotary = rotary_of(config);
-  model.mlp = Mlp::gated_silu;
-  model.tied = config.flag("tie_word_embeddings", false);
   model.deviation = model.residual = config.positive("initializer_range", 0.02);
-  model.names = &llama_names();
-  return model;
-}
-
-std::int64_t window_of(const Config& config) {
-  constexpr const char* kKey = "sliding_window";
-  const std::int64_t window = config.integer(kKey, 4096, 0);
-  if (window < 1 && config.has(kKey)) config.refuse(kKey, "it must be null, or 1 or more");
-  return window;
-}
-
-Description llama_family(const Config& config) {
-  Description model = llama_like(config, {});
-  model.qkv_bias = model.attention_out_bias = config.flag("attention_bias", false);
-  model.mlp_bias = config.flag("mlp_bias", false);
-  return model;
+  model.window = window_of(config, traits);
 }
 
 }  // namespace scruple::train
