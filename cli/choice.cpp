@@ -87,21 +87,18 @@ void give_momentum(Optimizer& optimizer) {
 
 }  // namespace
 
-void Choice::add_options(CLI::App& command) {
-  const auto add = [&](const char* name, auto& value, const char* type, const std::string& doc) {
-    return command.add_option(name, value, doc)->type_name(type);
-  };
-  add("--optimizer", optimizer, "NAME", "update rule, as 'scruple list' names it")->capture_default_str();
-  add("--recipe", recipe, "NAME", "one recipe; without it, all that serve the optimizer");
-  add("--weights", weights, "FORMAT", "format of the weights, in place of the recipe's");
-  add("--moments", moments, "FORMAT", "format of every moment that it can hold");
-  add("--second-moments", second_moments, "FORMAT", "format of the non-negative moments");
-  add("--rounding", roundings, "[WHICH=]MODE",
-      either(rounding_names()) +
-          ", of all that can round so or of weights=, moments= or a slot; may be repeated")
-      ->allow_extra_args(false);
-  add("--set", hypers, "NAME=VALUE", "a hyperparameter; may be repeated (SGD starts at momentum=0.9)")
-      ->allow_extra_args(false);
+OptionTable Choice::options() {
+  return {
+      {"--optimizer", "optimizer", &optimizer, "NAME", "update rule, as 'scruple list' names it"},
+      {"--recipe", "recipe", &recipe, "NAME", "one recipe; without it, all that serve the optimizer"},
+      {"--weights", "weights", &weights, "FORMAT", "format of the weights, in place of the recipe's"},
+      {"--moments", "moments", &moments, "FORMAT", "format of every moment that it can hold"},
+      {"--second-moments", "second-moments", &second_moments, "FORMAT", "format of the non-negative moments"},
+      {"--rounding", "rounding", &roundings, "[WHICH=]MODE",
+       either(rounding_names()) +
+           ", of all that can round so or of weights=, moments= or a slot; may be repeated"},
+      {"--set", "set", &hypers, "NAME=VALUE",
+       "a hyperparameter; may be repeated (SGD starts at momentum=0.9)"}};
 }
 
 Optimizer Choice::make_optimizer() const {

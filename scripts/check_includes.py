@@ -35,7 +35,9 @@ ALLOWED = {
     "python": ["include/"],
 }
 # Files with a door of their own.
-EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in ("train.", "training.", "page.", "compare.", "sample.", "tokenize.", "checkpoint.")}
+OF_TRAINER = ("train.", "training.", "session.", "ending.", "room.", "progress.", "page.", "compare.", "comparison.", "sample.",
+              "tokenize.", "checkpoint.", "checkpoint_")
+EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in OF_TRAINER}
 SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".def", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 # What a Python file may import besides the standard library; the longest prefix of its path counts.
