@@ -70,10 +70,6 @@ std::string resume_command(const TrainOptions& options) {
          (options.data == train::Data::kStandardInput ? " --data FILE (the same bytes)" : "");
 }
 
-std::vector<std::int64_t> saved_steps(const TrainOptions& options) {
-  return io::saved_steps(train::checkpoints_of(options.out));
-}
-
 std::int64_t taken(const Record& record) { return static_cast<std::int64_t>(record.steps.size()); }
 
 // Why a run that came to its end ended no better than it began; "": it did not, or its loss is not finite, which is told
@@ -115,7 +111,7 @@ void print_end(const Session& session, const Record& record, const Ending& endin
   list(ending.weights == options.out && train::has_tokenizer(options.out), "the tokenizer's files");
   list(ending.metrics, "metrics.jsonl");
   list(ending.report, "report.html");
-  list(!saved_steps(options).empty(), "checkpoints/");
+  list(session.saved > 0, "checkpoints/");
   std::cout << std::endl;
 }
 
@@ -133,9 +129,9 @@ std::string told(const Session& session, const Record& record, const Ending& end
   else
     text += "The run ended after step " + grouped(taken(record)) +
             ", in the middle of the next: its weights are not written.";
-  if (const auto saved = saved_steps(options); !saved.empty())
+  if (session.saved > 0)
     text += std::string(failure.empty() ? " Once there is room, '" : " '") + resume_command(options) +
-            "' goes on after step " + grouped(saved.back()) + ".";
+            "' goes on after step " + grouped(session.saved) + ".";
   else if (!failure.empty())
     text += " It has no checkpoint to go on from: --save-every N saves them all along.";
   return text;
@@ -187,15 +183,13 @@ void conclude(const Session& session, const Record& record, const Ending& ending
     throw std::runtime_error("the loss was not finite before the first step: the weights of " +
                              options.model.model + " are not, or too large for --activations " +
                              precision_name(session.job.activations));
-  if (lost > 0) {
-    const std::vector<std::int64_t> saved = saved_steps(options);
+  if (lost > 0)
     throw std::runtime_error(
         "the training diverged: its loss is not finite since step " + grouped(taken(record) - lost + 1) +
         ". Choose a smaller --lr, or a longer --warmup" +
-        (saved.empty()
+        (session.saved == 0
              ? ""
-             : "; the last checkpoint, of step " + grouped(saved.back()) + ", is of a time when it was"));
-  }
+             : "; the last checkpoint, of step " + grouped(session.saved) + ", is of a time when it was"));
   if (record.stopped) throw Stopped{Interrupts::signal()};
   if (!problem.empty()) throw NoBetter{};
 }

@@ -116,7 +116,7 @@ Session resumed(const CLI::App& command, const TrainOptions& given) {
   check_known(session, noted.options());
   take_notes(noted.options(), session.before);
   session.options = changed(noted, command, given);
-  if (session.in_place) session.options.out = given.resume;
+  if (session.in_place) session.options.out = given.resume, session.saved = session.from->manifest().step;
   if (command.count("--steps") > 0) extend(session, noted.model.steps);
   if (session.options.data == train::Data::kStandardInput && command.count("--data") == 0)
     throw UsageError(

@@ -49,8 +49,9 @@ struct Session {
   train::Job job;
   Memory plan;  // of weights, moments and gradients
   train::Ledger ledger;
-  io::Metadata notes;   // for its checkpoints; empty until one is wanted
-  std::string unsaved;  // why the last save failed, or ""
+  io::Metadata notes;      // for its checkpoints; empty until one is wanted
+  std::string unsaved;     // why the last save failed, or ""
+  std::int64_t saved = 0;  // the step of the last checkpoint; 0: there is none
 };
 
 // What was asked for, complete and checked as far as it can be before data and device are touched.

@@ -159,6 +159,7 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
     try {
       if (session.notes.empty()) session.notes = notes_for(session, data, trainer);
       train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
+      session.saved = trainer.steps_taken();
       if (!session.tokenizer.empty()) train::copy_tokenizer(session.tokenizer, options.out);
     } catch (const std::exception& error) {  // hours of training are worth more than this file
       session.unsaved = error.what();

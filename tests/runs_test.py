@@ -180,40 +180,55 @@ class Counted(Case):
 
 
 class Failures(Case):
-    def test_in_the_middle_of_a_step(self):
-        """Memory runs out in an accumulator: the report is there, and the words say what to do."""
-        arguments = self.arguments(
-            "a", "--gradients", "compressed", "--width", "64", "--save-every", "5", steps=100000
-        )
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_TOP_PAD_": "0"}
+    def started(self, out, *arguments, saved, **options):
+        """A long run that has saved the checkpoint of that step."""
+        words = self.arguments(out, "--save-every", "5", *arguments, steps=100000)
         process = subprocess.Popen(
-            [SCRUPLE, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+            [SCRUPLE, *words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
         )
         deadline = time.time() + 60
-        while time.time() < deadline and not os.path.exists(self.path("a/checkpoints/step-00000010")):
+        while time.time() < deadline and not os.path.exists(self.path(out, f"checkpoints/step-{saved:08}")):
             time.sleep(0.01)
+        return process
+
+    def ended(self, process):
+        said, problem = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 1, said + problem)
+        self.assertRegex(
+            problem,
+            r"\nThe run ended after step \d+, in the middle of the next: its weights are not written\. "
+            r"'\S+ train --resume \S+' goes on after step \d+\.\n$",
+        )
+        self.assertRegex(said, r"\nwrote \S+/: metrics\.jsonl.*, checkpoints/\n")
+        self.assertFalse(os.path.exists(self.path("a/model.safetensors")))
+        self.ends(0, "checkpoint", "verify", self.path("a"))
+        return said, problem
+
+    def test_in_the_middle_of_a_step(self):
+        """Tokens that become none of the model's: what was seen until then is written, and the run goes on from a save."""
+        self.data = self.path("text.bin")
+        tokens = b"".join(bytes([byte, 0]) for byte in TEXT.encode())
+        with open(self.data, "wb") as file:
+            file.write(tokens)
+        process = self.started("a", saved=10)
+        with open(self.data, "r+b") as file:
+            file.write(b"\xff\xff" * len(TEXT))
+        said, problem = self.ended(process)
+        self.assertIn("metrics.jsonl, report.html, checkpoints/", said)
+        self.assertRegex(problem, r"^(.*\n)*scruple: .*65535")
+        self.assertIn("Throughput", content(self.path("a/report.html")).decode())
+
+    def test_memory_runs_out_in_a_step(self):
+        """In an accumulator, which the library asks for: the words say what would take less."""
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_TOP_PAD_": "0"}
+        process = self.started("a", "--gradients", "compressed", "--width", "64", saved=10, env=environment)
         used = int(content(f"/proc/{process.pid}/statm").split()[0]) * resource.getpagesize()
         limit = used - (8 << 20)  # less than it has: what it has stays, and nothing new comes
         resource.prlimit(process.pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        time.sleep(0.5)
-        for _ in range(20):  # room for the report
-            if process.poll() is not None:
-                break
-            time.sleep(0.1)
-        said, problem = process.communicate(timeout=120)
-        self.assertEqual(process.returncode, 1, said + problem)
         self.assertIn(
-            "out of memory; choose a smaller model, --batch, --context or --recipe, or --recompute block",
-            problem,
+            "scruple: out of memory; choose a smaller model, --batch, --context or --recipe, or --recompute block",
+            self.ended(process)[1],
         )
-        self.assertRegex(
-            problem, r"ended after step \d+, in the middle of the next: its weights are not written\. '"
-        )
-        self.assertRegex(problem, r" train --resume \S+' goes on after step \d+\.")
-        self.assertFalse(os.path.exists(self.path("a/model.safetensors")))
-        self.assertRegex(said, r"wrote .*/: metrics\.jsonl")
-        self.assertIn("checkpoints/", said)
-        self.ends(0, "checkpoint", "verify", self.path("a"))
 
     def test_a_damaged_checkpoint_names_the_whole_ones(self):
         self.trained("a", "--save-every", "2", "--keep", "0")
