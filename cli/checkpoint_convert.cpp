@@ -52,39 +52,23 @@ io::Metadata with_recipe(const Checkpoint& checkpoint, const std::string& recipe
   return notes;
 }
 
-// The weights of a checkpoint in fp32 or bf16. Nothing else is read, so that damaged moments do not matter.
-class WeightReader {
- public:
-  WeightReader(const Checkpoint& checkpoint, const std::string& to)
-      : checkpoint_(checkpoint), dtype_(to == "bf16" ? io::Dtype::bf16 : io::Dtype::f32) {}
-
-  io::TensorInfo info(const TensorState& tensor) const { return {tensor.name, dtype_, tensor.shape}; }
-
-  std::vector<std::byte> read(const TensorState& tensor) {
-    const io::Array& weight = tensor.arrays.front();
-    std::vector<std::byte> bytes(static_cast<std::size_t>(info(tensor).bytes()));
-    if (weight.planes.front().dtype == io::Dtype::bf16 && dtype_ == io::Dtype::bf16) {
-      checkpoint_.read(tensor, weight, weight.planes.front(), bytes);  // the visible weights as they are
-      return bytes;
-    }
-    TensorState alone = tensor;
-    alone.arrays.resize(1);
-    const Tensor wide(engine_, train::row_of(alone, stateless_.raw()));
-    train::load(engine_, checkpoint_, alone, wide.raw());
-    const std::vector<float> values = values_of(wide, SCRUPLE_WEIGHT);
-    scruple_tensor row = wide.raw();
-    row.arrays[SCRUPLE_WEIGHT] = {format_named(dtype_ == io::Dtype::bf16 ? "bf16" : "fp32"), bytes.data(),
-                                  nullptr, SCRUPLE_NEAREST, 0};
-    check(scruple_encode(engine_.raw(), &row, SCRUPLE_WEIGHT, values.data()));
+// A tensor's weights in fp32 or bf16. Nothing else is read, so that damaged moments do not matter.
+std::vector<std::byte> weights_in(const io::TensorInfo& info, Engine& engine, const Checkpoint& checkpoint,
+                                  const TensorState& tensor) {
+  const bool half = info.dtype == io::Dtype::bf16;
+  const io::Array& weight = tensor.arrays.front();
+  std::vector<std::byte> bytes(static_cast<std::size_t>(info.bytes()));
+  if (half && weight.planes.front().dtype == io::Dtype::bf16) {
+    checkpoint.read(tensor, weight, weight.planes.front(), bytes);  // the visible weights as they are
     return bytes;
   }
-
- private:
-  const Checkpoint& checkpoint_;
-  const io::Dtype dtype_;
-  Engine engine_;
-  const Optimizer stateless_{"sgd", {{"momentum", 0.0}}};
-};
+  const Tensor stored = train::load_weight(engine, checkpoint, tensor);
+  scruple_tensor row = stored.raw();
+  row.arrays[SCRUPLE_WEIGHT] = {format_named(half ? "bf16" : "fp32"), bytes.data(), nullptr, SCRUPLE_NEAREST,
+                                0};
+  check(scruple_encode(engine.raw(), &row, SCRUPLE_WEIGHT, values_of(stored, SCRUPLE_WEIGHT).data()));
+  return bytes;
+}
 
 }  // namespace
 
@@ -137,13 +121,14 @@ void convert(const CheckpointOptions& options) {
 void export_weights(const CheckpointOptions& options) {
   check_new(options.out);
   const Checkpoint checkpoint(io::find_checkpoint(options.folder));
-  WeightReader weights(checkpoint, options.to);
+  const io::Dtype dtype = options.to == "bf16" ? io::Dtype::bf16 : io::Dtype::f32;
   const std::vector<TensorState>& tensors = checkpoint.manifest().tensors;
   std::vector<io::TensorInfo> infos;
-  infos.reserve(tensors.size());
-  for (const TensorState& tensor : tensors) infos.push_back(weights.info(tensor));
+  for (const TensorState& tensor : tensors) infos.push_back({tensor.name, dtype, tensor.shape});
   io::SafetensorsWriter writer(options.out, infos, {{"format", "pt"}});
-  for (std::size_t t = 0; t < tensors.size(); ++t) writer.write(t, weights.read(tensors[t]));
+  Engine engine;
+  for (std::size_t t = 0; t < tensors.size(); ++t)
+    writer.write(t, weights_in(infos[t], engine, checkpoint, tensors[t]));
   writer.finish();
   if (options.json)
     return print_json({{"from", checkpoint.folder()},

@@ -55,19 +55,6 @@ void use_rounding(scruple_tensor& tensor, const std::string& text) {
   throw UsageError("--rounding " + text + ": " + problem + did_you_mean(which, known));
 }
 
-std::vector<std::string> hyper_names(const Optimizer& optimizer) {
-  const int rule = scruple_optimizer_rule(optimizer.raw());
-  scruple_rule_info info;
-  check(scruple_rule_at(rule, &info));
-  std::vector<std::string> names;
-  for (int h = 0; h < info.hypers; ++h) {
-    scruple_hyper_info hyper;
-    check(scruple_rule_hyper(rule, h, &hyper));
-    names.emplace_back(hyper.name);
-  }
-  return names;
-}
-
 // torch's default momentum of 0 would show SGD without the state it is known for.
 void give_momentum(Optimizer& optimizer) {
   const int rule = scruple_optimizer_rule(optimizer.raw());
@@ -78,11 +65,8 @@ void give_momentum(Optimizer& optimizer) {
     check(scruple_rule_slot(rule, s, &slot));
     if (slot.optional == 0) return;
   }
-  for (int h = 0; h < info.hypers; ++h) {
-    scruple_hyper_info hyper;
-    check(scruple_rule_hyper(rule, h, &hyper));
+  for (const scruple_hyper_info& hyper : hypers_of(optimizer))
     if (std::string(hyper.name) == "momentum" && hyper.value == 0) optimizer.set("momentum", 0.9);
-  }
 }
 
 }  // namespace
@@ -111,7 +95,8 @@ Optimizer Choice::make_optimizer() const {
   check_name("optimizer", optimizer, known);
   Optimizer made(optimizer.c_str());
   give_momentum(made);
-  const std::vector<std::string> known_hypers = hyper_names(made);
+  std::vector<std::string> known_hypers;
+  for (const scruple_hyper_info& hyper : hypers_of(made)) known_hypers.emplace_back(hyper.name);
   for (const std::string& text : hypers) {
     const std::size_t equals = text.find('=');
     if (equals == std::string::npos) throw UsageError("--set is '" + text + "'; it must be name=value");
@@ -176,6 +161,16 @@ std::vector<scruple_recipe_info> all_recipes() {
   std::vector<scruple_recipe_info> recipes(static_cast<std::size_t>(scruple_recipe_count()));
   for (std::size_t i = 0; i < recipes.size(); ++i) check(scruple_recipe_at(static_cast<int>(i), &recipes[i]));
   return recipes;
+}
+
+std::vector<scruple_hyper_info> hypers_of(const Optimizer& optimizer) {
+  const int rule = scruple_optimizer_rule(optimizer.raw());
+  scruple_rule_info info;
+  check(scruple_rule_at(rule, &info));
+  std::vector<scruple_hyper_info> hypers(static_cast<std::size_t>(info.hypers));
+  for (int h = 0; h < info.hypers; ++h)
+    check(scruple_rule_hyper(rule, h, &hypers[static_cast<std::size_t>(h)]));
+  return hypers;
 }
 
 void check_name(const std::string& kind, const std::string& name, const std::vector<std::string>& known) {

@@ -53,6 +53,7 @@ std::vector<Refusal> for_each_recipe(const Choice& choice, const Body& body) {
 // reach it then.
 bool stays_fp32(const std::string& recipe, std::int64_t size);
 std::vector<scruple_recipe_info> all_recipes();
+std::vector<scruple_hyper_info> hypers_of(const Optimizer& optimizer);
 // Throws where `known` lacks the name, and says which was perhaps meant.
 void check_name(const std::string& kind, const std::string& name, const std::vector<std::string>& known);
 void check_recipe(const std::string& name);

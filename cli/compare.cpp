@@ -51,6 +51,14 @@ Examples:
 constexpr std::int64_t kTrainingBytes = 4 << 20, kValidationBytes = 1 << 18;
 constexpr std::uint64_t kGrammar = 1, kOtherGrammar = 2, kTrainingSeed = 1, kValidationSeed = 2;
 
+constexpr const char* kSmallRate =
+    "Fine-tuning at a small learning rate on a text of other words. A bf16 weight has 8 significant bits: an "
+    "update below half its last bit is rounded away, and the weight stands still. 8 extra bits keep it.";
+constexpr const char* kHalf =
+    "Activations and their gradients in fp16. The loss is divided by 256, as in one of the 256 micro-batches "
+    "of 2,048 tokens that make a batch of GPT-2's size. Most gradients are then below the smallest fp16 "
+    "number and vanish, unless the loss is scaled up.";
+
 // The hazards: fine-tuning at the peak rate over this; a loss divided as in one of so many micro-batches.
 constexpr double kSmallRateOver = 250;
 constexpr float kMicroBatches = 256;
@@ -123,28 +131,27 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   if (from != nullptr && !from->empty())
     for (std::size_t p = 0; p < from->size(); ++p)
       trainer.state().set(static_cast<int>(p), (*from)[p].data());
-  const std::int64_t steps = job.schedule.steps;
   Progress progress(name, job, trainer, ledger);
-  Run result;
-  result.name = name;
-  result.recipe = choice.recipe;
-  result.optimizer = choice.optimizer;
-  result.activations = precision_name(job.activations);
-  result.seed = job.seed;
-  result.steps = steps;
-  train::Span span = span_of(steps);
+  train::Span span = span_of(job.schedule.steps);
   span.validating = [&](auto done, auto all) { progress.validating(done, all); };
-  result.record = train::run(trainer, text.training, text.validation, span, [&](const Record& record) {
-    progress.show(record, train::seconds_left(record, span));
+  const Record record = train::run(trainer, text.training, text.validation, span, [&](const Record& seen) {
+    progress.show(seen, train::seconds_left(seen, span));
   });
   if (from != nullptr) *from = weights_of(trainer);
   const auto params = static_cast<double>(trainer.state().size());
   const Memory plan = plan_of(choice, choice.recipe, job, policy);
-  result.measured = measured_parts(ledger, plan);
-  result.planned_each = static_cast<double>(plan.total()) / params;
-  result.measured_each = static_cast<double>(measured_total(ledger)) / params;
-  result.peak = ledger.peak();
-  return result;
+  return {.name = name,
+          .recipe = choice.recipe,
+          .optimizer = choice.optimizer,
+          .activations = precision_name(job.activations),
+          .seed = job.seed,
+          .measured = measured_parts(ledger, plan),
+          .planned_each = static_cast<double>(plan.total()) / params,
+          .measured_each = static_cast<double>(measured_total(ledger)) / params,
+          .peak = ledger.peak(),
+          .steps = job.schedule.steps,
+          .record = record,
+          .gap = {}};
 } catch (const std::exception& error) {
   rethrow_shortage(error, job, savings(job, false));
 }
@@ -288,8 +295,8 @@ class Comparer {
   }
 
   void hazards();
-  void run_hazard(std::vector<Run>& into, const std::string& name, const Choice& choice,
-                  const train::Job& job, const Text& text, Weights from);
+  void run_hazard(const Hazard& hazard, const std::string& name, const Choice& choice, const train::Job& job,
+                  const Text& text, Weights from);
 
   CompareOptions options_;
   Text text_;
@@ -297,11 +304,13 @@ class Comparer {
   Comparison found_;
 };
 
-void Comparer::run_hazard(std::vector<Run>& into, const std::string& name, const Choice& choice,
+void Comparer::run_hazard(const Hazard& hazard, const std::string& name, const Choice& choice,
                           const train::Job& job, const Text& text, Weights from) {
   if (found_.stopped) return;
-  into.push_back(run_one(name, choice, options_.gradients.policy, job, text, &from));
-  found_.stopped = into.back().record.stopped;
+  if (found_.hazards.empty() || found_.hazards.back().key != hazard.key) found_.hazards.push_back(hazard);
+  std::vector<Run>& runs = found_.hazards.back().runs;
+  runs.push_back(run_one(name, choice, options_.gradients.policy, job, text, &from));
+  found_.stopped = runs.back().record.stopped;
 }
 
 void Comparer::hazards() {
@@ -319,7 +328,8 @@ void Comparer::hazards() {
     const auto tune = [&](const char* name, const Choice& choice) {
       train::Job job = job_for(choice, options_.model, options_.gradients);
       job.schedule = {train::Annealing::constant, options_.lr / kSmallRateOver, 0, steps};
-      run_hazard(found_.small_rate, name, choice, job, other, trained_);
+      run_hazard({"A small learning rate", "small_learning_rate", kSmallRate, {}}, name, choice, job, other,
+                 trained_);
     };
     tune("fp32", choose("fp32", ""));
     tune("scruple: 24-bit weights", choose("scruple", ""));
@@ -334,7 +344,7 @@ void Comparer::hazards() {
     job.isolates = text_.training.isolates();
     job.scaler = scaler;
     job.scaler.scale /= kMicroBatches;
-    run_hazard(found_.half, name, choice, job, text_, {});
+    run_hazard({"fp16 without loss scaling", "fp16", kHalf, {}}, name, choice, job, text_, {});
   };
   scruple_scaler one;
   check(scruple_scaler_static(1, &one));

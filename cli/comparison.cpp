@@ -168,17 +168,6 @@ std::string stop_words(const Comparison& found, const CompareOptions& options) {
 }
 
 constexpr const char* kOneSeed = "One seed: nothing here tells a small gap from noise.";
-constexpr const char* kSmallRate =
-    "Fine-tuning at a small learning rate on a text of other words. A bf16 weight has 8 significant bits: an "
-    "update "
-    "below half its last bit is rounded away, and the weight stands still. 8 extra bits keep it.";
-constexpr const char* kHalf =
-    "Activations and their gradients in fp16. The loss is divided by 256, as in one of the 256 micro-batches "
-    "of 2,048 "
-    "tokens that make a batch of GPT-2's size. Most gradients are then below the smallest fp16 number and "
-    "vanish, unless "
-    "the loss is scaled up.";
-
 ordered_json json_of(const Run& run) {
   return {{"recipe", run.recipe},
           {"optimizer", run.optimizer},
@@ -239,13 +228,9 @@ void print(const Comparison& found, const CompareOptions& options) {
   std::cout << heading(found, options) << "\n\n";
   Table{table_of_runs(found, options), {1}}.print(std::cout);
   std::cout << '\n' << about_noise(found, options) << '\n';
-  if (!found.small_rate.empty()) {
-    std::cout << '\n' << kSmallRate << "\n\n";
-    Table{table_of_hazard(found.small_rate), {}}.print(std::cout);
-  }
-  if (!found.half.empty()) {
-    std::cout << '\n' << kHalf << "\n\n";
-    Table{table_of_hazard(found.half), {}}.print(std::cout);
+  for (const Hazard& hazard : found.hazards) {
+    std::cout << '\n' << hazard.text << "\n\n";
+    Table{table_of_hazard(hazard.runs), {}}.print(std::cout);
   }
   if (found.stopped) std::cout << '\n' << stop_words(found, options) << '\n';
 }
@@ -254,15 +239,12 @@ void print_json(const Comparison& found, const CompareOptions& options) {
   ordered_json rows = ordered_json::array(), again = rows, hazards = ordered_json::object();
   for (const Run& run : found.runs) rows.push_back(json_of(run));
   for (const Run& run : found.again) again.push_back(json_of(run));
-  const auto add = [&](const char* name, const std::vector<Run>& runs) {
-    for (const Run& run : runs)
-      hazards[name].push_back(
+  for (const Hazard& hazard : found.hazards)
+    for (const Run& run : hazard.runs)
+      hazards[hazard.key].push_back(
           {{"run", run.name},
            {"val_loss_before", run.record.first_loss()},
            {"val_loss", run.complete() ? ordered_json(run.record.final_loss()) : ordered_json()}});
-  };
-  add("small_learning_rate", found.small_rate);
-  add("fp16", found.half);
   const ordered_json all = {{"floor", found.floor ? ordered_json(*found.floor) : ordered_json()},
                             {"params", found.params},
                             {"steps", options.model.steps},
@@ -286,17 +268,13 @@ train::Report report_of(const Comparison& found, const CompareOptions& options) 
     if (train::Chart chart = chart_of(optimizer, found, options); !chart.curves.empty())
       recipes.charts.push_back(std::move(chart));
   report.sections.push_back(recipes);
-  const auto add = [&](const char* title, const char* text, const std::vector<Run>& runs) {
-    if (!runs.empty())
-      report.sections.push_back(
-          {title,
-           text,
-           {{"", "", table_of_hazard(runs)}},
-           {},
-           {chart_of("Loss", kOneSeed, nats_per(options.chosen.config.shape), runs, {})}});
-  };
-  add("A small learning rate", kSmallRate, found.small_rate);
-  add("fp16 without loss scaling", kHalf, found.half);
+  for (const Hazard& hazard : found.hazards)
+    report.sections.push_back(
+        {hazard.title,
+         hazard.text,
+         {{"", "", table_of_hazard(hazard.runs)}},
+         {},
+         {chart_of("Loss", kOneSeed, nats_per(options.chosen.config.shape), hazard.runs, {})}});
   return report;
 }
 

@@ -40,6 +40,12 @@ struct Run {
   bool complete() const { return !record.stopped; }
 };
 
+// What goes wrong without the recipes: runs, and what they show.
+struct Hazard {
+  std::string title, key, text;  // key: in JSON
+  std::vector<Run> runs;
+};
+
 // Everything that compare found out, to print and to draw.
 struct Comparison {
   std::optional<double> floor;  // the least validation loss that a model can hope for, where it is known
@@ -48,14 +54,12 @@ struct Comparison {
   std::string gpu;           // that the runs are on; "": the CPU
   std::string step;          // what each step sees
   std::vector<Run> runs;
-  std::vector<Run> again;             // fp32 from a second seed, with its gap to the first
-  std::vector<Run> small_rate, half;  // the hazards
-  bool stopped = false;               // in the last run of the last list that has any
+  std::vector<Run> again;       // fp32 from a second seed, with its gap to the first
+  std::vector<Hazard> hazards;  // each with runs
+  bool stopped = false;         // in the last run of the last list that has any
 
   const Run& last() const {
-    for (const std::vector<Run>* list : {&half, &small_rate, &again})
-      if (!list->empty()) return list->back();
-    return runs.back();
+    return !hazards.empty() ? hazards.back().runs.back() : !again.empty() ? again.back() : runs.back();
   }
 };
 

@@ -16,34 +16,28 @@ using train::Outcome;
 using train::Record;
 
 // All but the learning rate, which the schedule decides, and flags that are off.
-std::string hypers_of(const Optimizer& optimizer) {
-  const int rule = scruple_optimizer_rule(optimizer.raw());
-  scruple_rule_info info;
-  check(scruple_rule_at(rule, &info));
-  std::string text;
-  for (int h = 0; h < info.hypers; ++h) {
-    scruple_hyper_info hyper;
-    check(scruple_rule_hyper(rule, h, &hyper));
+std::string hyper_words(const Optimizer& optimizer) {
+  std::vector<std::string> words;
+  for (const scruple_hyper_info& hyper : hypers_of(optimizer)) {
     const double value = optimizer.get(hyper.name);
     if (std::string(hyper.name) == "lr" || (hyper.flag != 0 && value == 0)) continue;
-    text +=
-        (text.empty() ? "" : ", ") + std::string(hyper.name) + (hyper.flag != 0 ? "" : " " + shortest(value));
+    words.push_back(hyper.name + (hyper.flag != 0 ? "" : " " + shortest(value)));
   }
-  return text;
+  return joined(words);
 }
 
 // Of a large tensor; a recipe may leave small ones in fp32.
 std::string formats_of(const train::Job& job, const Optimizer& optimizer) {
   const scruple_tensor tensor = job.describe(optimizer, std::int64_t{1} << 20);
-  std::string text;
+  std::vector<std::string> words;
   for (const int a : used_arrays(tensor)) {
     const scruple_array& array = tensor.arrays[a];
     if (a == SCRUPLE_GRADIENT && job.gradients.policy == SCRUPLE_RELEASED) continue;
-    text +=
-        (text.empty() ? "" : ", ") + std::string(array_name(tensor, a)) + " " + info_of(array.format).name;
-    if (array.rounding != SCRUPLE_NEAREST) text += std::string(" ") + scruple_rounding_name(array.rounding);
+    words.push_back(std::string(array_name(tensor, a)) + " " + info_of(array.format).name);
+    if (array.rounding != SCRUPLE_NEAREST)
+      words.back() += std::string(" ") + scruple_rounding_name(array.rounding);
   }
-  return text;
+  return joined(words);
 }
 
 std::string rate_of(const train::Schedule& schedule) {
@@ -67,7 +61,7 @@ train::Figures settings_of(const Trained& run) {
            {"activations", precision_name(job.activations)},
            {"gradients", kPolicies[job.gradients.policy] + gradient_words(job)},
            {"optimizer", rule.name},
-           {"hyperparameters", hypers_of(optimizer)},
+           {"hyperparameters", hyper_words(optimizer)},
            {"learning rate", rate_of(job.schedule)},
            {"steps", grouped(job.schedule.steps) + " of " + step_words(job, run.layout)},
            {"seed", std::to_string(job.seed)}}};

@@ -173,6 +173,15 @@ void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorStat
   }
 }
 
+Tensor load_weight(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor) {
+  static const Optimizer stateless{"sgd", {{"momentum", 0.0}}};
+  io::TensorState alone = tensor;
+  alone.arrays.resize(1);
+  Tensor loaded(engine, row_of(alone, stateless.raw()));
+  load(engine, checkpoint, alone, loaded.raw());
+  return loaded;
+}
+
 io::Metadata notes_of(const io::Checkpoint& checkpoint) {
   io::Metadata notes;
   for (const auto& [key, value] : checkpoint.manifest().trainer)

@@ -28,6 +28,8 @@ std::span<std::byte> plane_of(const scruple_tensor& row, const io::TensorState& 
 // changed since 0.1. Throws where weights would be read differently, or sizes differ. `memory`: the row's.
 void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
           const scruple_tensor& row, Memory& memory = host_memory());
+// A tensor's weight in its format; nothing else of it is read.
+Tensor load_weight(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor);
 // `bytes` of a device, where they lie or as copies of parts, in order.
 void for_each_part(Memory& memory, std::span<const std::byte> bytes,
                    const std::function<void(std::span<const std::byte>)>& take);
