@@ -55,19 +55,6 @@ void use_rounding(scruple_tensor& tensor, const std::string& text) {
   throw UsageError("--rounding " + text + ": " + problem + did_you_mean(which, known));
 }
 
-std::vector<std::string> hyper_names(const Optimizer& optimizer) {
-  const int rule = scruple_optimizer_rule(optimizer.raw());
-  scruple_rule_info info;
-  check(scruple_rule_at(rule, &info));
-  std::vector<std::string> names;
-  for (int h = 0; h < info.hypers; ++h) {
-    scruple_hyper_info hyper;
-    check(scruple_rule_hyper(rule, h, &hyper));
-    names.emplace_back(hyper.name);
-  }
-  return names;
-}
-
 // torch's default momentum of 0 would show SGD without the state it is known for.
 void give_momentum(Optimizer& optimizer) {
   const int rule = scruple_optimizer_rule(optimizer.raw());
@@ -78,30 +65,24 @@ void give_momentum(Optimizer& optimizer) {
     check(scruple_rule_slot(rule, s, &slot));
     if (slot.optional == 0) return;
   }
-  for (int h = 0; h < info.hypers; ++h) {
-    scruple_hyper_info hyper;
-    check(scruple_rule_hyper(rule, h, &hyper));
+  for (const scruple_hyper_info& hyper : hypers_of(optimizer))
     if (std::string(hyper.name) == "momentum" && hyper.value == 0) optimizer.set("momentum", 0.9);
-  }
 }
 
 }  // namespace
 
-void Choice::add_options(CLI::App& command) {
-  const auto add = [&](const char* name, auto& value, const char* type, const std::string& doc) {
-    return command.add_option(name, value, doc)->type_name(type);
-  };
-  add("--optimizer", optimizer, "NAME", "update rule, as 'scruple list' names it")->capture_default_str();
-  add("--recipe", recipe, "NAME", "one recipe; without it, all that serve the optimizer");
-  add("--weights", weights, "FORMAT", "format of the weights, in place of the recipe's");
-  add("--moments", moments, "FORMAT", "format of every moment that it can hold");
-  add("--second-moments", second_moments, "FORMAT", "format of the non-negative moments");
-  add("--rounding", roundings, "[WHICH=]MODE",
-      either(rounding_names()) +
-          ", of all that can round so or of weights=, moments= or a slot; may be repeated")
-      ->allow_extra_args(false);
-  add("--set", hypers, "NAME=VALUE", "a hyperparameter; may be repeated (SGD starts at momentum=0.9)")
-      ->allow_extra_args(false);
+OptionTable Choice::options() {
+  return {
+      {"--optimizer", "optimizer", &optimizer, "NAME", "update rule, as 'scruple list' names it"},
+      {"--recipe", "recipe", &recipe, "NAME", "one recipe; without it, all that serve the optimizer"},
+      {"--weights", "weights", &weights, "FORMAT", "format of the weights, in place of the recipe's"},
+      {"--moments", "moments", &moments, "FORMAT", "format of every moment that it can hold"},
+      {"--second-moments", "second-moments", &second_moments, "FORMAT", "format of the non-negative moments"},
+      {"--rounding", "rounding", &roundings, "[WHICH=]MODE",
+       either(rounding_names()) +
+           ", of all that can round so or of weights=, moments= or a slot; may be repeated"},
+      {"--set", "set", &hypers, "NAME=VALUE",
+       "a hyperparameter; may be repeated (SGD starts at momentum=0.9)"}};
 }
 
 Optimizer Choice::make_optimizer() const {
@@ -114,7 +95,8 @@ Optimizer Choice::make_optimizer() const {
   check_name("optimizer", optimizer, known);
   Optimizer made(optimizer.c_str());
   give_momentum(made);
-  const std::vector<std::string> known_hypers = hyper_names(made);
+  std::vector<std::string> known_hypers;
+  for (const scruple_hyper_info& hyper : hypers_of(made)) known_hypers.emplace_back(hyper.name);
   for (const std::string& text : hypers) {
     const std::size_t equals = text.find('=');
     if (equals == std::string::npos) throw UsageError("--set is '" + text + "'; it must be name=value");
@@ -179,6 +161,16 @@ std::vector<scruple_recipe_info> all_recipes() {
   std::vector<scruple_recipe_info> recipes(static_cast<std::size_t>(scruple_recipe_count()));
   for (std::size_t i = 0; i < recipes.size(); ++i) check(scruple_recipe_at(static_cast<int>(i), &recipes[i]));
   return recipes;
+}
+
+std::vector<scruple_hyper_info> hypers_of(const Optimizer& optimizer) {
+  const int rule = scruple_optimizer_rule(optimizer.raw());
+  scruple_rule_info info;
+  check(scruple_rule_at(rule, &info));
+  std::vector<scruple_hyper_info> hypers(static_cast<std::size_t>(info.hypers));
+  for (int h = 0; h < info.hypers; ++h)
+    check(scruple_rule_hyper(rule, h, &hypers[static_cast<std::size_t>(h)]));
+  return hypers;
 }
 
 void check_name(const std::string& kind, const std::string& name, const std::vector<std::string>& known) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "options.h"
 #include "scruple/scruple.hpp"
 
 namespace scruple::cli {
@@ -17,7 +18,8 @@ struct Choice {
   std::vector<std::string> hypers;     // name=value
   bool unbiased = false;               // gradients are dithered, or rounded stochastically, where they can be
 
-  void add_options(CLI::App& command);
+  OptionTable options();
+  void add_options(CLI::App& command) { cli::add_options(command, options()); }
   Optimizer make_optimizer() const;
   // One tensor's formats by a recipe and the choices that override it; throws with the library's reason.
   scruple_tensor describe(const Optimizer& rule, const std::string& with_recipe, std::int64_t size) const;
@@ -51,6 +53,7 @@ std::vector<Refusal> for_each_recipe(const Choice& choice, const Body& body) {
 // reach it then.
 bool stays_fp32(const std::string& recipe, std::int64_t size);
 std::vector<scruple_recipe_info> all_recipes();
+std::vector<scruple_hyper_info> hypers_of(const Optimizer& optimizer);
 // Throws where `known` lacks the name, and says which was perhaps meant.
 void check_name(const std::string& kind, const std::string& name, const std::vector<std::string>& known);
 void check_recipe(const std::string& name);

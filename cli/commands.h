@@ -18,8 +18,8 @@ struct Stopped {
   int signal;
 };
 
-// A run came to its end and has learnt nothing, as was said: exit code 3.
-struct NotLearnt {};
+// A run came to its end no better than it began, as was said: exit code 3.
+struct NoBetter {};
 
 // Checks that an option's value is one of these; says which was perhaps meant where it is not.
 CLI::Validator one_of(const std::vector<std::string>& known);

@@ -17,7 +17,7 @@ using namespace scruple;
 
 constexpr int kFailure = 1;
 constexpr int kUsage = 2;
-constexpr int kNotLearnt = 3;
+constexpr int kNoBetter = 3;
 constexpr int kSignal = 128;
 
 constexpr const char* kHelp =
@@ -46,9 +46,8 @@ constexpr const char* kFooter =
     "  scruple checkpoint inspect run1\n"
     "\n"
     "'scruple help COMMAND' says more of each.\n"
-    "Exit code: 0 done, 1 failed, 2 the command line is wrong, 3 a training has learnt nothing, 128 + N "
-    "stopped by\n"
-    "signal N.";
+    "Exit code: 0 done, 1 failed, 2 the command line is wrong, 3 a training ended no better than it began,\n"
+    "128 + N stopped by signal N.";
 
 int complain(const std::string& message, int code) {
   std::cerr << "scruple: " << message << '\n';
@@ -215,8 +214,8 @@ int guarded(int argc, char** argv) {
     return run(argc, argv);
   } catch (const cli::Stopped& stopped) {
     return kSignal + stopped.signal;
-  } catch (const cli::NotLearnt&) {
-    return kNotLearnt;
+  } catch (const cli::NoBetter&) {
+    return kNoBetter;
   } catch (const cli::UsageError& error) {
     return complain(error.what(), kUsage);
   } catch (const Error& error) {

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <functional>
 
+#include "progress.h"
+#include "room.h"
 #include "text.h"
 #include "training.h"
 
@@ -14,34 +16,28 @@ using train::Outcome;
 using train::Record;
 
 // All but the learning rate, which the schedule decides, and flags that are off.
-std::string hypers_of(const Optimizer& optimizer) {
-  const int rule = scruple_optimizer_rule(optimizer.raw());
-  scruple_rule_info info;
-  check(scruple_rule_at(rule, &info));
-  std::string text;
-  for (int h = 0; h < info.hypers; ++h) {
-    scruple_hyper_info hyper;
-    check(scruple_rule_hyper(rule, h, &hyper));
+std::string hyper_words(const Optimizer& optimizer) {
+  std::vector<std::string> words;
+  for (const scruple_hyper_info& hyper : hypers_of(optimizer)) {
     const double value = optimizer.get(hyper.name);
     if (std::string(hyper.name) == "lr" || (hyper.flag != 0 && value == 0)) continue;
-    text +=
-        (text.empty() ? "" : ", ") + std::string(hyper.name) + (hyper.flag != 0 ? "" : " " + shortest(value));
+    words.push_back(hyper.name + (hyper.flag != 0 ? "" : " " + shortest(value)));
   }
-  return text;
+  return joined(words);
 }
 
 // Of a large tensor; a recipe may leave small ones in fp32.
 std::string formats_of(const train::Job& job, const Optimizer& optimizer) {
   const scruple_tensor tensor = job.describe(optimizer, std::int64_t{1} << 20);
-  std::string text;
+  std::vector<std::string> words;
   for (const int a : used_arrays(tensor)) {
     const scruple_array& array = tensor.arrays[a];
     if (a == SCRUPLE_GRADIENT && job.gradients.policy == SCRUPLE_RELEASED) continue;
-    text +=
-        (text.empty() ? "" : ", ") + std::string(array_name(tensor, a)) + " " + info_of(array.format).name;
-    if (array.rounding != SCRUPLE_NEAREST) text += std::string(" ") + scruple_rounding_name(array.rounding);
+    words.push_back(std::string(array_name(tensor, a)) + " " + info_of(array.format).name);
+    if (array.rounding != SCRUPLE_NEAREST)
+      words.back() += std::string(" ") + scruple_rounding_name(array.rounding);
   }
-  return text;
+  return joined(words);
 }
 
 std::string rate_of(const train::Schedule& schedule) {
@@ -49,44 +45,43 @@ std::string rate_of(const train::Schedule& schedule) {
          train::kAnnealings[static_cast<int>(schedule.annealing)];
 }
 
-train::Figures settings_of(const std::string& data, const std::string& kind, const std::string& recipe,
-                           const train::Job& job) {
+train::Figures settings_of(const Trained& run) {
+  const train::Job& job = run.job;
   const Optimizer optimizer = job.optimizer();
   scruple_rule_info rule;
   check(scruple_rule_at(scruple_optimizer_rule(optimizer.raw()), &rule));
   return {"Settings",
           "",
           {{"setting", "value"},
-           {"data", data},
-           {"model", kind + ", " + shape_words(job.shape)},
+           {"data", run.data},
+           {"model", run.kind + ", " + shape_words(job.shape)},
            {"parameters", grouped(train::parameter_count(job.shape))},
-           {"recipe", recipe},
+           {"recipe", run.recipe},
            {"formats", formats_of(job, optimizer)},
            {"activations", precision_name(job.activations)},
            {"gradients", kPolicies[job.gradients.policy] + gradient_words(job)},
            {"optimizer", rule.name},
-           {"hyperparameters", hypers_of(optimizer)},
+           {"hyperparameters", hyper_words(optimizer)},
            {"learning rate", rate_of(job.schedule)},
-           {"steps", grouped(job.schedule.steps) + " of " + grouped(tokens_per_step(job)) + " tokens"},
+           {"steps", grouped(job.schedule.steps) + " of " + step_words(job, run.layout)},
            {"seed", std::to_string(job.seed)}}};
 }
 
-train::Figures speed_of(const train::Trainer& trainer, const train::Job& job, const Record& record) {
+train::Figures speed_of(const Trained& run) {
+  const Record& record = run.record;
   const auto taken = static_cast<std::int64_t>(record.steps.size());
   const auto before = static_cast<std::int64_t>(record.resumed);
-  const auto skipped = std::count_if(record.steps.begin(), record.steps.end(),
-                                     [](const Outcome& step) { return step.skipped; });
   train::Figures speed = {
       "Speed",
       "Validations are not counted.",
-      {{"of the run", "value"}, {"device", trainer.backend().device()}, {"steps taken", grouped(taken)}}};
+      {{"of the run", "value"}, {"device", run.trainer.backend().device()}, {"steps taken", grouped(taken)}}};
   if (before > 0) speed.rows.push_back({"of them in earlier sessions", grouped(before)});
-  speed.rows.push_back({"skipped, their gradients not finite", grouped(skipped)});
+  speed.rows.push_back({"skipped, their gradients not finite", grouped(record.skipped())});
   if (taken > before) {
     speed.rows.push_back({"ms per step", fixed(record.ms_per_step(), 1)});
-    const double rate = tokens_per_second(record, tokens_per_step(job));
+    const double rate = record.tokens_per_second();
     speed.rows.push_back({"tokens per second", grouped(std::llround(rate))});
-    if (const std::string mfu = mfu_words(rate, most_tokens(trainer, job)); !mfu.empty())
+    if (const std::string mfu = mfu_words(rate, most_tokens(run.trainer, run.job)); !mfu.empty())
       speed.rows.push_back({"of the device's peak (MFU)", mfu});
     speed.rows.push_back({before > 0 ? "time of the last session's steps" : "time of the steps",
                           duration(record.step_seconds)});
@@ -126,13 +121,13 @@ train::Chart memory_chart(const train::Ledger& ledger, const Record& record) {
   return chart;
 }
 
-train::Section memory_of(const train::Ledger& ledger, const Memory& plan, std::int64_t count,
-                         const Record& record) {
-  const auto params = static_cast<double>(count);
+train::Section memory_of(const Trained& run) {
+  const train::Ledger& ledger = run.ledger;
+  const auto params = static_cast<double>(train::parameter_count(run.job.shape));
   train::Bars::Row planned = {"planned", {}}, measured = {"measured", {}};
-  for (const auto& [kind, bytes] : plan.parts())
+  for (const auto& [kind, bytes] : run.plan.parts())
     planned.parts.emplace_back(kind, static_cast<double>(bytes) / params);
-  for (const auto& [kind, bytes] : measured_parts(ledger, plan))
+  for (const auto& [kind, bytes] : measured_parts(ledger, run.plan))
     measured.parts.emplace_back(kind, static_cast<double>(bytes) / params);
   train::Figures kinds = {"Peak by kind",
                           "Kinds do not all peak at once, so the total may be below their sum.",
@@ -148,7 +143,7 @@ train::Section memory_of(const train::Ledger& ledger, const Memory& plan, std::i
                             {kinds},
                             {{"Weights, moments, gradients", "", "bytes per parameter", {planned, measured}}},
                             {}};
-  if (!record.memory.empty()) section.charts.push_back(memory_chart(ledger, record));
+  if (!run.record.memory.empty()) section.charts.push_back(memory_chart(ledger, run.record));
   return section;
 }
 
@@ -169,11 +164,11 @@ train::Chart small_chart(const std::string& title, const std::string& y_label, c
   return {title, "", "step", y_label, {curve_of(title, record, value)}, {}, /*small=*/true};
 }
 
-train::Chart speed_chart(const train::Job& job, const Record& record) {
+train::Chart speed_chart(const Record& record) {
   train::Curve curve = {"Throughput", {}, {}, false};
   for (std::size_t i = 0; i < record.seconds.size(); ++i) {
     curve.x.push_back(static_cast<double>(record.resumed + i + 1));
-    curve.y.push_back(static_cast<double>(tokens_per_step(job)) / record.seconds[i]);
+    curve.y.push_back(static_cast<double>(record.steps[record.resumed + i].tokens) / record.seconds[i]);
   }
   return {"Throughput", "", "step", "tokens per second", {curve}, {}, /*small=*/true};
 }
@@ -196,7 +191,7 @@ train::Section steps_of(const train::Job& job, const Record& record) {
     section.charts.push_back(small_chart("Loss scale", "scale", record, [](const Outcome& step) {
       return static_cast<double>(step.loss_scale);
     }));
-  if (!record.seconds.empty()) section.charts.push_back(speed_chart(job, record));
+  if (!record.seconds.empty()) section.charts.push_back(speed_chart(record));
   return section;
 }
 
@@ -226,21 +221,17 @@ std::string validation_words(const Record& record, const train::Job& job) {
   return "validation loss " + at(first, 0) + " -> " + at(last, job.schedule.steps) + unit;
 }
 
-train::Report page_of(const std::string& data, const std::string& kind, const std::string& recipe,
-                      const train::Job& job, const Record& record, const train::Trainer& trainer,
-                      const train::Ledger& ledger, const Memory& plan) {
-  const std::string lead = kind + ", " + shape_words(job.shape) + ", recipe " + recipe + ", " +
+train::Report page_of(const Trained& run) {
+  const train::Job& job = run.job;
+  const Record& record = run.record;
+  const std::string lead = run.kind + ", " + shape_words(job.shape) + ", recipe " + run.recipe + ", " +
                            grouped(static_cast<std::int64_t>(record.steps.size())) + " of " +
                            plural(job.schedule.steps, "step") + "; " + validation_words(record, job) + ".";
-  return {"Scruple: " + data,
+  return {"Scruple: " + run.data,
           lead,
           {loss_of(record, job),
-           {"Settings and speed",
-            "",
-            {settings_of(data, kind, recipe, job), speed_of(trainer, job, record)},
-            {},
-            {}},
-           memory_of(ledger, plan, train::parameter_count(job.shape), record),
+           {"Settings and speed", "", {settings_of(run), speed_of(run)}, {}, {}},
+           memory_of(run),
            steps_of(job, record)}};
 }
 

@@ -157,8 +157,8 @@ Found find_model(const Options& options) {
                              "or of one of its checkpoints");
   }
   Found found = {nullptr, std::make_unique<io::Checkpoint>(path), folder};
-  const auto& notes = found.checkpoint->manifest().trainer;
-  const auto from = notes.find("--model");
+  const io::Metadata notes = train::notes_of(*found.checkpoint);
+  const auto from = notes.find("model");
   const std::string run = std::filesystem::path(path).parent_path().parent_path().string();
   const std::string noted = from == notes.end() ? "" : folder_of_tokenizer(from->second);
   for (const std::string& place : {noted, run, folder})

@@ -1,35 +1,19 @@
 #include "training.h"
 
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
-#include <csignal>
-#include <cstdio>
-#include <cstdlib>
+#include <chrono>
 #include <filesystem>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <sstream>
-#include <utility>
 
+#include "memory.h"
 #include "names.h"
 #include "text.h"
 
 namespace scruple::cli {
 namespace {
-
-volatile std::sig_atomic_t interrupted = 0;  // by this signal
-constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
-
-extern "C" void note_interrupt(int signal) {
-  interrupted = signal;
-  std::signal(signal, SIG_DFL);
-  constexpr char kSaid[] = "\nscruple: stopping after this step; once more to stop at once\n";
-  (void)!write(STDERR_FILENO, kSaid, sizeof kSaid - 1);
-}
 
 constexpr const char* kAccumulations[] = {"none", "momentum", "adama"};  // of scruple_accumulation
 
@@ -46,16 +30,6 @@ scruple_scaler scaler_of(const std::string& text, train::Precision activations) 
   return scaler;
 }
 
-// Of the terminal that stderr is. A line of all its columns would make some terminals go to the next.
-std::size_t columns_for_a_line() {
-  winsize window{};
-  long columns = ioctl(STDERR_FILENO, TIOCGWINSZ, &window) == 0 ? window.ws_col : 0;
-  const char* const set = std::getenv("COLUMNS");
-  if (columns == 0 && set != nullptr) columns = std::strtol(set, nullptr, 10);
-  constexpr long kUsual = 80;
-  return static_cast<std::size_t>(std::max(columns > 0 ? columns : kUsual, 2L) - 1);
-}
-
 void note_about(const train::Data& data, const train::Cutting& cutting, const char* token) {
   const auto note = [](bool is_so, const std::string& words) {
     if (is_so) std::cerr << "scruple: " << words << '\n';
@@ -69,97 +43,35 @@ void note_about(const train::Data& data, const train::Cutting& cutting, const ch
   note(data.replaced() > 0, replaced_words(data.replaced()));
 }
 
-// Kinds that no plan of weights, moments and gradients counts.
-bool is_state(const std::string& kind) { return kind != "activations" && kind != "workspace"; }
-
 }  // namespace
 
-namespace {
-
-CLI::Validator a_number(bool (*serves)(double), const std::string& wanted) {
-  return {[=](const std::string& text) {
-            try {
-              if (serves(parse_number(text, ""))) return std::string();
-            } catch (const UsageError&) {  // what follows says it with the option's name
-            }
-            return "is " + text + "; it must be a number " + wanted;
-          },
-          ""};
-}
-
-}  // namespace
-
-CLI::Validator above_zero() {
-  return a_number([](double value) { return value > 0 && std::isfinite(value); }, "above 0, and finite");
-}
-
-CLI::Validator not_negative() {
-  return a_number([](double value) { return value >= 0 && std::isfinite(value); },
-                  "that is 0 or more, and finite");
-}
-
-CLI::Validator a_share() {
-  return a_number([](double value) { return value > 0 && value < 1; }, "above 0 and below 1, such as 0.05");
-}
-
-CLI::Validator whole_from(std::int64_t fewest) {
-  return {[fewest](const std::string& text) {
-            std::int64_t value = 0;
-            const char* const end = text.data() + text.size();
-            const auto [stop, problem] = std::from_chars(text.data(), end, value);
-            return problem == std::errc() && stop == end && value >= fewest
-                       ? std::string()
-                       : "is " + text + "; it must be a whole number from " + std::to_string(fewest) +
-                             " to 2^63 - 1, in digits";
-          },
-          ""};
-}
-
-void ModelOptions::add_options(CLI::App& command, std::int64_t fewest_steps) {
-  const auto add = [&](const char* name, auto& value, const char* doc) {
-    command.add_option(name, value, doc)->type_name("N")->capture_default_str()->check(whole_from(1));
-  };
-  command
-      .add_option("--model", model,
-                  "gpt: a byte-level GPT-2 of the sizes below; or a Hugging Face folder (gpt2, llama, "
-                  "mistral, qwen2, qwen3) to go on from, or a config.json to begin from")
-      ->type_name("MODEL")
-      ->capture_default_str();
-  for (const SizeOption& option : kSizeOptions) add(option.name, shape.*option.size, option.doc);
-  command
-      .add_option("--context", context,
-                  "tokens that the model sees at once (default: " + std::to_string(shape.context) +
-                      "; of a folder's model all that it can, at most " + grouped(kUsualContext) + ")")
-      ->type_name("N")
-      ->check(whole_from(1));
-  add("--batch", batch, "windows in a micro-batch");
-  command
-      .add_option(
-          "--recompute", recompute,
-          "what backward computes again to save activations: none, mlp, or block (all but a layer's input)")
-      ->capture_default_str()
-      ->check(one_of(train::kRecomputes));
-  command.add_flag("--offload", offload,
-                   "on a GPU: what goes from layer to layer waits in host memory for the backward pass");
-  command.add_option("--steps", steps, "optimizer steps")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(whole_from(fewest_steps));
-  command.add_option("--seed", seed, "of weights, batches and stochastic rounding")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(whole_from(0));
-  command
-      .add_option("--device", device,
-                  "cuda: an NVIDIA GPU; cpu; auto: a GPU where this build and this machine have one")
-      ->capture_default_str()
-      ->envname(kDeviceVariable)
-      ->check(a_device());
-  command
-      .add_option("--threads", threads, "of the CPU; 0: one per core; the result is the same for any number")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(CLI::Range(0, 1024));
+OptionTable ModelOptions::options(std::int64_t fewest_steps) {
+  return {
+      {"--model", "model", &model, "MODEL",
+       "gpt: a byte-level GPT-2 of the sizes below; or a Hugging Face folder (gpt2, llama, mistral, qwen2, "
+       "qwen3) to go on from, or a config.json to begin from"},
+      {"--layers", "layers", &shape.layers, "N", "transformer blocks", whole_from(1)},
+      {"--width", "width", &shape.width, "N", "size of a token's vector; a multiple of --heads",
+       whole_from(1)},
+      {"--heads", "heads", &shape.heads, "N", "attention heads", whole_from(1)},
+      {"--context", "context", &context, "N",
+       "tokens that the model sees at once (default: " + std::to_string(shape.context) +
+           "; of a folder's model all that it can, at most " + grouped(kUsualContext) + ")",
+       whole_from(1)},
+      {"--batch", "batch", &batch, "N", "windows in a micro-batch", whole_from(1)},
+      {"--recompute", "recompute", &recompute, "",
+       "what backward computes again to save activations: none, mlp, or block (all but a layer's input)",
+       one_of(train::kRecomputes), kMayChange},
+      {"--offload", "offload", &offload, "",
+       "on a GPU: what goes from layer to layer waits in host memory for the backward pass", anything(),
+       kMayChange},
+      {"--steps", "steps", &steps, "N", "optimizer steps", whole_from(fewest_steps), kMayChange},
+      {"--seed", "seed", &seed, "N", "of weights, batches and stochastic rounding", whole_from(0)},
+      {"--device", "device", &device, "",
+       "cuda: an NVIDIA GPU; cpu; auto: a GPU where this build and this machine have one", a_device(),
+       kMayChange, kDeviceVariable},
+      {"--threads", "", &threads, "N", "of the CPU; 0: one per core; the result is the same for any number",
+       CLI::Range(0, 1024)}};
 }
 
 CLI::Validator a_device() {
@@ -191,37 +103,22 @@ void check_device(const std::string& device) {
   }
 }
 
-void GradientOptions::add_options(CLI::App& command) {
-  command
-      .add_option("--gradients", policy, "stored, released (stepped inside backward) or compressed (8-bit)")
-      ->type_name("POLICY")
-      ->capture_default_str()
-      ->check(one_of(kPolicies));
-  command.add_option("--accumulate", accumulate, "micro-batches that make one step")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(CLI::Range(1, 4096));
-  command
-      .add_option("--accumulation", accumulation,
-                  "how 'released' adds up micro-batches: momentum (sgd, sgdw) or adama (adam, adamw)")
-      ->type_name("MODE")
-      ->check(one_of(kAccumulations));
-  command
-      .add_option("--clip", clip, "largest global norm of the gradient; 0: none (default: 1; released: 0)")
-      ->type_name("NORM")
-      ->check(not_negative());
-  command
-      .add_option("--clip-tensor", clip_tensor, "released: largest norm of each tensor's gradient; 0: none")
-      ->type_name("NORM")
-      ->check(not_negative());
-  command
-      .add_option("--adagc", adagc, "released: clip each tensor by LAMBDA times its own average norm (1.05)")
-      ->type_name("LAMBDA")
-      ->check(not_negative());
-  command
-      .add_option("--loss-scale", loss_scale,
-                  "off, dynamic or a number (default: dynamic with fp16, else off)")
-      ->type_name("SCALE");
+OptionTable GradientOptions::options() {
+  return {{"--gradients", "gradients", &policy, "POLICY",
+           "stored, released (stepped inside backward) or compressed (8-bit)", one_of(kPolicies)},
+          {"--accumulate", "accumulate", &accumulate, "N", "micro-batches that make one step",
+           CLI::Range(1, 4096)},
+          {"--accumulation", "accumulation", &accumulation, "MODE",
+           "how 'released' adds up micro-batches: momentum (sgd, sgdw) or adama (adam, adamw)",
+           one_of(kAccumulations)},
+          {"--clip", "clip", &clip, "NORM",
+           "largest global norm of the gradient; 0: none (default: 1; released: 0)", not_negative()},
+          {"--clip-tensor", "clip-tensor", &clip_tensor, "NORM",
+           "released: largest norm of each tensor's gradient; 0: none", not_negative()},
+          {"--adagc", "adagc", &adagc, "LAMBDA",
+           "released: clip each tensor by LAMBDA times its own average norm (1.05)", not_negative()},
+          {"--loss-scale", "loss-scale", &loss_scale, "SCALE",
+           "off, dynamic or a number (default: dynamic with fp16, else off)"}};
 }
 
 // What the policies cannot do, in the words of the command line; the library would say it in its own.
@@ -251,9 +148,9 @@ train::Fill ChosenModel::initial() const {
 
 void refuse_sizes(const ModelOptions& options, const CLI::App& command) {
   if (options.is_gpt()) return;
-  for (const SizeOption& option : kSizeOptions)
-    if (command.count(option.name) > 0)
-      throw UsageError(std::string(option.name) + " is for --model gpt; " + options.model +
+  for (const char* name : {"--layers", "--width", "--heads"})
+    if (command.count(name) > 0)
+      throw UsageError(std::string(name) + " is for --model gpt; " + options.model +
                        " says its sizes in its config.json");
 }
 
@@ -299,17 +196,14 @@ Vocabulary vocabulary_of(const std::string& folder) {
   return found;
 }
 
-void CuttingOptions::add_options(CLI::App& command) {
-  command
-      .add_option("--layout", layout,
-                  "packed: documents one after another; padded: one to a window (default: padded where there "
-                  "are prompts)")
-      ->check(one_of(train::kLayouts));
-  command.add_flag("--isolate", isolate, "packed documents do not see each other");
-  command.add_option("--validation", validation, "the share that is kept for validation, from the end")
-      ->type_name("SHARE")
-      ->capture_default_str()
-      ->check(a_share());
+OptionTable CuttingOptions::options() {
+  return {{"--layout", "layout", &layout, "",
+           "packed: documents one after another; padded: one to a window (default: padded where there are "
+           "prompts)",
+           one_of(train::kLayouts)},
+          {"--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
+          {"--validation", "validation", &validation, "SHARE",
+           "the share that is kept for validation, from the end", a_share()}};
 }
 
 train::Cutting CuttingOptions::cutting(std::int64_t context) const {
@@ -447,8 +341,10 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   return job;
 }
 
-std::int64_t tokens_per_step(const train::Job& job) {
-  return job.batch * job.gradients.micro_batches * job.shape.context;
+std::string step_words(const train::Job& job, train::Layout layout) {
+  const std::int64_t windows = job.batch * job.gradients.micro_batches;
+  return layout == train::Layout::padded ? plural(windows, "document")
+                                         : plural(windows * job.shape.context, token_word(job.shape));
 }
 
 const char* token_word(const train::Description& shape) {
@@ -481,216 +377,6 @@ std::string gradient_words(const train::Job& job) {
 
 const char* precision_name(train::Precision precision) {
   return train::kPrecisions[static_cast<int>(precision)];
-}
-
-Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job& job,
-               const std::string& policy) {
-  const std::vector<train::Parameter> parameters = train::parameters_of(job.shape);
-  Model model;
-  for (const train::Parameter& parameter : parameters) model.add(parameter.size());
-  Memory memory = measure(choice, choice.make_optimizer(), recipe, model, policy);
-  if (policy == "released") memory.gradients = job.backend(1)->released_bytes(parameters, job.activations);
-  return memory;
-}
-
-std::int64_t free_memory(const train::Job& job) {
-  const std::unique_ptr<train::Backend> backend = job.backend(job.threads);
-  return backend->memory().is_host() ? free_memory() : backend->free_bytes();
-}
-
-bool on_gpu(const train::Job& job) { return job.backend == train::cuda_backend; }
-
-namespace {
-
-// What takes less memory in the passes, and the job does not have.
-std::vector<std::string> options_of_passes(const train::Job& job) {
-  std::vector<std::string> names;
-  if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
-  if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
-  return names;
-}
-
-}  // namespace
-
-std::string savings(const train::Job& job, bool chooses_recipe) {
-  std::vector<std::string> smaller = {"model"}, names = options_of_passes(job);
-  if (job.batch > 1) smaller.emplace_back("--batch");
-  smaller.emplace_back("--context");
-  if (chooses_recipe) smaller.emplace_back("--recipe");
-  if (job.gradients.policy == SCRUPLE_STORED) names.emplace_back("--gradients released or compressed");
-  if (job.gradients.policy == SCRUPLE_COMPRESSED) names.emplace_back("--gradients released");
-  return "choose a smaller " + either(smaller) + (names.empty() ? "" : ", or " + joined(names, ", or "));
-}
-
-std::string savings_of_passes(const train::Job& job) {
-  std::vector<std::string> names = options_of_passes(job);
-  names.emplace_back(on_gpu(job) ? "--device cpu, or a GPU with more memory" : "a machine with more memory");
-  return "a run that goes on keeps its sizes and formats; choose " + joined(names, ", or ");
-}
-
-void rethrow_shortage(const train::Job& job, const std::string& advice) {
-  if (!on_gpu(job)) throw;
-  throw std::runtime_error("out of memory, the GPU's or the host's; " + advice);
-}
-
-Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
-                     const std::string& advice, std::int64_t limit) {
-  const train::Ledger needed = train::memory_of(job);
-  const Unit unit = unit_for(needed.peak(), 1);
-  const auto params = static_cast<double>(train::parameter_count(job.shape));
-  Table table;
-  table.rows = {{"memory", unit.name, "B/param"}};
-  std::int64_t sum = 0;
-  const auto add = [&](const std::string& name, std::int64_t bytes) {
-    sum += bytes;
-    const auto size = static_cast<double>(bytes);
-    if (bytes > 0) table.rows.push_back({name, fixed(size / unit.bytes, 2), fixed(size / params, 3)});
-  };
-  for (const auto& [name, bytes] : measured_parts(needed, plan)) add(name, bytes);
-  add("activations", needed.peak("activations"));
-  add("workspace", needed.peak("workspace"));
-  add("total", std::exchange(sum, 0));
-  const std::int64_t free = free_memory(job);
-  if (needed.peak() <= std::min(free, limit)) return table;
-  std::ostringstream text;
-  table.print(text);
-  throw std::runtime_error(what + " needs " + size_words(needed.peak()) + ", and " +
-                           (free < limit ? size_words(free) + " are free" + (on_gpu(job) ? " on the GPU" : "")
-                                         : "--memory-limit is " + size_words(limit)) +
-                           "; " + advice + "\n\n" + text.str());
-}
-
-std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
-                                                                 const Memory& plan) {
-  std::vector<std::pair<std::string, std::int64_t>> parts;
-  for (const auto& [name, bytes] : plan.parts()) parts.emplace_back(name, ledger.peak(name));
-  return parts;
-}
-
-std::int64_t measured_total(const train::Ledger& ledger) {
-  std::int64_t sum = 0;
-  for (const train::Ledger::Entry& entry : ledger.entries())
-    if (is_state(entry.kind)) sum += entry.peak;
-  return sum;
-}
-
-train::Span span_of(std::int64_t steps, std::int64_t validate_every) {
-  train::Span span;
-  span.steps = steps;
-  span.validate_every = validate_every > 0 ? validate_every : std::max<std::int64_t>(steps / 20, 1);
-  span.go_on = [] { return !Interrupts::asked(); };
-  return span;
-}
-
-double most_tokens(const train::Trainer& trainer, const train::Job& job) {
-  if (job.activations == train::Precision::fp32) return 0;
-  return trainer.backend().peak_flops() / train::flops_per_token(job.shape);
-}
-
-double tokens_per_second(const train::Record& record, std::int64_t tokens) {
-  return 1e3 * static_cast<double>(tokens) / record.ms_per_step();
-}
-
-std::string mfu_words(double rate, double most) { return most > 0 ? fixed(100 * rate / most, 1) + " %" : ""; }
-
-Progress::Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
-                   const train::Ledger& ledger)
-    : label_(std::move(label)),
-      steps_(job.schedule.steps),
-      tokens_(tokens_per_step(job)),
-      most_tokens_(most_tokens(trainer, job)),
-      ledger_(ledger),
-      terminal_(isatty(STDERR_FILENO) != 0),
-      last_(Clock::now()) {}
-
-Progress::~Progress() { clear(); }
-
-void Progress::clear() {
-  if (terminal_ && width_ > 0)
-    std::cerr << '\r' << std::string(std::min(width_, columns_for_a_line()), ' ') << '\r' << std::flush;
-  width_ = 0;
-}
-
-void Progress::warn(const std::string& message) {
-  clear();
-  std::cerr << "scruple: " << message << std::endl;
-}
-
-std::string Progress::line(const train::Record& record, double seconds_left) const {
-  const auto done = static_cast<std::int64_t>(record.steps.size());
-  const double rate = tokens_per_second(record, tokens_);
-  const train::Outcome& last = record.steps.back();
-  std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  loss " +
-                     fixed(last.loss, 4) + "  " + grouped(std::llround(rate)) + " tokens/s  ";
-  if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
-  text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
-  if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
-  if (last.skipped) text += "  skipped";
-  return text;
-}
-
-bool Progress::is_due(bool in_any_case) {
-  const auto pause = terminal_ ? std::chrono::milliseconds(100) : std::chrono::seconds(10);
-  if (Clock::now() - last_ < pause && !in_any_case) return false;
-  last_ = Clock::now();
-  return true;
-}
-
-void Progress::put(std::string text) {
-  if (!terminal_) {
-    std::cerr << text << std::endl;
-    return;
-  }
-  const std::size_t columns = columns_for_a_line();
-  text.resize(std::min(text.size(), columns));
-  width_ = std::min(width_, columns);  // the window may have become narrower
-  std::cerr << '\r' << text << std::string(width_ > text.size() ? width_ - text.size() : 0, ' ')
-            << std::flush;
-  width_ = text.size();
-}
-
-void Progress::show(const train::Record& record, double seconds_left) {
-  const bool last = static_cast<std::int64_t>(record.steps.size()) == steps_;
-  if (is_due(last && !terminal_)) put(line(record, seconds_left));
-}
-
-void Progress::validating(std::int64_t done, std::int64_t all) {
-  if (is_due(false)) put(label_ + "  validating, " + std::to_string(100 * done / all) + " %");
-}
-
-std::string duration(double seconds) {
-  const std::int64_t whole = std::llround(seconds);
-  char text[64];
-  if (whole < 3600)
-    std::snprintf(text, sizeof text, "%d:%02d", static_cast<int>(whole / 60), static_cast<int>(whole % 60));
-  else
-    std::snprintf(text, sizeof text, "%lld:%02d:%02d", static_cast<long long>(whole / 3600),
-                  static_cast<int>(whole / 60 % 60), static_cast<int>(whole % 60));
-  return text;
-}
-
-void make_folder(const std::string& path) {
-  std::error_code error;
-  std::filesystem::create_directories(path, error);
-  if (error) throw std::runtime_error("cannot make the folder " + path + ": " + error.message());
-}
-
-Interrupts::Interrupts() {
-  interrupted = 0;
-  for (std::size_t i = 0; i < std::size(kSignals); ++i) {
-    before_[i] = std::signal(kSignals[i], note_interrupt);
-    if (before_[i] == SIG_IGN) std::signal(kSignals[i], SIG_IGN);
-  }
-}
-
-Interrupts::~Interrupts() {
-  for (std::size_t i = 0; i < std::size(kSignals); ++i) std::signal(kSignals[i], before_[i]);
-}
-
-int Interrupts::signal() { return interrupted; }
-
-const char* Interrupts::name() {
-  return interrupted == SIGINT ? "Ctrl-C (SIGINT)" : interrupted == SIGTERM ? "SIGTERM" : "SIGHUP";
 }
 
 }  // namespace scruple::cli

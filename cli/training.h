@@ -1,33 +1,21 @@
-// What train and compare share: the options of a model and of a run, a job made from them, its memory against
-// the plan, the progress line, and Ctrl-C.
+// What train and compare share: the options of a model, its data and its gradients, and a job made from them.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "choice.h"
-#include "memory.h"
+#include "options.h"
 #include "text.h"
 #include "train/model/model.h"
-#include "train/run/run.h"
 #include "train/run/trainer.h"
 #include "train/text/data.h"
 #include "train/text/vocabulary.h"
 
 namespace scruple::cli {
-
-inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
-
-// CLI11's own ranges let NaN through, print 309 digits, and take the nearest whole number that there is.
-CLI::Validator above_zero();
-CLI::Validator not_negative();
-CLI::Validator a_share();                        // above 0, below 1
-CLI::Validator whole_from(std::int64_t fewest);  // up to 2^63 - 1
 
 inline constexpr const char* kGpt = "gpt";
 
@@ -39,20 +27,9 @@ std::string device_for(const std::string& asked);                 // cuda or cpu
 // Throws where nothing can be trained on this one, cuda or cpu; what only counts can do without.
 void check_device(const std::string& device);
 
-// The sizes of a gpt that have an option. A folder's model has its own.
-struct SizeOption {
-  const char* name;
-  std::int64_t train::GptShape::*size;
-  const char* doc;
-};
-inline constexpr SizeOption kSizeOptions[] = {
-    {"--layers", &train::GptShape::layers, "transformer blocks"},
-    {"--width", &train::GptShape::width, "size of a token's vector; a multiple of --heads"},
-    {"--heads", &train::GptShape::heads, "attention heads"}};
-
 struct ModelOptions {
   std::string model = kGpt;  // or the path of a folder, or of a config.json
-  train::GptShape shape;     // of a gpt
+  train::GptShape shape;     // of a gpt; a folder's model has its own sizes
   std::int64_t context = 0;  // 0: the shape's, or that of the folder's model, at most kUsualContext
   std::int64_t batch = 16, steps = 1000;
   std::string recompute = train::kRecomputes[0];
@@ -61,7 +38,7 @@ struct ModelOptions {
   std::string device = kDevices[0];
   bool offload = false;
 
-  void add_options(CLI::App& command, std::int64_t fewest_steps = 1);
+  OptionTable options(std::int64_t fewest_steps = 1);
   bool is_gpt() const { return model == kGpt; }
 };
 inline constexpr std::int64_t kUsualContext = 1024;
@@ -97,7 +74,7 @@ struct CuttingOptions {
   bool isolate = false;
   double validation = train::Cutting().validation_share;
 
-  void add_options(CLI::App& command);
+  OptionTable options();
   train::Cutting cutting(std::int64_t context) const;
 };
 
@@ -113,7 +90,7 @@ struct GradientOptions {
   double clip = -1;  // below 0: 1, where the policy can
   double clip_tensor = 0, adagc = 0;
 
-  void add_options(CLI::App& command);
+  OptionTable options();
   void check() const;
 };
 
@@ -125,7 +102,8 @@ bool serves_gpu(const Choice& choice, const std::string& recipe);  // such weigh
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
                     const ChosenModel& model, const GradientOptions& gradients,
                     const std::string& activations);
-std::int64_t tokens_per_step(const train::Job& job);
+// What a step sees: "2,048 bytes"; "16 documents" where each is padded to a window.
+std::string step_words(const train::Job& job, train::Layout layout);
 const char* precision_name(train::Precision precision);
 const char* token_word(const train::Description& shape);   // byte, or token
 std::string nats_per(const train::Description& shape);     // nats per byte
@@ -133,81 +111,5 @@ std::string kind_words(const train::ModelConfig& model);   // gpt2, llama...
 std::string shape_words(const train::Description& shape);  // 2 layers, width 64, 4 heads, context 128
 // What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".
 std::string gradient_words(const train::Job& job);
-
-// What weights, moments and gradients will take: as `scruple plan` says it, and the tile that released gradients
-// pass through.
-Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job& job,
-               const std::string& policy);
-// What the job's device can still give.
-std::int64_t free_memory(const train::Job& job);
-bool on_gpu(const train::Job& job);
-// What would take less memory, in options that the job does not have: "choose a smaller model, --batch or --context, or
-// --recompute block, or --offload".
-std::string savings(const train::Job& job, bool chooses_recipe);
-// The same of what changes no bit, for a run that goes on.
-std::string savings_of_passes(const train::Job& job);
-// In a handler of std::bad_alloc: on a GPU throws what says more, on the CPU the same again.
-[[noreturn]] void rethrow_shortage(const train::Job& job, const std::string& advice);
-// Where every byte of a run will go, counted before any is taken. Where it is more than is free, or than `limit`, throws:
-// "WHAT needs 1.1 TiB, and 20.1 GiB are free; ADVICE".
-Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
-                     const std::string& advice, std::int64_t limit = kNoLimit);
-// What the ledger saw of weights, moments and gradients at their peaks, in the plan's order.
-std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
-                                                                 const Memory& plan);
-std::int64_t measured_total(const train::Ledger& ledger);
-
-// A run that validates every so many steps (0: twenty times) and ends early where Interrupts says so.
-train::Span span_of(std::int64_t steps, std::int64_t validate_every = 0);
-
-// The tokens per second at which all of the device's peak would go into the model's products (an MFU of 1: Chowdhery et
-// al., 2204.02311, section 4.1); 0: not known, as for fp32.
-double most_tokens(const train::Trainer& trainer, const train::Job& job);
-// Over a session's steps, of so many tokens each.
-double tokens_per_second(const train::Record& record, std::int64_t tokens);
-std::string mfu_words(double rate, double most);  // 41.2 %; "" where the most is not known
-
-// A line on stderr that rewrites itself on a terminal, cut to its width, and comes every few seconds elsewhere.
-class Progress {
- public:
-  Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
-           const train::Ledger& ledger);
-  ~Progress();
-  void show(const train::Record& record, double seconds_left);
-  void validating(std::int64_t done, std::int64_t all);  // batches
-  void warn(const std::string& message);                 // on a line of its own
-
- private:
-  using Clock = std::chrono::steady_clock;
-  bool is_due(bool in_any_case);
-  std::string line(const train::Record& record, double seconds_left) const;
-  void put(std::string text);
-  void clear();
-
-  std::string label_;
-  std::int64_t steps_, tokens_;
-  double most_tokens_;
-  const train::Ledger& ledger_;
-  bool terminal_;
-  std::size_t width_ = 0;
-  Clock::time_point last_;
-};
-
-std::string duration(double seconds);       // 0:07, 12:30, 3:05:00
-void make_folder(const std::string& path);  // and those above it
-
-// While one exists, Ctrl-C (and SIGTERM, SIGHUP) only sets a flag; a second one ends the program as usual. A signal that
-// the program was started to ignore stays ignored.
-class Interrupts {
- public:
-  Interrupts();
-  ~Interrupts();
-  static bool asked() { return signal() != 0; }
-  static int signal();        // the one that came; 0: none
-  static const char* name();  // its name
-
- private:
-  void (*before_[3])(int);
-};
 
 }  // namespace scruple::cli

@@ -36,7 +36,9 @@ ALLOWED = {
     "python": ["include/"],
 }
 # Files with a door of their own.
-EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in ("train.", "training.", "page.", "compare.", "sample.", "tokenize.", "checkpoint.")}
+OF_TRAINER = ("train.", "training.", "session.", "ending.", "room.", "progress.", "page.", "compare.", "comparison.", "sample.",
+              "tokenize.", "checkpoint.", "checkpoint_")
+EXCEPTIONS = {f"cli/{name}": ["train/", "io/"] for name in OF_TRAINER}
 EXCEPTIONS["cli/model."] = EXCEPTIONS["cli/plan."] = ["train/model/", "io/"]
 SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".def", ".inc"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')

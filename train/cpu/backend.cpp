@@ -80,6 +80,7 @@ class Cpu final : public Backend {
   std::unique_ptr<Generator> generator(const Description& shape, Visible, Ledger& ledger) override {
     return std::make_unique<CpuGenerator>(shape, engine_, threads_, ledger);
   }
+  std::string arithmetic() const override { return products_by(); }
   std::string device() const override {
     const int count = threads_.count();
     return "CPU, " + std::to_string(count) + (count == 1 ? " thread" : " threads");

@@ -5,6 +5,7 @@
 
 #include <mutex>
 #include <new>
+#include <sstream>
 
 namespace scruple::train {
 namespace {
@@ -38,6 +39,13 @@ void reserve_buffers(int threads) {
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, kHow, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   munmap(memory, bytes);
+}
+
+std::string products_by() {
+  std::istringstream config(openblas_get_config());  // "OpenBLAS 0.3.21 NO_AFFINITY..."
+  std::string name, version;
+  config >> name >> version;
+  return name + " " + version + " for " + openblas_get_corename();
 }
 
 void product(Index m, Index n, Index k, float alpha, Factor a, Factor b, float beta, Target c) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace scruple::train {
 
@@ -36,6 +37,8 @@ inline Factor transposed(View view) {
 // OpenBLAS waits for ever where it cannot have its buffer, one per thread that calls it. Throws std::bad_alloc
 // where this machine cannot give them.
 void reserve_buffers(int threads);
+
+std::string products_by();  // whose they are, where that decides their bits: "OpenBLAS 0.3.21 for Zen"; ""
 
 // c = alpha a b + beta c, with a [m, k], b [k, n] and c [m, n].
 void product(Index m, Index n, Index k, float alpha, Factor a, Factor b, float beta, Target c);

@@ -6,6 +6,7 @@
 
 #include "train/cuda/device.h"
 #include "train/cuda/outbox.h"
+#include "train/cuda/products.h"
 #include "train/cuda/transformer.h"
 
 namespace scruple::train {
@@ -17,6 +18,7 @@ class Gpu final : public Backend {
   Engine& engine() override { return open(); }
   Memory& memory() override { return memory_; }
   std::string device() const override { return open(), cuda::device_name(); }
+  std::string arithmetic() const override { return device() + ", cuBLAS " + cuda::products_version(); }
   double peak_flops() const override { return cuda::peak_flops(device()); }
   std::int64_t free_bytes() override { return open(), cuda::free_device_bytes(); }
   std::int64_t released_bytes(const std::vector<Parameter>& parameters,

@@ -19,7 +19,7 @@ constexpr std::int64_t kWorkspace = 32 << 20;  // what cuBLAS itself takes on Ho
   call(Create) call(Destroy) call(MatmulDescCreate) call(MatmulDescDestroy) call(MatmulDescSetAttribute) \
       call(MatrixLayoutCreate) call(MatrixLayoutDestroy) call(MatmulPreferenceCreate)                    \
           call(MatmulPreferenceDestroy) call(MatmulPreferenceSetAttribute) call(MatmulAlgoGetHeuristic)  \
-              call(Matmul) call(GetStatusString)
+              call(Matmul) call(GetStatusString) call(GetVersion)
 
 struct Library {
 #define SCRUPLE_MEMBER(name) decltype(&cublasLt##name) name;
@@ -202,6 +202,12 @@ Products::Plans::Plan& Products::Plans::find(const Product& p) {
   const auto found = plans.find(key);
   if (found != plans.end()) return found->second;
   return plans.try_emplace(key, p, precision, handle).first->second;
+}
+
+std::string products_version() {
+  const std::size_t version = library().GetVersion();
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
 }
 
 Products::Products(Precision precision, const Stream& stream, Memory& memory, Ledger& ledger)

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "train/cuda/device.h"
 #include "train/pass/backend.h"
@@ -31,6 +32,8 @@ struct Product {
   const void* bias = nullptr;  // of the type of d; may be absent where `finish` is gelu
   void* kept = nullptr;        // rows as those of d
 };
+
+std::string products_version();  // of cuBLASLt: another may sum in another order
 
 // Sums are fp32. The same shapes get the same algorithm, the first that cuBLASLt proposes: runs repeat to the bit.
 class Products {

@@ -105,6 +105,8 @@ class Backend {
   virtual std::unique_ptr<Generator> generator(const Description& shape, Visible weights, Ledger& ledger) = 0;
 
   virtual std::string device() const = 0;  // "NVIDIA H200"; "CPU, 2 threads"
+  // What its bits depend on beside the code: "NVIDIA H200, cuBLAS 12.9.1", "OpenBLAS 0.3.21 for Zen"; "": nothing.
+  virtual std::string arithmetic() const { return ""; }
   virtual double peak_flops() const {
     return 0;
   }  // of its products per second, as its maker says; 0: not known

@@ -7,50 +7,47 @@
 #include <vector>
 
 #include "train/model/families/families.h"
+#include "train/run/folder.h"
 
 namespace scruple::train {
-namespace {
 
 using io::fail;
 
-io::LossScale stored_form(const scruple_scaler& scaler) {
-  return {scaler.scale, scaler.growth, scaler.backoff, scaler.interval, scaler.clean};
-}
-
-}  // namespace
-
 std::string checkpoints_of(const std::string& run) { return run + "/checkpoints"; }
 
-namespace {
-
-std::int64_t noted(const io::Checkpoint& checkpoint, const char* name) {
-  const io::Metadata& notes = checkpoint.manifest().trainer;
-  const auto found = notes.find(name);
-  const char* const text = found == notes.end() ? "" : found->second.c_str();
-  char* end = nullptr;
-  const std::int64_t value = std::strtoll(text, &end, 10);
-  if (end == text || *end != '\0') fail(checkpoint.folder(), " says nothing of the run's ", name);
-  return value;
-}
-
-}  // namespace
-
 ModelConfig config_of(const io::Checkpoint& checkpoint) {
-  const io::Metadata& notes = checkpoint.manifest().trainer;
+  const io::Metadata notes = notes_of(checkpoint);
   const auto program = notes.find("program");
   if (program == notes.end() || program->second != kProgram)
     fail(checkpoint.folder(),
          " was not saved by 'scruple train', so nothing says what model its tensors make");
-  const std::int64_t context = noted(checkpoint, "--context");
+  const auto noted = [&](const char* key) {
+    const auto found = notes.find(key);
+    const char* const text = found == notes.end() ? "" : found->second.c_str();
+    char* end = nullptr;
+    const std::int64_t value = std::strtoll(text, &end, 10);
+    if (end == text || *end != '\0') fail(checkpoint.folder(), " says nothing of the run's --", key);
+    return value;
+  };
+  const std::int64_t context = noted("context");
   if (const auto config = notes.find(kConfigNote); config != notes.end())
     return {describe(config->second, checkpoint.folder() + ": its model's config", context), config->second};
-  const GptShape shape = {.layers = noted(checkpoint, "--layers"),
-                          .width = noted(checkpoint, "--width"),
-                          .heads = noted(checkpoint, "--heads"),
-                          .context = context};
+  const GptShape shape = {
+      .layers = noted("layers"), .width = noted("width"), .heads = noted("heads"), .context = context};
   if (const std::string problem = problem_with(gpt2(shape)); !problem.empty())
     fail(checkpoint.folder(), ": ", problem);
   return gpt2_model(shape);
+}
+
+void check_tensors(const io::Checkpoint& checkpoint, const std::vector<Parameter>& parameters) {
+  const std::vector<io::TensorState>& tensors = checkpoint.manifest().tensors;
+  if (tensors.size() != parameters.size())
+    fail(checkpoint.folder(), " has ", tensors.size(), " tensors, and a model of its shape has ",
+         parameters.size());
+  for (std::size_t p = 0; p < parameters.size(); ++p)
+    if (tensors[p].name != parameters[p].name || tensors[p].shape != parameters[p].shape)
+      fail(checkpoint.folder(), ": tensor ", p, " is \"", tensors[p].name, "\", and its model has \"",
+           parameters[p].name, "\" there, or of another shape");
 }
 
 namespace {
@@ -118,7 +115,8 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
   manifest.recipe = recipe;
   manifest.step = position.taken;
   manifest.groups = {group_of(trainer.decaying()), group_of(trainer.undecayed())};
-  if (position.scaler.scale > 0) manifest.loss_scale = stored_form(position.scaler);
+  if (const scruple_scaler& scaler = position.scaler; scaler.scale > 0)
+    manifest.loss_scale = {scaler.scale, scaler.growth, scaler.backoff, scaler.interval, scaler.clean};
   manifest.trainer = notes;
   for (std::size_t p = 0; p < state.parameters().size(); ++p) {
     const Parameter& parameter = state.parameters()[p];
@@ -130,9 +128,7 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
       tensor.adagc_norm = position.adagc_norms[p];
   }
   const std::string folder = checkpoints_of(run);
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  if (error) fail("cannot make the folder ", folder, ": ", error.message());
+  make_folder(folder);
   io::NewCheckpoint made(folder + "/" + io::step_name(position.taken), manifest, 1);
   for (std::size_t t = 0; t < manifest.tensors.size(); ++t)
     for (std::size_t a = 0; a < manifest.tensors[t].arrays.size(); ++a)

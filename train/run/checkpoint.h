@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "include/scruple/scruple.hpp"
 #include "io/checkpoint.h"
@@ -20,6 +21,8 @@ inline constexpr const char* kConfigNote = "config";
 // A run's checkpoints are in its folder, one folder for each step that was saved.
 std::string checkpoints_of(const std::string& run);
 
+// Throws where the tensors of a checkpoint are not these.
+void check_tensors(const io::Checkpoint& checkpoint, const std::vector<Parameter>& parameters);
 // The model that a checkpoint of 'scruple train' is of.
 ModelConfig config_of(const io::Checkpoint& checkpoint);
 

@@ -127,6 +127,12 @@ void RunFolder::begin() {
     if (path_ + "/" + name != metrics_path(path_)) fs::remove(path_ + "/" + name);
 }
 
+void make_folder(const std::string& path) {
+  std::error_code error;
+  fs::create_directories(path, error);
+  if (error) fail("cannot make the folder ", path, ": ", error.message());
+}
+
 std::string metrics_path(const std::string& run) { return run + "/metrics.jsonl"; }
 
 // Steps and validations in the order in which they came; steps without a trace have no line.

@@ -32,6 +32,7 @@ class RunFolder {
   bool replaces_ = false;
 };
 
+void make_folder(const std::string& path);  // and those above it
 std::string metrics_path(const std::string& run);
 
 // metrics.jsonl: a line per step and per validation. Where the disk is full the lines wait.

@@ -2,11 +2,19 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <utility>
 
 #include "optim/renamed.h"
 
 namespace scruple::train {
+
+std::vector<int> stored_arrays(const scruple_tensor& row) {
+  std::vector<int> arrays = used_arrays(row);
+  std::erase(arrays, int{SCRUPLE_GRADIENT});
+  return arrays;
+}
+
 namespace {
 
 using io::fail;
@@ -15,12 +23,6 @@ std::string array_name(const scruple_tensor& row, int array) {
   const char* name = nullptr;
   check(scruple_tensor_array(&row, array, &name, nullptr, nullptr));
   return name;
-}
-
-std::vector<int> stored_arrays(const scruple_tensor& row) {
-  std::vector<int> arrays = used_arrays(row);
-  std::erase(arrays, int{SCRUPLE_GRADIENT});
-  return arrays;
 }
 
 std::vector<io::Plane> planes_of(const scruple_format* format, const std::vector<std::int64_t>& shape,
@@ -120,8 +122,9 @@ constexpr std::size_t kPart = std::size_t{64} << 20;  // bytes of a copy for mem
 
 std::int64_t signed_size(std::size_t bytes) { return static_cast<std::int64_t>(bytes); }
 
+// What cannot be read is damaged: others of the run may not be.
 void read_plane(Memory& memory, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
-                const io::Array& array, const io::Plane& plane, std::span<std::byte> to) {
+                const io::Array& array, const io::Plane& plane, std::span<std::byte> to) try {
   if (memory.is_host()) return checkpoint.read(tensor, array, plane, to);
   io::PlaneReader reader(checkpoint, tensor, array, plane);
   std::vector<std::byte> copy(std::min(kPart, to.size()));
@@ -130,6 +133,8 @@ void read_plane(Memory& memory, const io::Checkpoint& checkpoint, const io::Tens
     reader.read(part);
     memory.write(to.data(), part.data(), signed_size(part.size()));
   }
+} catch (const std::runtime_error& error) {
+  fail(error.what(), io::advice_on_damage(checkpoint.folder()));
 }
 
 }  // namespace
@@ -166,6 +171,22 @@ void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorStat
     stored.decode(which, values.data());
     check(scruple_encode(engine.raw(), &row, which, values.data()));
   }
+}
+
+Tensor load_weight(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor) {
+  static const Optimizer stateless{"sgd", {{"momentum", 0.0}}};
+  io::TensorState alone = tensor;
+  alone.arrays.resize(1);
+  Tensor loaded(engine, row_of(alone, stateless.raw()));
+  load(engine, checkpoint, alone, loaded.raw());
+  return loaded;
+}
+
+io::Metadata notes_of(const io::Checkpoint& checkpoint) {
+  io::Metadata notes;
+  for (const auto& [key, value] : checkpoint.manifest().trainer)
+    notes[key.starts_with("--") ? key.substr(2) : key == "data_bytes" ? "data_tokens" : key] = value;
+  return notes;
 }
 
 std::vector<io::Group> groups_of(const io::Checkpoint& checkpoint) {

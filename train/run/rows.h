@@ -14,6 +14,8 @@
 
 namespace scruple::train {
 
+// All that a row uses but its gradient.
+std::vector<int> stored_arrays(const scruple_tensor& row);
 // The row as a checkpoint describes it: its arrays but the gradient, each with its planes.
 io::TensorState stored_form(std::string name, std::vector<std::int64_t> shape, const scruple_tensor& row);
 // A row for such a tensor, in its formats, without memory. Throws where this library has no such format or
@@ -26,10 +28,14 @@ std::span<std::byte> plane_of(const scruple_tensor& row, const io::TensorState& 
 // changed since 0.1. Throws where weights would be read differently, or sizes differ. `memory`: the row's.
 void load(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor,
           const scruple_tensor& row, Memory& memory = host_memory());
+// A tensor's weight in its format; nothing else of it is read.
+Tensor load_weight(Engine& engine, const io::Checkpoint& checkpoint, const io::TensorState& tensor);
 // `bytes` of a device, where they lie or as copies of parts, in order.
 void for_each_part(Memory& memory, std::span<const std::byte> bytes,
                    const std::function<void(std::span<const std::byte>)>& take);
 
+// What its trainer noted, under the keys of now: earlier versions noted options as they are typed (--steps).
+io::Metadata notes_of(const io::Checkpoint& checkpoint);
 // The checkpoint's, with hyperparameters by their names of now.
 std::vector<io::Group> groups_of(const io::Checkpoint& checkpoint);
 io::Group group_of(const Optimizer& optimizer);

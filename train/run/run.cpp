@@ -1,5 +1,6 @@
 #include "train/run/run.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <utility>
@@ -42,6 +43,16 @@ double Record::ms_per_step() const {
   return steps.size() == resumed ? 0 : 1e3 * step_seconds / static_cast<double>(steps.size() - resumed);
 }
 
+double Record::tokens_per_second() const {
+  std::int64_t tokens = 0;
+  for (std::size_t i = resumed; i < steps.size(); ++i) tokens += steps[i].tokens;
+  return static_cast<double>(tokens) / step_seconds;
+}
+
+std::int64_t Record::skipped() const {
+  return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.skipped; });
+}
+
 double Record::first_loss() const { return validations.empty() ? std::nan("") : validations.front().second; }
 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
@@ -63,8 +74,8 @@ double seconds_left(const Record& record, const Span& span) {
          all(saves ? due_from(taken, span.steps, span.save_every) : 0, record.saving.mean());
 }
 
-Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
-           const Watch& watch, const Save& save, Record record) {
+void run(Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
+         const Watch& watch, const Save& save) {
   record.resumed = record.steps.size();
   bool hopeless = false;
   const auto validate_if_due = [&](std::int64_t step) {
@@ -90,12 +101,13 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
   validate_if_due(step);  // which an earlier session may not have finished
   while (step < span.steps && !hopeless && span.go_on()) {
     trainer.ledger().mark();
+    double seconds = 0;
     {
-      record.seconds.push_back(0);
-      const Timer timer(record.seconds.back());
+      const Timer timer(seconds);
       record.steps.push_back(trainer.step(data));
     }
-    record.step_seconds += record.seconds.back();
+    record.seconds.push_back(seconds);
+    record.step_seconds += seconds;
     ++step;
     note_memory(step, trainer.ledger(), record.memory);
     watch(record);
@@ -106,6 +118,11 @@ Record run(Trainer& trainer, const Windows& data, const Windows& validation, con
   const bool all_taken = step == span.steps || hopeless;
   record.stopped = !all_taken || record.validations.empty() || record.validations.back().first < step;
   if (span.save_every > 0 || span.save_last || record.stopped) save_now(step);
+}
+
+Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
+           const Watch& watch, const Save& save, Record record) {
+  run(record, trainer, data, validation, span, watch, save);
   return record;
 }
 

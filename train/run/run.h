@@ -43,6 +43,8 @@ struct Record {
   bool stopped = false;      // before its last step, or its last validation, because it was told to
 
   double ms_per_step() const;
+  double tokens_per_second() const;  // of this session's steps
+  std::int64_t skipped() const;      // steps
   // Of the first and of the last validation that was finished; NaN: none was.
   double first_loss() const;
   double final_loss() const;
@@ -58,10 +60,14 @@ std::int64_t losses_lost(const Record& record);
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
 
-// `watch` sees the record after every step; `save` after the steps that the span names, and says whether it did:
-// what it did not is tried again where the run ends. `record` is what earlier sessions saw: one entry for
-// each step that the trainer has taken. A run whose losses are not finite any more ends early, and does not save: its
-// checkpoints are of the time when they were.
+// Goes on with what earlier sessions saw: one entry for each step that the trainer has taken. `watch` sees the record
+// after every step; `save` after the steps that the span names, and says whether it did: what it did not is tried again
+// where the run ends. A run whose losses are not finite any more ends early, and does not save: its checkpoints are of
+// the time when they were. Where anything throws, the record is that of the last whole step.
+void run(
+    Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
+    const Watch& watch, const Save& save = [](const Record&) { return true; });
+// The same, from a record to a record.
 Record run(
     Trainer& trainer, const Windows& data, const Windows& validation, const Span& span, const Watch& watch,
     const Save& save = [](const Record&) { return true; }, Record record = {});

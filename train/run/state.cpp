@@ -21,9 +21,10 @@ std::string kind_of(const scruple_tensor& tensor, int array, bool aux) {
 
 }  // namespace
 
+std::string visible_format(const std::string& format) { return format.substr(0, format.find('+')); }
+
 std::string visible_format(const scruple_array& weight) {
-  const std::string name = info_of(weight.format).name;
-  return name.substr(0, name.find('+'));
+  return visible_format(info_of(weight.format).name);
 }
 
 State::State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,

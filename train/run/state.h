@@ -23,6 +23,7 @@ using Fill = std::function<void(int parameter, std::int64_t first, std::int64_t 
 Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed, int threads);
 
 // The format that a model computes with: bf16 where a weight is kept as bf16+8, otherwise the weight's own.
+std::string visible_format(const std::string& format);
 std::string visible_format(const scruple_array& weight);
 
 class State {

@@ -143,19 +143,17 @@ scruple_scaler scaler_of(const std::optional<io::LossScale>& saved) {
 Position Trainer::take_up(const io::Checkpoint& from) {
   const io::Manifest& manifest = from.manifest();
   const std::vector<Parameter>& parameters = state_->parameters();
-  if (manifest.groups.size() != 2 || manifest.tensors.size() != parameters.size())
-    io::fail(from.folder(), " has ", manifest.tensors.size(), " tensors in ", manifest.groups.size(),
-             " groups, and a model of this shape has ", parameters.size(), " in 2");
+  check_tensors(from, parameters);
+  if (manifest.groups.size() != 2)
+    io::fail(from.folder(), " has ", manifest.groups.size(), " groups of tensors, and a run has 2");
   const std::vector<io::Group> groups = groups_of(from);
   check_group(groups[0], group_of(decaying_));
   check_group(groups[1], group_of(undecayed_));
   Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     const io::TensorState& tensor = manifest.tensors[p];
-    if (tensor.name != parameters[p].name || tensor.shape != parameters[p].shape ||
-        tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
-      io::fail(from.folder(), ": tensor ", p, " is \"", tensor.name, "\", and this model has \"",
-               parameters[p].name, "\" there, or of another shape");
+    if (tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
+      io::fail(from.folder(), ": tensor \"", tensor.name, "\" is in another group, or has another number");
     load(engine(), from, tensor, state_->table()[p], memory());
     state_->set_step(static_cast<int>(p), tensor.step);
     position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
@@ -176,7 +174,7 @@ Position Trainer::position() const {
 
 Outcome Trainer::step(const Windows& data) {
   const std::int64_t parts = job_.gradients.micro_batches;
-  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false};
+  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false, 0};
   with_rate(decaying_, outcome.lr), with_rate(undecayed_, outcome.lr);
   const auto read_part = [&](std::int64_t part) {
     return read(data, [&](std::int64_t w) {
@@ -187,11 +185,12 @@ Outcome Trainer::step(const Windows& data) {
   // Every target weighs the same, in whatever micro-batch it is: the sink takes the mean over them, so each is
   // weighed by its targets. Where all have as many the weights are 1.
   std::int64_t all = 0;
-  for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part);
+  for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part).targets;
   std::vector<double> weights;
   for (std::int64_t part = 0; part < parts; ++part) {
-    const std::int64_t counted = read_part(part);
-    weights.push_back(all == 0 ? 1 : static_cast<double>(counted * parts) / static_cast<double>(all));
+    const Counted counted = read_part(part);
+    outcome.tokens += counted.tokens;
+    weights.push_back(all == 0 ? 1 : static_cast<double>(counted.targets * parts) / static_cast<double>(all));
     network_->train(state_->visible(), batch(), *sink_, static_cast<float>(weights.back()));
     sink_->end();
   }
@@ -216,33 +215,38 @@ double Trainer::validate(const Windows& data, std::int64_t windows, const GoOn& 
   std::int64_t counted = 0;
   for (std::int64_t b = 0; b < batches; ++b) {
     if (!go_on(b, batches)) return std::nan("");
-    const std::int64_t more = read(data, [&](std::int64_t w) {
+    const auto start = [&](std::int64_t w) {
       const std::int64_t window = b * job_.batch + w;
       return window < all ? data.even_start(window, all) : -1;
-    });
+    };
+    const std::int64_t more = read(data, start).targets;
     sum += network_->loss(state_->visible(), batch()) * static_cast<double>(more);
     counted += more;
   }
   return sum / static_cast<double>(std::max<std::int64_t>(counted, 1));
 }
 
-std::int64_t Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
+Trainer::Counted Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
   if (data.isolates() && !job_.isolates)
     throw std::invalid_argument("the data's documents are isolated; the job must say so too (Job::isolates)");
   std::int32_t *const tokens = tokens_.as<std::int32_t>(), *const targets = targets_.as<std::int32_t>();
   std::int32_t* const starts = job_.isolates ? starts_.as<std::int32_t>() : nullptr;
+  Counted counted;
   for (std::int64_t w = 0; w < job_.batch; ++w) {
     const std::int64_t at = w * job_.shape.context, from = start(w);
-    if (from >= 0) {
-      data.read(from, tokens + at, targets + at, starts == nullptr ? nullptr : starts + at);
+    if (from < 0) {
+      std::fill_n(tokens + at, job_.shape.context, 0);
+      std::fill_n(targets + at, job_.shape.context, kNoTarget);
+      if (starts != nullptr) std::fill_n(starts + at, job_.shape.context, 0);
       continue;
     }
-    std::fill_n(tokens + at, job_.shape.context, 0);
-    std::fill_n(targets + at, job_.shape.context, kNoTarget);
-    if (starts != nullptr) std::fill_n(starts + at, job_.shape.context, 0);
+    data.read(from, tokens + at, targets + at, starts == nullptr ? nullptr : starts + at);
+    std::int64_t last = -1;
+    for (std::int64_t i = 0; i < job_.shape.context; ++i)
+      if (targets[at + i] >= 0) ++counted.targets, last = i;
+    counted.tokens += last + 1;
   }
-  return std::count_if(targets, targets + job_.batch * job_.shape.context,
-                       [](std::int32_t t) { return t >= 0; });
+  return counted;
 }
 
 Batch Trainer::batch() const {

@@ -63,6 +63,7 @@ struct Outcome {
   double norm;  // of the gradient; NaN where the policy does not know it
   float loss_scale;
   bool skipped;
+  std::int64_t tokens = 0;  // in its windows, each up to the last target that counts: padding is none
 };
 
 class Trainer {
@@ -95,8 +96,12 @@ class Trainer {
     Memory& from;
     std::map<void*, Block> blocks;
   };
-  // The window that each `start` names, none where it is below 0; how many targets count.
-  std::int64_t read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);
+  // Of a batch that was read: targets that count, and tokens up to the last of them in each window.
+  struct Counted {
+    std::int64_t targets = 0, tokens = 0;
+  };
+  // The window that each `start` names, none where it is below 0.
+  Counted read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);
   Batch batch() const;
   Position take_up(const io::Checkpoint& from);
   Job job_;

@@ -1,5 +1,7 @@
 #include "train/run/weights.h"
 
+#include <optional>
+
 #include "train/run/checkpoint.h"
 #include "train/run/rows.h"
 #include "train/run/state.h"
@@ -37,34 +39,21 @@ Weights::Weights(const ModelFolder& folder, Backend& backend, Ledger& ledger)
 
 Weights::Weights(const io::Checkpoint& checkpoint, Backend& backend, Ledger& ledger)
     : shape_(config_of(checkpoint).shape) {
-  const io::Manifest& manifest = checkpoint.manifest();
-  const std::vector<io::Group> groups = groups_of(checkpoint);
-  const std::vector<Parameter> parameters = parameters_of(shape_);
+  check_tensors(checkpoint, parameters_of(shape_));
   Engine engine;
-  if (manifest.tensors.size() != parameters.size())
-    io::fail(checkpoint.folder(), " has ", manifest.tensors.size(), " tensors, and a model of its shape has ",
-             parameters.size());
-  for (std::size_t p = 0; p < parameters.size(); ++p) {
-    const io::TensorState& tensor = manifest.tensors[p];
-    if (tensor.name != parameters[p].name || tensor.shape != parameters[p].shape)
-      io::fail(checkpoint.folder(), ": tensor ", p, " is \"", tensor.name, "\", and its model has \"",
-               parameters[p].name, "\" there, or of another shape");
-    const Optimizer optimizer = optimizer_of(groups.at(tensor.group));
-    const Tensor stored(engine, row_of(tensor, optimizer.raw()));
-    scruple_tensor row = stored.raw();
-    const std::string visible = visible_format(row.arrays[SCRUPLE_WEIGHT]);
+  for (const io::TensorState& tensor : checkpoint.manifest().tensors) {
+    const std::string visible = visible_format(tensor.arrays.front().format);
     const bool is_computed_in = visible == "fp32" || visible == "bf16" || visible == "fp16";
+    std::optional<Tensor> stored;
     std::vector<float> decoded;
     const auto codes = [&]() -> const void* {
-      for (std::size_t plane = 0; plane < tensor.arrays[0].planes.size(); ++plane)
-        checkpoint.read(tensor, tensor.arrays[0], tensor.arrays[0].planes[plane],
-                        plane_of(row, tensor, 0, plane));
-      if (is_computed_in) return row.arrays[SCRUPLE_WEIGHT].codes;
-      decoded.resize(static_cast<std::size_t>(row.size));
-      check(scruple_decode(engine.raw(), &row, SCRUPLE_WEIGHT, decoded.data()));
+      stored.emplace(load_weight(engine, checkpoint, tensor));
+      if (is_computed_in) return stored->raw().arrays[SCRUPLE_WEIGHT].codes;
+      decoded.resize(static_cast<std::size_t>(stored->size()));
+      stored->decode(SCRUPLE_WEIGHT, decoded.data());
       return decoded.data();
     };
-    add(row.size, is_computed_in ? visible.c_str() : "fp32", codes, backend, ledger);
+    add(tensor.elements(), is_computed_in ? visible.c_str() : "fp32", codes, backend, ledger);
   }
 }
 

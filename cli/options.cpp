@@ -1,0 +1,119 @@
+#include "options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <sstream>
+#include <type_traits>
+
+#include "text.h"
+
+namespace scruple::cli {
+namespace {
+
+std::string text_of(bool value) { return value ? "true" : ""; }
+std::string text_of(const std::string& value) { return value; }
+std::string text_of(const std::vector<std::string>& values) { return joined(values, "\n"); }
+template <class Number>
+std::string text_of(const Number& value) {  // of a double the fewest digits that read back as the same
+  char text[64];
+  return {text, std::to_chars(std::begin(text), std::end(text), value).ptr};
+}
+
+// "": none that could be given.
+std::string value_of(const Option& row) {
+  const std::string text = std::visit([](const auto* value) { return text_of(*value); }, row.value);
+  return row.check(text).empty() ? text : "";
+}
+
+CLI::Validator a_number(bool (*serves)(double), const std::string& wanted) {
+  return {[=](const std::string& text) {
+            try {
+              if (serves(parse_number(text, ""))) return std::string();
+            } catch (const UsageError&) {  // what follows says it with the option's name
+            }
+            return "is " + text + "; it must be a number " + wanted;
+          },
+          ""};
+}
+
+}  // namespace
+
+OptionTable joined(std::initializer_list<OptionTable> tables) {
+  OptionTable all;
+  for (const OptionTable& table : tables) all.insert(all.end(), table.begin(), table.end());
+  return all;
+}
+
+Option& row_named(OptionTable& table, const std::string& name) {
+  return *std::find_if(table.begin(), table.end(), [&](const Option& row) { return row.name == name; });
+}
+
+void add_options(CLI::App& command, const OptionTable& table) {
+  for (const Option& row : table)
+    std::visit(
+        [&]<class Value>(Value* value) {
+          if constexpr (std::is_same_v<Value, bool>) {
+            command.add_flag(row.name, *value, row.help);
+          } else {
+            CLI::Option* const option = command.add_option(row.name, *value, row.help)->check(row.check);
+            option->default_str(value_of(row));
+            if (!row.type.empty()) option->type_name(row.type);
+            if (row.variable != nullptr) option->envname(row.variable);
+            if constexpr (std::is_same_v<Value, std::vector<std::string>>) option->allow_extra_args(false);
+          }
+        },
+        row.value);
+}
+
+Notes notes_of(const OptionTable& table) {
+  Notes notes;
+  for (const Option& row : table)
+    if (const std::string value = value_of(row); !row.key.empty() && !value.empty()) notes[row.key] = value;
+  return notes;
+}
+
+void take_notes(const OptionTable& table, const Notes& notes) {
+  CLI::App parser;
+  add_options(parser, table);
+  std::vector<std::string> words;
+  for (const Option& row : table) {
+    const auto note = notes.find(row.key);
+    if (note == notes.end()) continue;
+    std::stringstream values(note->second);
+    for (std::string value; std::getline(values, value);) words.push_back(row.name + "=" + value);
+  }
+  parser.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // CLI11 takes them from the end
+}
+
+void copy_value(const Option& from, const Option& to) {
+  std::visit([&]<class Value>(Value* value) { *value = *std::get<Value*>(from.value); }, to.value);
+}
+
+CLI::Validator above_zero() {
+  return a_number([](double value) { return value > 0 && std::isfinite(value); }, "above 0, and finite");
+}
+
+CLI::Validator not_negative() {
+  return a_number([](double value) { return value >= 0 && std::isfinite(value); },
+                  "that is 0 or more, and finite");
+}
+
+CLI::Validator a_share() {
+  return a_number([](double value) { return value > 0 && value < 1; }, "above 0 and below 1, such as 0.05");
+}
+
+CLI::Validator whole_from(std::int64_t fewest) {
+  return {[fewest](const std::string& text) {
+            std::int64_t value = 0;
+            const char* const end = text.data() + text.size();
+            const auto [stop, problem] = std::from_chars(text.data(), end, value);
+            return problem == std::errc() && stop == end && value >= fewest
+                       ? std::string()
+                       : "is " + text + "; it must be a whole number from " + std::to_string(fewest) +
+                             " to 2^63 - 1, in digits";
+          },
+          ""};
+}
+
+}  // namespace scruple::cli

@@ -1,0 +1,52 @@
+// An option of a command is a row of a table: what the command line, the help, checkpoints and --resume know of it
+// stands there, once.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "commands.h"
+
+namespace scruple::cli {
+
+struct Option {
+  std::string name;  // as it is typed: --steps
+  // In a checkpoint's notes, and never another, whatever the name becomes; "": it is not noted, and each session's own.
+  std::string key;
+  // Where the value goes. What is there before is the default; it is shown and noted where it could be given, too: 0, -1
+  // and "" are often none.
+  std::variant<bool*, int*, std::int64_t*, std::uint64_t*, double*, std::string*, std::vector<std::string>*>
+      value;
+  std::string type;  // what the help calls the value: N, PATH; "": by its C++ type
+  std::string help;
+  CLI::Validator check = {};
+  bool may_change = false;         // from session to session of a run
+  const char* variable = nullptr;  // of the environment, that may have the value
+};
+using OptionTable = std::vector<Option>;
+inline constexpr bool kMayChange = true;
+using Notes = std::map<std::string, std::string>;
+
+OptionTable joined(std::initializer_list<OptionTable> tables);
+Option& row_named(OptionTable& table, const std::string& name);
+void add_options(CLI::App& command, const OptionTable& table);
+
+// Key and value of all that have both. Several values of one option have '\n' between them.
+Notes notes_of(const OptionTable& table);
+// The values that such notes give, into the table. Throws CLI::ParseError where one cannot be.
+void take_notes(const OptionTable& table, const Notes& notes);
+// A row of the same option, from other options of the same type.
+void copy_value(const Option& from, const Option& to);
+
+inline CLI::Validator anything() { return {}; }
+// CLI11's own ranges let NaN through, print 309 digits, and take the nearest whole number that there is.
+CLI::Validator above_zero();
+CLI::Validator not_negative();
+CLI::Validator a_share();                        // above 0, below 1
+CLI::Validator whole_from(std::int64_t fewest);  // up to 2^63 - 1
+
+}  // namespace scruple::cli

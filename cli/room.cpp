@@ -1,0 +1,122 @@
+#include "room.h"
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <sstream>
+#include <stdexcept>
+
+#include "train/model/model.h"
+
+namespace scruple::cli {
+namespace {
+
+// Kinds that no plan of weights, moments and gradients counts.
+bool is_state(const std::string& kind) { return kind != "activations" && kind != "workspace"; }
+
+// The trainer's own memory, or the library's: its accumulators are the sink's to ask for.
+bool is_shortage(const std::exception& error) {
+  const auto* const of_library = dynamic_cast<const Error*>(&error);
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         (of_library != nullptr && of_library->status() == SCRUPLE_OUT_OF_MEMORY);
+}
+
+}  // namespace
+
+Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job& job,
+               const std::string& policy) {
+  const std::vector<train::Parameter> parameters = train::parameters_of(job.shape);
+  Model model;
+  for (const train::Parameter& parameter : parameters) model.add(parameter.size());
+  Memory memory = measure(choice, choice.make_optimizer(), recipe, model, policy);
+  if (policy == "released") memory.gradients = job.backend(1)->released_bytes(parameters, job.activations);
+  return memory;
+}
+
+std::int64_t free_memory(const train::Job& job) {
+  const std::unique_ptr<train::Backend> backend = job.backend(job.threads);
+  return backend->memory().is_host() ? free_memory() : backend->free_bytes();
+}
+
+bool on_gpu(const train::Job& job) { return job.backend == train::cuda_backend; }
+
+namespace {
+
+// What takes less memory in the passes, and the job does not have.
+std::vector<std::string> options_of_passes(const train::Job& job) {
+  std::vector<std::string> names;
+  if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
+  if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
+  return names;
+}
+
+}  // namespace
+
+std::string savings(const train::Job& job, bool chooses_recipe) {
+  std::vector<std::string> smaller = {"model"}, names = options_of_passes(job);
+  if (job.batch > 1) smaller.emplace_back("--batch");
+  smaller.emplace_back("--context");
+  if (chooses_recipe) smaller.emplace_back("--recipe");
+  if (job.gradients.policy == SCRUPLE_STORED) names.emplace_back("--gradients released or compressed");
+  if (job.gradients.policy == SCRUPLE_COMPRESSED) names.emplace_back("--gradients released");
+  return "choose a smaller " + either(smaller) + (names.empty() ? "" : ", or " + joined(names, ", or "));
+}
+
+std::string savings_of_passes(const train::Job& job) {
+  std::vector<std::string> names = options_of_passes(job);
+  names.emplace_back(on_gpu(job) ? "--device cpu, or a GPU with more memory" : "a machine with more memory");
+  return "a run that goes on keeps its sizes and formats; choose " + joined(names, ", or ");
+}
+
+std::string failure_words(const std::exception& error, const train::Job& job, const std::string& advice) {
+  if (!is_shortage(error)) return error.what();
+  return std::string("out of memory") + (on_gpu(job) ? ", the GPU's or the host's; " : "; ") + advice;
+}
+
+void rethrow_shortage(const std::exception& error, const train::Job& job, const std::string& advice) {
+  if (!is_shortage(error)) throw;
+  throw std::runtime_error(failure_words(error, job, advice));
+}
+
+Table checked_memory(const std::string& what, const train::Job& job, const Memory& plan,
+                     const std::string& advice, std::int64_t limit) {
+  const train::Ledger needed = train::memory_of(job);
+  const Unit unit = unit_for(needed.peak(), 1);
+  const auto params = static_cast<double>(train::parameter_count(job.shape));
+  Table table;
+  table.rows = {{"memory", unit.name, "B/param"}};
+  std::int64_t sum = 0;
+  const auto add = [&](const std::string& name, std::int64_t bytes) {
+    sum += bytes;
+    const auto size = static_cast<double>(bytes);
+    if (bytes > 0) table.rows.push_back({name, fixed(size / unit.bytes, 2), fixed(size / params, 3)});
+  };
+  for (const auto& [name, bytes] : measured_parts(needed, plan)) add(name, bytes);
+  add("activations", needed.peak("activations"));
+  add("workspace", needed.peak("workspace"));
+  add("total", std::exchange(sum, 0));
+  const std::int64_t free = free_memory(job);
+  if (needed.peak() <= std::min(free, limit)) return table;
+  std::ostringstream text;
+  table.print(text);
+  throw std::runtime_error(what + " needs " + size_words(needed.peak()) + ", and " +
+                           (free < limit ? size_words(free) + " are free" + (on_gpu(job) ? " on the GPU" : "")
+                                         : "--memory-limit is " + size_words(limit)) +
+                           "; " + advice + "\n\n" + text.str());
+}
+
+std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
+                                                                 const Memory& plan) {
+  std::vector<std::pair<std::string, std::int64_t>> parts;
+  for (const auto& [name, bytes] : plan.parts()) parts.emplace_back(name, ledger.peak(name));
+  return parts;
+}
+
+std::int64_t measured_total(const train::Ledger& ledger) {
+  std::int64_t sum = 0;
+  for (const train::Ledger::Entry& entry : ledger.entries())
+    if (is_state(entry.kind)) sum += entry.peak;
+  return sum;
+}
+
+}  // namespace scruple::cli

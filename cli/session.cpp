@@ -1,0 +1,250 @@
+#include "session.h"
+
+#include <filesystem>
+#include <utility>
+
+#include "io/crc32.h"
+#include "names.h"
+#include "progress.h"
+#include "room.h"
+#include "train/run/checkpoint.h"
+#include "train/run/rows.h"
+
+namespace scruple::cli {
+namespace {
+
+constexpr double kLr = 1e-3;
+// Notes that are no option's. Old checkpoints have no kArithmetic.
+constexpr const char *kProgramNote = "program", *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32",
+                     *kArithmetic = "arithmetic";
+
+io::Metadata data_notes(const std::string& path, const train::Data& data) {
+  return {{"data", path == train::Data::kStandardInput ? path : std::filesystem::absolute(path).string()},
+          {kDataTokens, std::to_string(data.size())},
+          {kDataChecksum, io::hex(data.crc32())}};
+}
+
+// What was not said, filled in.
+void complete(TrainOptions& options) {
+  Choice& choice = options.choice;
+  if (choice.recipe.empty()) choice.recipe = "scruple";
+  options.model.device = device_for(options.model.device);
+  for (const std::string& hyper : choice.hypers)
+    if (hyper.starts_with("lr="))
+      throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
+}
+
+// The options that the run's last session noted, but for those that are each session's own.
+TrainOptions changed(TrainOptions noted, const CLI::App& command, TrainOptions given) {
+  const OptionTable table = noted.options(), others = given.options();
+  for (std::size_t i = 0; i < table.size(); ++i)
+    if (table[i].key.empty() || (table[i].may_change && command.count(table[i].name) > 0))
+      copy_value(others[i], table[i]);
+  if (command.count("--offload") == 0 && device_for(noted.model.device) == "cpu")  // it has moved here
+    noted.model.offload = false;
+  return noted;
+}
+
+// Throws where something is noted that would be lost.
+void check_known(const Session& session, const OptionTable& table) {
+  io::Metadata unknown = session.before;
+  for (const Option& option : table) unknown.erase(option.key);
+  for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kArithmetic, train::kConfigNote})
+    unknown.erase(key);
+  if (!unknown.empty())
+    throw std::runtime_error(session.from->folder() + " notes '" + unknown.begin()->first +
+                             "', which this version does not know; go on with the one that saved it");
+}
+
+// More steps than the run was started with; what followed from their number stays.
+void extend(Session& session, std::int64_t steps) {
+  TrainOptions& options = session.options;
+  const std::int64_t wanted = std::exchange(options.model.steps, steps);
+  if (wanted < steps)
+    throw UsageError("--steps is " + std::to_string(wanted) + ", and the run has " + grouped(steps) +
+                     "; --resume makes it longer, never shorter");
+  if (wanted == steps) return;
+  options.warmup = options.schedule().warmup;
+  options.validate_every = span_of(steps, options.validate_every).validate_every;
+  options.model.steps = wanted;
+  session.first = steps;
+}
+
+// A folder that has weights and nothing to go on from is refused in words of its own.
+void check_has_checkpoint(const std::string& run) {
+  const std::int64_t step = train::weights_step(run);
+  if (step < 0 || std::filesystem::exists(run + "/manifest.json") ||
+      !io::saved_steps(train::checkpoints_of(run)).empty())
+    return;
+  throw std::runtime_error(run + " has its weights after step " + grouped(step) +
+                           " and no checkpoint to go on from: a run that ends keeps one only with "
+                           "--save-every. Train it again with --save-every N to make it longer one day");
+}
+
+void check_resume(const CLI::App& command, TrainOptions given) {
+  for (const Option& option : given.options())
+    if (!option.key.empty() && !option.may_change && command.count(option.name) > 0)
+      throw UsageError("--resume takes " + option.name +
+                       " from the run, so that it ends with the same bits; leave it out");
+  if (std::error_code ignored; !std::filesystem::exists(given.resume, ignored))
+    throw UsageError("--resume is '" + given.resume +
+                     "', and there is no such folder; name the --out of a run, or one of its checkpoints");
+  check_has_checkpoint(given.resume);
+  const bool in_place = io::find_checkpoint(given.resume) != given.resume;
+  if (in_place && !given.out.empty())
+    throw UsageError(
+        "--resume writes into the run's own folder; leave --out out, or resume a checkpoint of it");
+  if (in_place && given.force)
+    throw UsageError("--force replaces a run, and --resume goes on with it; leave one of them out");
+  if (!in_place && given.out.empty())
+    throw UsageError("--resume " + given.resume +
+                     " is a single checkpoint; name a new folder with --out, or resume its run");
+}
+
+// The run's own settings, with what the user may change about it.
+Session resumed(const CLI::App& command, const TrainOptions& given) {
+  check_resume(command, given);
+  Session session;
+  session.in_place = given.out.empty();
+  if (session.in_place) session.folder = std::make_unique<train::RunFolder>(given.resume);
+  // Under the lock: another process may have saved one more.
+  session.from = std::make_unique<io::Checkpoint>(io::find_checkpoint(given.resume));
+  session.before = train::notes_of(*session.from);
+  session.before.try_emplace("device", "cpu");  // older checkpoints know no other
+  session.model.config = train::config_of(*session.from);
+  TrainOptions noted;
+  check_known(session, noted.options());
+  take_notes(noted.options(), session.before);
+  session.options = changed(noted, command, given);
+  if (session.in_place) session.options.out = given.resume, session.saved = session.from->manifest().step;
+  if (command.count("--steps") > 0) extend(session, noted.model.steps);
+  if (session.options.data == train::Data::kStandardInput && command.count("--data") == 0)
+    throw UsageError(
+        "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
+        "or --data -");
+  complete(session.options);
+  return session;
+}
+
+}  // namespace
+
+OptionTable TrainOptions::options() {
+  OptionTable formats = choice.options();
+  row_named(formats, "--recipe").help = "formats of weights, moments and gradients (default: scruple)";
+  return joined(
+      {{{"--data", "data", &data, "PATH",
+         "what to learn: a text, a folder of texts, *.jsonl (text, or prompt and completion), *.bin "
+         "(tokens); -: standard input",
+         anything(), kMayChange}},
+       cutting.options(),
+       {{"--out", "", &out, "DIR", "the folder to write"},
+        {"--force", "", &force, "",
+         "replace the run that --out has, once the new one has taken a step; others' files stay"}},
+       model.options(0),  // 0 steps: the weights are written as they are
+       formats,
+       {{"--lr", "lr", &lr, "",
+         "peak learning rate (default: " + shortest(kLr) + ", of a folder's weights " + shortest(kTuningLr) +
+             ")",
+         above_zero()},
+        {"--schedule", "schedule", &annealing, "", "cosine, linear (both down to 0) or constant",
+         one_of(train::kAnnealings)},
+        {"--warmup", "warmup", &warmup, "N", "steps of linear rise (default: a twentieth)", whole_from(0)},
+        {"--weight-decay", "weight-decay", &weight_decay, "", "of matrices; norms and biases never decay",
+         not_negative()}},
+       gradients.options(),
+       {{"--gradient-format", "gradient-format", &choice.gradient, "FORMAT",
+         "format of stored or compressed gradients"},
+        {"--activations", "activations", &activations, "",
+         either(train::kPrecisions) +
+             " (default: as the weights are computed; on a GPU bf16 where that is fp32)",
+         one_of(train::kPrecisions)},
+        {"--memory-limit", "", &memory_limit, "SIZE",
+         "a run that would take more is refused, whatever the device has: 46GiB, 48GB"},
+        {"--validate-every", "validate-every", &validate_every, "N",
+         "steps between validations (default: a twentieth)", whole_from(1)},
+        {"--save-every", "save-every", &save_every, "N",
+         "steps between checkpoints (default: only a stop saves one)", whole_from(1), kMayChange},
+        {"--keep", "keep", &keep, "K", "how many checkpoints stay; 0: all", whole_from(0), kMayChange},
+        {"--resume", "", &resume, "DIR",
+         "go on with this run, from its last checkpoint, to the same bits; with --steps: to more"}}});
+}
+
+Choice TrainOptions::chosen() const {
+  Choice made = choice;
+  if (weight_decay >= 0)
+    made.hypers.insert(made.hypers.begin(), "weight_decay=" + shortest(weight_decay, 17));
+  return made;
+}
+
+train::Schedule TrainOptions::schedule() const {
+  const std::int64_t rise = warmup >= 0 ? warmup : model.steps / 20;
+  if (rise > model.steps)
+    throw UsageError("--warmup is " + std::to_string(rise) + " and there are " + grouped(model.steps) +
+                     " steps; it must not be larger");
+  return {value_named<train::Annealing>(train::kAnnealings, annealing).value(), lr, rise, model.steps};
+}
+
+std::int64_t TrainOptions::limit() const {
+  return memory_limit.empty() ? kNoLimit : parse_size(memory_limit, "--memory-limit");
+}
+
+Session session_of(const CLI::App& command, const TrainOptions& given) {
+  if (!given.resume.empty()) return resumed(command, given);
+  Session session;
+  session.options = given;
+  TrainOptions& options = session.options;
+  complete(options);
+  refuse_sizes(options.model, command);
+  if (options.data.empty() || options.out.empty())
+    throw UsageError(std::string(options.data.empty() ? "--data" : "--out") +
+                     " is required, unless a run goes on with --resume; try 'scruple train --help'");
+  session.model = choose_model(options.model);
+  if (std::error_code ignored;
+      session.model.folder &&
+      std::filesystem::equivalent(options.out, session.model.folder->folder(), ignored))
+    throw UsageError("--out is the folder of --model, which the run would replace; name another folder");
+  options.model.context = session.model.config.shape.context;
+  if (options.lr == 0) options.lr = session.model.has_weights() ? kTuningLr : kLr;
+  return session;
+}
+
+io::Metadata notes_for(const Session& session, const train::Data& data, const train::Trainer& trainer) {
+  TrainOptions options = session.options;
+  const bool is_gpt = options.model.is_gpt();
+  if (!is_gpt) {
+    options.model.model = std::filesystem::absolute(options.model.model).string();
+    options.model.shape = {0, 0, 0};  // its config has them
+  }
+  io::Metadata notes = data_notes(options.data, data);
+  notes.merge(notes_of(options.options()));
+  notes[kProgramNote] = train::kProgram;
+  if (!is_gpt) notes[train::kConfigNote] = session.model.config.text;
+  if (const std::string arithmetic = trainer.backend().arithmetic(); !arithmetic.empty())
+    notes[kArithmetic] = arithmetic;
+  return notes;
+}
+
+void check_data(const Session& session, const train::Data& data) {
+  const io::Metadata now = data_notes(session.options.data, data);
+  for (const char* key : {kDataTokens, kDataChecksum})
+    if (const auto found = session.before.find(key);
+        found == session.before.end() || found->second != now.at(key))
+      throw std::runtime_error(now.at("data") +
+                               " is not the file that the run was started with: its length or checksum "
+                               "differs; name the right one with --data");
+}
+
+std::string moved_words(const Session& session, const train::Trainer& trainer) {
+  const auto noted = session.before.find(kArithmetic);
+  const std::string &now = session.options.model.device, &before = session.before.at("device"),
+                    arithmetic = trainer.backend().arithmetic();
+  if (now != before) return "on " + now + " after " + before;
+  if (noted == session.before.end() || noted->second == arithmetic) return "";
+  return "on " + arithmetic + " after " + noted->second;
+}
+
+std::string savings_of(const Session& session) {
+  return session.from ? savings_of_passes(session.job) : savings(session.job, true);
+}
+
+}  // namespace scruple::cli
