@@ -132,9 +132,9 @@ class Run:
 
     def __init__(self, kind=st.AdamW, dtype=BF16, params=None, model=None, release=None, lr=1e-2, **options):
         self.model, self.handle, self.taken = model, None, 0
-        if model is not None:
-            params = model.parameters()
-        self.params = list(parameters(dtype) if params is None else params)
+        if params is None:
+            params = parameters(dtype) if model is None else model.parameters()
+        self.params = list(params)
         self.opt = (getattr(st, kind) if isinstance(kind, str) else kind)(self.params, lr=lr, **options)
         if release is not None:
             self.release(**release)
