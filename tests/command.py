@@ -100,10 +100,16 @@ class Case(unittest.TestCase):
     def json_of(self, *arguments):
         return json.loads(self.done(*arguments, "--json"))
 
-    def fails(self, code, message, *arguments, **options):
+    def ends(self, code, message, *arguments, **options):
         result = run(*arguments, **options)
         self.assertEqual(result.returncode, code, f"{arguments}: {result.stdout}{result.stderr}")
         self.assertIn(message, result.stderr, arguments)
+        return result
+
+    def fails(self, code, message, *arguments, **options):
+        """The same, before any other word."""
+        result = self.ends(code, message, *arguments, **options)
+        self.assertTrue(result.stderr.startswith("scruple: "), result.stderr)
         return result
 
     def training(self, *more, out="run", steps=3):

@@ -210,7 +210,7 @@ class Train(Case):
                       "0.001 at step 7", said)
         self.trained("b", *constant, steps=9)
         self.same_run("a", "b")
-        self.fails(2, "never shorter", "train", "--resume", self.path("a"), "--steps", "8")
+        self.ends(2, "never shorter", "train", "--resume", self.path("a"), "--steps", "8")
         # The others span all steps from there on; what followed from the first number of steps stays.
         self.trained("c", "--save-every", "10", steps=40)
         said = self.resumed("c", "--steps", "80")
@@ -241,18 +241,18 @@ class Train(Case):
                 (2, "--data is required", "--steps", "1"), (2, "--out is required", "--data", self.data, "--steps", "1"),
                 (1, "earlier run", *self.arguments("a", "--save-every", "2")[1:])):
             with self.subTest(arguments):
-                self.fails(code, words, "train", *arguments)
+                self.ends(code, words, "train", *arguments)
         self.write("text", command.TEXT + "x")
-        self.fails(1, "not the file that the run was started with", "train", "--resume", a)
+        self.ends(1, "not the file that the run was started with", "train", "--resume", a)
         os.remove(self.data)
-        self.fails(1, "No such file", "train", "--resume", a)
+        self.ends(1, "No such file", "train", "--resume", a)
         self.resumed("a", "--data", self.write("moved", command.TEXT))
 
     def test_offloading_is_free(self):
         """It changes no bit: a run takes it up, or leaves it where there is no GPU to offload from."""
         self.trained("a", "--save-every", "2", "--device", "cpu")
         self.without_last()
-        self.fails(2, "--offload is for a GPU", "train", "--resume", self.path("a"), "--offload")
+        self.ends(2, "--offload is for a GPU", "train", "--resume", self.path("a"), "--offload")
         self.assertNotIn("--offload", self.manifest("a", 4)["trainer"])
         self.rewrite("a", 4, '"--optimizer":', '"--offload":"true","--optimizer":')  # as of a run on a GPU
         self.assertEqual(self.manifest("a", 4)["trainer"]["--offload"], "true")
@@ -265,7 +265,7 @@ class Train(Case):
         self.without_last()
         for more, words in (((), "choose --recompute block, or a machine with more memory"),
                             (("--recompute", "block"), "choose a machine with more memory")):
-            self.fails(1, f"; a run that goes on keeps its sizes and formats; {words}\n", "train", "--resume", self.path("a"),
+            self.ends(1, f"; a run that goes on keeps its sizes and formats; {words}\n", "train", "--resume", self.path("a"),
                        "--memory-limit", "1KiB", *more)
         self.ends_as_if_left_alone("--device", "cpu", resume=("--recompute", "block"))
         self.assertEqual(self.manifest("a", 6)["trainer"]["--recompute"], "block")
@@ -294,7 +294,7 @@ class Train(Case):
         self.trained("a", steps=3)
         before = self.weights("a")
         for more in ((), ("--steps", "9")):
-            self.fails(1, self.path("a") + " has its weights after step 3 and no checkpoint to go on from: a run that ends "
+            self.ends(1, self.path("a") + " has its weights after step 3 and no checkpoint to go on from: a run that ends "
                        "keeps one only with --save-every", "train", "--resume", self.path("a"), *more)
         self.assertEqual(self.weights("a"), before)
 
@@ -302,7 +302,7 @@ class Train(Case):
         self.trained("a", "--save-every", "2")
         os.remove(self.path("a/report.html"))  # a kill came before it was written
         self.flip(self.step_of("a", 6, "model.safetensors"))
-        said = self.fails(1, "its checksum is", "train", "--resume", self.path("a"))
+        said = self.ends(1, "its checksum is", "train", "--resume", self.path("a"))
         self.assertIn("transformer.", said.stderr)
         self.assertIn("step-00000006", said.stderr)
         self.without_last()
@@ -312,13 +312,13 @@ class Train(Case):
         self.trained("a", "--save-every", "3", "--keep", "0")
         before = {name: content(self.step_of("a", 3, name)) for name in ("manifest.json", "model.safetensors")}
         self.without_last()
-        said = self.fails(1, "was not saved", "train", "--resume", self.path("a"), preexec_fn=full_at(50000))
+        said = self.ends(1, "was not saved", "train", "--resume", self.path("a"), preexec_fn=full_at(50000))
         self.assertIn("those before it are as they were", said.stderr)
         self.assertIn("goes on after step 3", said.stderr)
         self.assertEqual(self.checkpoints("a"), ["step-00000003"])
         if os.getuid() != 0:  # whom no permission stops
             os.chmod(self.path("a/checkpoints"), 0o500)
-            self.fails(1, "permissions", "train", "--resume", self.path("a"))
+            self.ends(1, "permissions", "train", "--resume", self.path("a"))
             os.chmod(self.path("a/checkpoints"), 0o700)
         self.assertEqual(before, {name: content(self.step_of("a", 3, name)) for name in before})
         self.ends_as_if_left_alone()
@@ -369,7 +369,7 @@ class FullDisk(Case):
 
     def test_to_the_end(self):
         """Nothing takes the weights: there is no other file system, as far as the limit goes."""
-        said = self.fails(1, "could not be written anywhere", *self.arguments("a", "--save-every", "2"),
+        said = self.ends(1, "could not be written anywhere", *self.arguments("a", "--save-every", "2"),
                           preexec_fn=full_at(20000), cwd=self.folder)
         self.assertEqual(said.stderr.count("the next save tries again"), 2, said.stderr)
         self.assertIn("step-00000006 was not saved", said.stderr)
@@ -385,7 +385,7 @@ class FullDisk(Case):
         os.remove(self.path("a/model.safetensors"))
         os.makedirs(self.path("a/model.safetensors/in the way"))
         os.mkdir(self.path("elsewhere"))
-        said = self.fails(1, "are in " + self.path("elsewhere"), "train", "--resume", self.path("a"),
+        said = self.ends(1, "are in " + self.path("elsewhere"), "train", "--resume", self.path("a"),
                           env={"TMPDIR": self.path("elsewhere")})
         [made] = os.listdir(self.path("elsewhere"))
         self.assertIn("not in " + self.path("a"), said.stderr)
@@ -427,29 +427,29 @@ class Tools(Case):
         said = self.done("checkpoint", "inspect", self.path("a"), "--histogram", "all")
         self.assertIn("bf16+8, companded8, companded8", said)
         self.assertIn("2^-", said)
-        self.fails(2, "no tensor of that name", "checkpoint", "inspect", self.path("a"), "--histogram", "nosuch")
+        self.ends(2, "no tensor of that name", "checkpoint", "inspect", self.path("a"), "--histogram", "nosuch")
 
     def test_verify(self):
         self.trained("a", "--save-every", "3", "--keep", "0")
         self.assertTrue(self.checkpoint("verify", self.path("a"))["ok"])
         broken = self.step_of("a", 3)
         self.flip(os.path.join(broken, "model.safetensors"))
-        said = self.fails(1, "1 problem", "checkpoint", "verify", broken, "--json")
+        said = self.ends(1, "1 problem", "checkpoint", "verify", broken, "--json")
         found = json.loads(said.stdout)
         self.assertFalse(found["ok"])
         self.assertRegex(found["problems"][0], r'tensor "transformer\.[^"]+": its checksum is')
         self.flip(os.path.join(broken, "manifest.json"))
-        said = self.fails(1, "1 problem", "checkpoint", "verify", broken).stdout
+        said = self.ends(1, "1 problem", "checkpoint", "verify", broken).stdout
         self.assertIn("manifest is damaged; of its run step-00000006 can be opened: 'scruple checkpoint verify " +
                       self.step_of("a", 6) + "'", said)
         self.without_last()
-        self.fails(1, "take another copy of this one", "checkpoint", "inspect", self.path("a"))
+        self.ends(1, "take another copy of this one", "checkpoint", "inspect", self.path("a"))
         os.rename(self.path("away6"), self.step_of("a", 6))
-        self.fails(1, "1 problem", "checkpoint", "verify", self.path("nowhere"))
+        self.ends(1, "1 problem", "checkpoint", "verify", self.path("nowhere"))
         # A step that no gradient check guards makes its weights NaN, visibly.
         self.trained("b", "--recipe", "fp32", "--gradients", "released", "--lr", "1e20", "--weight-decay", "1e30", "--save-every", "1",
                      steps=1)
-        self.assertIn("not finite", self.fails(1, "problem", "checkpoint", "verify", self.path("b")).stdout)
+        self.assertIn("not finite", self.ends(1, "problem", "checkpoint", "verify", self.path("b")).stdout)
 
     def test_verify_says_what_can_be_saved(self):
         self.trained("a", "--save-every", "6")
@@ -459,7 +459,7 @@ class Tools(Case):
 
         def damaged(name):
             self.flip(file, begin + places[name])
-            said = self.fails(1, "1 problem", "checkpoint", "verify", one).stderr
+            said = self.ends(1, "1 problem", "checkpoint", "verify", one).stderr
             out = self.path(name.replace("/", "_"))
             exported = run("checkpoint", "export", one, "--out", out).returncode
             self.flip(file, begin + places[name])
@@ -484,9 +484,9 @@ class Tools(Case):
         found = json.loads(run("checkpoint", "diff", self.path("b"), self.path("back"), "--json").stdout)
         self.assertEqual([row for row in found["tensors"] if row["array"] == "weight"], [])
         self.done("train", "--resume", self.path("scant"), "--out", self.path("on"))
-        self.fails(1, "is there already", "checkpoint", "convert", self.path("a"), "--recipe", "scant", "--out", self.path("scant"))
-        self.fails(2, "nosuch", "checkpoint", "convert", self.path("a"), "--recipe", "nosuch", "--out", self.path("no"))
-        self.fails(2, "lpmm", "checkpoint", "convert", self.path("a"), "--recipe", "lpmm", "--out", self.path("no"))
+        self.ends(1, "is there already", "checkpoint", "convert", self.path("a"), "--recipe", "scant", "--out", self.path("scant"))
+        self.ends(2, "nosuch", "checkpoint", "convert", self.path("a"), "--recipe", "nosuch", "--out", self.path("no"))
+        self.ends(2, "lpmm", "checkpoint", "convert", self.path("a"), "--recipe", "lpmm", "--out", self.path("no"))
         self.assertFalse(os.path.exists(self.path("no")))
 
     def test_export(self):
@@ -504,7 +504,7 @@ class Tools(Case):
                 self.assertTrue(all(abs(w - h) <= abs(h) / 256 for w, h in zip(wide, half)), name)
         self.checkpoint("export", self.path("a"), "--out", self.path("w2"))
         self.assertEqual(content(self.path("w")), content(self.path("w2")))
-        self.fails(2, "did you mean 'bf16'?", "checkpoint", "export", self.path("a"), "--to", "bf61", "--out", self.path("x"))
+        self.ends(2, "did you mean 'bf16'?", "checkpoint", "export", self.path("a"), "--to", "bf61", "--out", self.path("x"))
 
     def test_export_to_bf16(self):
         """The visible weights to the bit where there are some; otherwise the nearest, ties to even."""
@@ -533,13 +533,13 @@ class Tools(Case):
         start = os.path.getsize(file) - max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
         for name in ("transformer.wte.weight/exp_avg", "transformer.wte.weight/exp_avg_sq/scale"):
             self.flip(file, start + header[name]["data_offsets"][0])
-        self.fails(1, "2 problems", "checkpoint", "verify", self.path("a"))
+        self.ends(1, "2 problems", "checkpoint", "verify", self.path("a"))
         self.checkpoint("export", self.path("a"), "--out", self.path("after"))
         self.assertEqual(content(self.path("before")), content(self.path("after")))
         # The extra bits are the master's, not the visible weights'.
         self.flip(file, start + header["transformer.wte.weight/extra"]["data_offsets"][0])
         self.checkpoint("export", self.path("a"), "--to", "bf16", "--out", self.path("visible"))
-        self.fails(1, "wte.weight/extra", "checkpoint", "export", self.path("a"), "--out", self.path("no"))
+        self.ends(1, "wte.weight/extra", "checkpoint", "export", self.path("a"), "--out", self.path("no"))
         self.assertFalse(os.path.exists(self.path("no")))
 
     def test_plan_counts_weights(self):
@@ -561,12 +561,12 @@ class Tools(Case):
                 self.assertIn("the checkpoint's folder says", self.done("plan", file))
 
     def test_slips(self):
-        self.fails(2, "did you mean 'train'?", "tain", "--data", "x")
-        self.fails(2, "'inspct' is no command of scruple checkpoint; there are: inspect, verify", "checkpoint", "inspct")
-        self.fails(2, "did you mean '--shards'?", "checkpoint", "reshard", self.folder, "--shard", "3", "--out", self.path("x"))
-        self.fails(2, "did you mean 'scant'?", "checkpoint", "convert", self.folder, "--recipe", "scan", "--out", self.path("x"))
-        self.fails(2, "did you mean 'cosine'?", *self.arguments("x", "--schedule", "cosin"))
-        self.fails(2, "did you mean 'eps'?", *self.arguments("x", "--set", "esp=1"))
+        self.ends(2, "did you mean 'train'?", "tain", "--data", "x")
+        self.ends(2, "'inspct' is no command of scruple checkpoint; there are: inspect, verify", "checkpoint", "inspct")
+        self.ends(2, "did you mean '--shards'?", "checkpoint", "reshard", self.folder, "--shard", "3", "--out", self.path("x"))
+        self.ends(2, "did you mean 'scant'?", "checkpoint", "convert", self.folder, "--recipe", "scan", "--out", self.path("x"))
+        self.ends(2, "did you mean 'cosine'?", *self.arguments("x", "--schedule", "cosin"))
+        self.ends(2, "did you mean 'eps'?", *self.arguments("x", "--set", "esp=1"))
         bare = run("checkpoint")
         self.assertEqual((bare.returncode, bare.stdout, bare.stderr), (2, self.done("checkpoint", "--help"), ""))
         self.assertEqual(self.done("help", "checkpoint", "diff"), self.done("checkpoint", "diff", "--help"))
@@ -576,7 +576,7 @@ class Tools(Case):
         self.trained("b", "--save-every", "6", "--threads", "3")
         self.trained("c", "--save-every", "6", "--seed", "2")
         self.assertTrue(self.checkpoint("diff", self.path("a"), self.path("b"))["same"])
-        found = json.loads(self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c"), "--json").stdout)
+        found = json.loads(self.ends(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c"), "--json").stdout)
         self.assertIn("groups", [row["name"] for row in found["settings"]])
         self.assertGreater(found["tensors"][0]["differing"], 0)
 
@@ -584,7 +584,7 @@ class Tools(Case):
         """Which setting differs, from what to what; of the arrays those that differ, and how many."""
         self.trained("a", "--save-every", "6")
         self.trained("b", "--save-every", "6", "--seed", "2", "--set", "weight_decay=0.05")
-        said = self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("b")).stdout
+        said = self.ends(1, "differ", "checkpoint", "diff", self.path("a"), self.path("b")).stdout
         self.assertIn("group 0 seed: 1 -> 2\n", said)
         self.assertRegex(said, r"group 0 weight_decay: 0\.\d+ -> 0\.05\n")
         self.assertNotIn("lr:", said)
@@ -593,13 +593,13 @@ class Tools(Case):
         self.assertRegex(said, rf"\n{arrays} of \d+ arrays differ in their values\n$")
         # Formats that hold the same values are a line, and no row.
         self.checkpoint("convert", self.path("a"), "--recipe", "fp32", "--out", self.path("c"))
-        said = self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c")).stdout
+        said = self.ends(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c")).stdout
         self.assertIn("recipe: scruple -> fp32\n", said)
         self.assertIn("\n16 tensors: weight bf16+8 (wide) -> fp32 (nearest)\n", said)
         self.assertTrue(said.endswith("\n0 of 48 arrays differ in their values\n"), said)
         self.assertNotIn("relative RMS", said)
         self.trained("d", "--save-every", "3", "--keep", "0")
-        said = self.fails(1, "differ", "checkpoint", "diff", self.step_of("d", 3), self.step_of("d", 6)).stdout
+        said = self.ends(1, "differ", "checkpoint", "diff", self.step_of("d", 3), self.step_of("d", 6)).stdout
         self.assertTrue(said.startswith("step: 3 -> 6\n"), said)
         self.assertEqual(said.count("step 4 -> 7"), 1, said)
 
@@ -616,7 +616,7 @@ class Tools(Case):
         self.assertTrue(self.checkpoint("diff", self.path("five"), whole)["same"])
         self.done("train", "--resume", self.path("three"), "--out", self.path("b"))
         self.assertEqual(self.weights("a"), self.weights("b"))
-        self.fails(1, "choose fewer", "checkpoint", "reshard", self.path("one"), "--shards", "256", "--out", self.path("no"))
+        self.ends(1, "choose fewer", "checkpoint", "reshard", self.path("one"), "--shards", "256", "--out", self.path("no"))
 
     def test_size(self):
         """Of the models of demo and train: at most 0.45 of the same with fp32 weights and moments."""

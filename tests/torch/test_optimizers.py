@@ -272,21 +272,19 @@ class Groups(Case):
     def test_added_later(self):
         """A group that comes later starts from its own first step; the old ones go on."""
         ps = parameters(BF16)
-        opt = st.AdamW(ps[:2], lr=1e-2)
-        one, two = copy.deepcopy(ps[:2]), copy.deepcopy(ps[2:])
-        take_steps(opt, ps[:2], 3)
-        opt.add_param_group(dict(params=ps[2:], lr=1e-3, recipe="flash"))
-        take_steps(opt, ps, 3, first=3)
-        apart = st.AdamW(one, lr=1e-2)
-        take_steps(apart, one, 6)
-        late = st.AdamW([dict(params=[]), dict(params=two, lr=1e-3, recipe="flash")])
+        run, late = Run(params=ps[:2]), copies(ps[2:])
+        run.steps(3).opt.add_param_group(dict(params=ps[2:], lr=1e-3, recipe="flash"))
+        run.params = ps
+        run.steps(3)
+        apart = Run(params=parameters(BF16)[:2]).steps(6)
+        other = st.AdamW([dict(params=[]), dict(params=late, lr=1e-3, recipe="flash")])
         for step in range(3, 6):
             give_gradients(ps, step)
-            for p, q in zip(ps[2:], two):
+            for p, q in zip(ps[2:], late):
                 q.grad = p.grad
-            late.step()
-        self.assertSame([p.detach() for p in ps], [p.detach() for p in one + two])
-        self.assertEqual([opt.state[p]["step"] for p in ps if opt.state_dict()], [6, 6, 3, 3])
+            other.step()
+        self.assertSame(run.weights(), apart.weights() + [p.detach() for p in late])
+        self.assertEqual([run.opt.state[p]["step"] for p in ps if run.opt.state_dict()], [6, 6, 3, 3])
 
     def test_named_parameters(self):
         model = mlp()
@@ -383,20 +381,16 @@ class Groups(Case):
 s = torch.optim.lr_scheduler
 
 
+def one_cycle(opt):
+    return s.OneCycleLR(opt, 0.05, total_steps=12)
+
+
 class Schedulers(Case):
     TABLE = {
         "LambdaLR": ("AdamW", dict(lr=0.01), lambda o: s.LambdaLR(o, lambda i: 0.8**i)),
         "Cosine": ("AdamW", dict(lr=0.01), lambda o: s.CosineAnnealingLR(o, 10)),
-        "OneCycle, betas": (
-            "AdamW",
-            dict(lr=0.01, weight_decay=0.1),
-            lambda o: s.OneCycleLR(o, 0.05, total_steps=12),
-        ),
-        "OneCycle, momentum": (
-            "SGD",
-            dict(lr=0.01, momentum=0.9),
-            lambda o: s.OneCycleLR(o, 0.05, total_steps=12),
-        ),
+        "OneCycle, betas": ("AdamW", dict(lr=0.01, weight_decay=0.1), one_cycle),
+        "OneCycle, momentum": ("SGD", dict(lr=0.01, momentum=0.9), one_cycle),
         "Sequential": (
             "SGD",
             dict(lr=0.1),
@@ -481,17 +475,16 @@ class AsAnOptimizer(Case):
         self.assertEqual(opt.state[ps[0]]["step"], 10)
 
     def test_zero_grad(self):
-        ps = parameters()
-        opt = st.AdamW(ps)
-        give_gradients(ps, 0)
-        opt.zero_grad(set_to_none=False)
-        self.assertTrue(all(not p.grad.any() for p in ps))
-        opt.zero_grad()
-        self.assertTrue(all(p.grad is None for p in ps))
-        before = copy.deepcopy(ps)
-        self.assertIsNone(opt.step())
-        self.assertSame(ps, before)
-        self.assertEqual(len(opt.state), 0)
+        run = Run(dtype=FP32)
+        give_gradients(run.params, 0)
+        run.opt.zero_grad(set_to_none=False)
+        self.assertTrue(all(not p.grad.any() for p in run.params))
+        run.opt.zero_grad()
+        self.assertTrue(all(p.grad is None for p in run.params))
+        before = copies(run.params)
+        self.assertIsNone(run.opt.step())
+        self.assertSame(run.params, before)
+        self.assertEqual(len(run.opt.state), 0)
 
     def copies(self, make_copy, options):
         run = Run(**options).steps(3)

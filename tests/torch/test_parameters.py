@@ -10,24 +10,22 @@ import torch
 
 from scruple.torch import table
 from support import BF16, DEVICE, EXCHANGES, FP16, FP32, STORAGE, WIDE, Case, Run, beside_torch, copies
-from support import cuda_only, distance, each, give_gradients, parameter, parameters, same, st, stored
-from support import take_steps, tensor
+from support import cuda_only, each, give_gradients, parameter, parameters, same, st, stored, take_steps
+from support import tensor
 
 
 class Parameters(Case):
     """Parameters of every kind step as a plain contiguous one with the same values does."""
 
     def same_as_plain(self, p, plain, steps=4, **options):
-        opts = st.AdamW([p], lr=1e-2, **options), st.AdamW([plain], lr=1e-2, **options)
+        run, other = (Run(params=[x], **options) for x in (p, plain))
         for step in range(steps):
-            g = tensor(*plain.shape, seed=step + 50).to(plain.dtype)
-            plain.grad = g
-            p.grad = torch.empty_like(p).copy_(g)
-            for opt in opts:
-                opt.step()
+            plain.grad = tensor(*plain.shape, seed=step + 50).to(plain.dtype)
+            p.grad = torch.empty_like(p).copy_(plain.grad)
+            run.opt.step(), other.opt.step()
         self.assertSame(p.detach().contiguous(), plain.detach())
-        self.assertSame(opts[0].master_weights()[p], opts[1].master_weights()[plain])
-        self.assertSame(opts[0].state_dict()["state"], opts[1].state_dict()["state"])
+        self.assertSame(run.opt.master_weights()[p], other.opt.master_weights()[plain])
+        self.assertSame(run.opt.state_dict()["state"], other.opt.state_dict()["state"])
 
     @each(
         case={
@@ -50,9 +48,8 @@ class Parameters(Case):
 
     def test_the_gaps_stay_as_they_are(self):
         memory = tensor(9, 40)
-        p = torch.nn.Parameter(memory[:, ::2])
-        opt, gaps = st.AdamW([p], lr=0.1), memory[:, 1::2].clone()
-        take_steps(opt, [p], 2)
+        gaps = memory[:, 1::2].clone()
+        Run(params=[torch.nn.Parameter(memory[:, ::2])], lr=0.1).steps(2)
         self.assertSame(memory[:, 1::2], gaps)
 
     def test_a_gradient_that_is_not_contiguous(self):
@@ -119,16 +116,12 @@ class Parameters(Case):
 
     def test_parameters_that_are_replaced(self):
         """In a group's list, by others of the same value."""
-        ps = [parameter(), parameter()]
-        opt = st.SGD(ps[:1], lr=0.1)
-        take_steps(opt, ps[:1], 2)
-        with torch.no_grad():
-            ps[1].copy_(ps[0])
-        before = ps[0].detach().clone()
-        opt.param_groups[0]["params"][0] = ps[1]
-        take_steps(opt, ps[1:], 1)
-        self.assertSame(ps[0].detach(), before)
-        self.assertFalse(same(ps[1].detach(), before))
+        run = Run(st.SGD, params=[parameter()], lr=0.1).steps(2)
+        (new,), before = copies(run.params), run.params[0].detach().clone()
+        run.opt.param_groups[0]["params"][0] = new
+        take_steps(run.opt, [new], 1)
+        self.assertSame(run.params[0].detach(), before)
+        self.assertFalse(same(new.detach(), before))
 
     @each(dtype=(FP32, BF16), storage=STORAGE)
     def test_scalar_and_empty(self, dtype, storage):
@@ -149,11 +142,8 @@ class Parameters(Case):
         self.assertEqual((masters[empty].shape, masters[scalar].shape), ((0, 4), ()))
 
     def test_only_empty(self):
-        p = parameter(0)
-        opt = st.AdamW([p])
-        p.grad = torch.zeros_like(p)
-        opt.step()
-        self.assertEqual(float(opt.clip_and_step(1.0)), 0.0)
+        run = Run(params=[parameter(0)]).steps(1)
+        self.assertEqual(float(run.opt.clip_and_step(1.0)), 0.0)
 
     @each(case=[("AdamW", dict(lr=0.01)), ("SGD", dict(lr=0.1, momentum=0.9)), ("Adagrad", dict(lr=0.1))])
     def test_frozen_unused_and_sometimes_absent(self, case):
@@ -189,29 +179,18 @@ class Parameters(Case):
 
     def test_tied(self):
         """A shared parameter is one parameter: one state, one step, the sum of its gradients."""
-
-        class Tied(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = torch.nn.Embedding(10, 8), torch.nn.Linear(8, 10, bias=False)
-                self.b.weight = self.a.weight
-
-            def forward(self, x):
-                return self.b(self.a(x))
-
         torch.manual_seed(0)
-        ours = Tied().to(DEVICE)
-        theirs = copy.deepcopy(ours)
-        opts = st.AdamW(ours.parameters(), lr=0.01, **WIDE), torch.optim.AdamW(theirs.parameters(), lr=0.01)
-        x = torch.arange(10, device=DEVICE)
-        for _ in range(5):
-            for model, opt in zip((ours, theirs), opts):
-                opt.zero_grad()
-                model(x).logsumexp(-1).sum().backward()
-                opt.step()
-        self.assertLess(distance(ours.parameters(), theirs.parameters()), 1e-6)
-        self.assertEqual(len(opts[0].state), 1)
-        self.assertIs(ours.a.weight, ours.b.weight)
+        ours = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 10, bias=False)).to(DEVICE)
+        ours[1].weight = ours[0].weight
+        theirs, x = copy.deepcopy(ours), torch.arange(10, device=DEVICE)
+        runs = Run(model=ours, **WIDE), Run(torch.optim.AdamW, model=theirs)
+        for run in runs:
+            for _ in range(5):
+                run.model(x).logsumexp(-1).sum().backward()
+                run.step()
+        self.assertNear(*runs, 1e-6)
+        self.assertEqual(len(runs[0].opt.state), 1)
+        self.assertIs(ours[0].weight, ours[1].weight)
 
     @each(storage=STORAGE)
     def test_weights_that_move_in_memory(self, storage):
@@ -224,21 +203,17 @@ class Parameters(Case):
         self.assertAlike(Run(**storage).steps(4), run)
 
     def test_a_model_cast_after_steps_is_refused(self):
-        p = parameter(64)
-        opt = st.AdamW([p])
-        take_steps(opt, [p], 1)
-        p.data = p.data.to(BF16)
-        p.grad = None
+        run = Run(params=[parameter(64)]).steps(1)
+        (p,) = run.params
+        p.data, p.grad = p.data.to(BF16), None
         with self.refused("bf16", "after"):
-            take_steps(opt, [p], 1)
+            run.steps(1)
 
     def test_a_model_cast_before_steps(self):
-        p = parameter(64)
-        opt = st.AdamW([p])
-        opt.state_dict()
-        p.data = p.data.to(BF16)
-        take_steps(opt, [p], 1)
-        self.assertEqual(opt.state[p]["extra"].dtype, torch.uint8)
+        run = Run(params=[parameter(64)])
+        run.opt.state_dict()
+        run.params[0].data = run.params[0].data.to(BF16)
+        self.assertEqual(run.steps(1).opt.state[run.params[0]]["extra"].dtype, torch.uint8)
 
 
 class Refused(Case):
@@ -459,9 +434,8 @@ class Scaling(Case):
 
     def test_small_fp16_gradients_survive(self):
         """The reason for scaling: 1e-8 is zero in fp16, and 1e-8 * 2^16 is not."""
-        p = parameter(32, dtype=FP16)
-        opt = st.SGD([p], lr=1.0, momentum=0.9, **WIDE)
-        scaler = self.scaler(st.LossScaler)
+        p, scaler = parameter(32, dtype=FP16), self.scaler(st.LossScaler)
+        opt = Run(st.SGD, params=[p], lr=1.0, momentum=0.9, **WIDE).opt
         before = opt.master_weights()[p]
         scaler.scale((p.float() * 1e-8).sum()).backward()
         scaler.step(opt)
@@ -544,43 +518,38 @@ class Cuda(Case):
             stream.synchronize()
             self.assertSame(after, b.detach() - g)
 
-    def test_graph_capture(self):
+    @each(storage=STORAGE)
+    def test_graph_capture(self, storage):
         """A captured step counts its own replays and reads the learning rate at each."""
-        for label, options in STORAGE.items():
-            with self.subTest(label):
-                lr = torch.tensor(1e-2, device=DEVICE)
-                ps, plain_ps = parameters(BF16), parameters(BF16)
-                opt = st.AdamW(ps, lr=lr, capturable=True, **options)
-                plain_lr = lr.clone()
-                plain = st.AdamW(plain_ps, lr=plain_lr, **options)
-                fixed = [torch.zeros_like(p) for p in ps]
+        rates = [torch.tensor(1e-2, device=DEVICE) for _ in range(2)]
+        run, plain = Run(lr=rates[0], capturable=True, **storage), Run(lr=rates[1], **storage)
+        for p in run.params:
+            p.grad = torch.zeros_like(p)
 
-                def feed(step):
-                    give_gradients(plain_ps, step)
-                    for g, q in zip(fixed, plain_ps):
-                        g.copy_(q.grad)
+        def feed(step):
+            give_gradients(plain.params, step)
+            for p, q in zip(run.params, plain.params):
+                p.grad.copy_(q.grad)
 
-                for p, g in zip(ps, fixed):
-                    p.grad = g
-                feed(0)
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    opt.step()
-                torch.cuda.current_stream().wait_stream(side)
-                plain.step()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    opt.step()
-                for step in range(1, 5):
-                    feed(step)
-                    for held in (lr, plain_lr):
-                        held.fill_(1e-2 / step)
-                    graph.replay()
-                    plain.step()
-                torch.cuda.synchronize()
-                self.assertSame([p.detach() for p in ps], [p.detach() for p in plain_ps])
-                self.assertSame(opt.state_dict()["state"], plain.state_dict()["state"])
+        feed(0)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run.opt.step()
+        torch.cuda.current_stream().wait_stream(side)
+        plain.opt.step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run.opt.step()
+        for step in range(1, 5):
+            feed(step)
+            for rate in rates:
+                rate.fill_(1e-2 / step)
+            graph.replay()
+            plain.opt.step()
+        torch.cuda.synchronize()
+        self.assertSame(run.weights(), plain.weights())
+        self.assertSame(run.opt.state_dict()["state"], plain.opt.state_dict()["state"])
 
     def test_no_wait_for_the_device(self):
         """step and clip_and_step return while the device is still at work."""

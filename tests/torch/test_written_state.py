@@ -314,20 +314,17 @@ class InEveryRecipe(Case):
 
     def test_a_state_that_was_moved_is_written_to_later(self):
         """Whoever has moved a state to another parameter holds that parameter's state."""
-        ps, qs = [parameter(300), parameter(300, seed=1)], [parameter(300), parameter(300, seed=1)]
-        for opt, (old, new) in (
-            (st.Adam(ps[:1], lr=0.1, recipe="fp32"), ps),
-            (torch.optim.Adam(qs[:1], lr=0.1), qs),
-        ):
-            take_steps(opt, [old], 2)
-            held = opt.state.pop(old)
-            opt.param_groups[0]["params"][0] = new
-            opt.state[new] = held
-            take_steps(opt, [new], 2)
+        ends = []
+        for kind, how in ((st.Adam, WIDE), (torch.optim.Adam, {})):
+            (run, old), new = alone(kind=kind, dtype=FP32, lr=0.1, steps=2, **how), parameter(300, seed=1)
+            held = run.opt.state.pop(old)
+            run.params = run.opt.param_groups[0]["params"] = [new]
+            run.opt.state[new] = held
+            run.steps(2, first=0)
             held["exp_avg"] = torch.zeros_like(new)
             held["step"] = torch.tensor(0.0)
-            take_steps(opt, [new], 1)
-        self.assertLess(float((ps[1] - qs[1]).detach().abs().max()), 2e-6)
+            ends.append(run.steps(1))
+        self.assertNear(*ends, 2e-6)
 
     def test_one_state_for_two_optimizers(self):
         """Each steps by its own learning rate, and sees what is written to its own."""
@@ -600,12 +597,11 @@ class AtConstruction(Case):
         self.assertNotIn(model["wide"], opt.state)
 
     def test_without_memory(self):
-        p = torch.nn.Parameter(torch.empty(4, device="meta"))
-        opt = st.AdamW([p])
-        p.grad = torch.empty(4, device="meta")
+        run = Run(params=[torch.nn.Parameter(torch.empty(4, device="meta"))])
+        run.params[0].grad = torch.empty(4, device="meta")
         with self.refused("meta", "to_empty"):
-            opt.step()
-        self.assertEqual(len(opt.state), 0)
+            run.opt.step()
+        self.assertEqual(len(run.opt.state), 0)
 
     def test_repeated_parameters(self):
         """Its first place counts, and it is stepped once."""
