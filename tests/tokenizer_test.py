@@ -146,6 +146,11 @@ class Case(unittest.TestCase):
         self.assertEqual(result.returncode, 0, f"{arguments}: {result.stderr.decode(errors='replace')}")
         return result
 
+    def fails(self, code, words, *arguments, **options):
+        result = self.run_scruple(*arguments, **options)
+        self.assertEqual((result.returncode, words in result.stderr), (code, True), result.stderr)
+        return result.stderr
+
     def saved(self, name, tokenizer):
         path = self.path(f"{name}.json")
         tokenizer.save(path)
@@ -243,8 +248,7 @@ class Decode(Case):
     def test_a_token_that_is_not_there(self):
         model = self.saved("gpt2", self.kinds["gpt2"])
         write(self.path("far.bin"), numpy.array([1, 60000], dtype="<u2").tobytes())
-        result = self.run_scruple("--model", model, "--decode", self.path("far.bin"))
-        self.assertEqual((result.returncode, b"there is no token 60000" in result.stderr), (1, True), result.stderr)
+        self.fails(1, b"there is no token 60000", "--model", model, "--decode", self.path("far.bin"))
 
 
 class Files(Case):
@@ -275,8 +279,7 @@ class Files(Case):
         self.assertEqual(numpy.frombuffer(raw[:12], dtype="<i4").tolist(), [20240801, 7, 2])
         self.assertEqual(numpy.frombuffer(raw[1024:], dtype="<u4")[1], 70_000)
         self.assertEqual(self.done("--model", self.path("large.json"), "--decode", out).stdout, b"a<far>")
-        result = self.run_scruple("--model", self.path("large.json"), "-", "--out", out, "--form", "nanogpt", input=b"a")
-        self.assertEqual((result.returncode, b"16-bit" in result.stderr), (1, True), result.stderr)
+        self.fails(1, b"16-bit", "--model", self.path("large.json"), "-", "--out", out, "--form", "nanogpt", input=b"a")
 
     def test_hostile(self):
         good = json.loads(self.kinds["gpt2"].to_str())
@@ -313,11 +316,9 @@ class Files(Case):
         for text, words in cases.items():
             with self.subTest(words=words):
                 write(self.path("bad.json"), text)
-                result = self.run_scruple("--model", self.path("bad.json"), "-", "--out", self.path("none.bin"), input=b"a")
-                self.assertEqual(result.returncode, 1, result.stderr)
-                self.assertIn(words, result.stderr)
-                self.assertIn(b"bad.json", result.stderr)
-                self.assertNotIn(b"json.exception", result.stderr)
+                said = self.fails(1, words, "--model", self.path("bad.json"), "-", "--out", self.path("none.bin"), input=b"a")
+                self.assertIn(b"bad.json", said)
+                self.assertNotIn(b"json.exception", said)
                 self.assertFalse(os.path.exists(self.path("none.bin")))
 
     def test_bad_usage_and_files(self):
@@ -331,8 +332,7 @@ class Files(Case):
                 (("--model", model, "-", "--out", "x", "--end", "<nope>"), 2, b"has no token <nope>"),
                 (("--model", model, "--decode", cut), 1, b"was cut"), (("--model", model, "-", "--out", "x"), 1, b"no text")):
             with self.subTest(arguments):
-                result = self.run_scruple(*arguments, input=b"")
-                self.assertEqual((result.returncode, words in result.stderr), (code, True), result.stderr)
+                self.fails(code, words, *arguments, input=b"")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import scruple
 import test_state
 from scruple.torch import checkpoint
 from support import BF16, DEVICE, FP16, FP32, Case, ModelRun, Run, bits, copies, cuda_only, each
-from support import give_gradients, loss_of, mlp, parameter, picture, same, st, stored, take_steps, tensor
+from support import give_gradients, mlp, parameter, picture, same, st, stored, take_steps, tensor
 
 HALF = 3  # steps before the save, and after it
 CLI = os.environ.get("SCRUPLE_CLI")
@@ -139,8 +139,8 @@ class Folder(Case):
         self.load(other, name)
         self.assertAlike(run.steps(steps), other.steps(steps, first=run.taken - steps))
 
-    def cli(self, *arguments, code=0):
-        done = subprocess.run([CLI, "checkpoint", *arguments], capture_output=True, text=True)
+    def cli(self, *arguments, code=0, command="checkpoint"):
+        done = subprocess.run([CLI, command, *arguments], capture_output=True, text=True)
         self.assertEqual(done.returncode, code, f"{arguments}: {done.stdout}{done.stderr}")
         return done.stdout
 
@@ -235,37 +235,35 @@ class Resume(Folder):
     def test_groups_notes_and_scale(self):
         def made(lr, seed=0):
             model = mlp(BF16, seed=seed)
-            ps = list(model.named_parameters())
-            groups = [
-                dict(params=ps[:3], lr=lr, recipe="flash"),
-                dict(params=ps[3:], weights="bf16+4", seed=seed),
-            ]
-            return model, st.AdamW(groups, betas=(0.8, 0.99), decay_lr=0.1 * lr if seed else 0.0)
+            ps, decay = list(model.named_parameters()), dict(decay_lr=0.1 * lr if seed else 0.0)
+            groups = dict(params=ps[:3], lr=lr, recipe="flash"), dict(
+                params=ps[3:], weights="bf16+4", seed=seed
+            )
+            return Run(model=model, params=groups, betas=(0.8, 0.99), lr=1e-3, **decay)
 
-        model, opt = made(0.1, seed=3)
-        opt.param_groups[1]["lr"] = torch.tensor(0.02, device=DEVICE)
-        torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
+        run, other = made(0.1, seed=3), made(0.7)
+        run.opt.param_groups[1]["lr"] = torch.tensor(0.02, device=DEVICE)
+        torch.optim.lr_scheduler.LambdaLR(run.opt, lambda step: 0.5**step)
         scaler = st.LossScaler(DEVICE.type, init_scale=2.0**9, growth_interval=7)
         for step in range(3):
-            opt.zero_grad()
-            scaler.scale(loss_of(model, step)).backward()
-            scaler.step(opt)
+            run.opt.zero_grad()
+            scaler.scale(run.loss(step)).backward()
+            scaler.step(run.opt)
             scaler.update()
         notes = {"epoch": "3", 'any "text"\n\u20ac': "\U0001f600"}
-        scruple.save(opt, model, self.path("a"), scaler=scaler, notes=notes)
-        twin, other = made(0.7)
+        self.save(run, scaler=scaler, notes=notes)
         back = st.LossScaler(DEVICE.type)
-        self.assertEqual(scruple.load(other, twin, self.path("a"), scaler=back), notes)
+        self.assertEqual(self.load(other, scaler=back), notes)
         self.assertEqual(back.state_dict(), scaler.state_dict())
         self.assertEqual(back.state_dict()["_growth_tracker"], 3)
-        self.assertSame(picture(opt, twin), picture(other, model))
+        self.assertAlike(run, other)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            scruple.load(other, twin, self.path("a"))
+            self.load(other)
         self.assertIn("scaler=", str(said[0].message))
-        scruple.save(opt, model, self.path("a"))
-        with self.refused_unchanged(other, "no loss scale", model=twin):
-            scruple.load(other, twin, self.path("a"), scaler=back)
+        self.save(run)
+        with self.refused_unchanged(other, "no loss scale"):
+            self.load(other, scaler=back)
 
     @each(
         case=[
@@ -580,16 +578,11 @@ class CommandLine(Folder):
 
     def test_a_run_of_the_native_trainer(self):
         """Names decide; formats, steps and hyperparameters come along."""
-        with open(self.path("text"), "w") as file:
-            file.write("The quick brown fox jumps over the lazy dog.\n" * 60)
-        shape = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2")
-        done = subprocess.run(
-            [CLI, "train", "--data", self.path("text"), "--out", self.path("run"), "--steps", "2", *shape]
-            + ["--save-every", "1", "--seed", "3"],
-            capture_output=True,
-            text=True,
+        write(self.path("text"), b"The quick brown fox jumps over the lazy dog.\n" * 60)
+        shape = (
+            "--layers 1 --width 32 --heads 2 --context 16 --batch 2 --steps 2 --save-every 1 --seed 3".split()
         )
-        self.assertEqual(done.returncode, 0, done.stderr)
+        self.cli("--data", self.path("text"), "--out", self.path("run"), *shape, command="train")
         last = self.path("run", "checkpoints", "step-00000002")
         manifest = json.loads(read(os.path.join(last, "manifest.json")))
         model, groups = torch.nn.Module(), [[], []]

@@ -25,8 +25,6 @@ from worlds import SHAPES, Bag, aligned, batch, bound_of, expect, expect_alike, 
 from worlds import expect_near_model, expect_replicas, expect_same_model, gradients_of, loss_of, mlp, ranks
 from worlds import sharded, whole
 
-# ---- 1. DDP, stored ----
-
 
 @ranks(2)
 def ddp_stored():
@@ -51,9 +49,6 @@ def ddp_stored():
         ref.step()
     expect_alike(model, opt, one, ref, "DDP and one process")
     expect_replicas(model, opt)
-
-
-# ---- 2. FSDP2, stored ----
 
 
 def sharded_bag(shapes=SHAPES, dtype=torch.bfloat16, **options):
@@ -213,9 +208,6 @@ def hybrid():
             expect(off < 1e-5, sizes, tensor_parallel, float(norm), float(true))
             ref.clip_and_step(0.05)
         expect_same_model(many, one, sizes, tensor_parallel)
-
-
-# ---- 3. torch.distributed.checkpoint ----
 
 
 DICT = {"weights": "stochastic", "moments": "nearest", "exp_avg": "stochastic"}

@@ -17,8 +17,6 @@ from worlds import Bag, expect, expect_alike, expect_near, expect_near_model, ex
 from worlds import expect_same_model, expect_same_way, expect_same_way_on_the_whole, gradients_of, loss_of
 from worlds import mlp, ranks, sharded
 
-# ---- 4. Release under FSDP2 ----
-
 
 def pair(dtype=torch.float32, cls=st.AdamW, count=2, **kw):
     models = [sharded(mlp(dtype)) for _ in range(count)]
@@ -180,9 +178,6 @@ def fsdp_many_groups():
             loss_of(b, step, rank).backward()
             expect(handle.report()["norm"] == norm, handle.report(), norm)
     expect_same_model(a, b, "many groups")
-
-
-# ---- 5. Data parallel, released ----
 
 
 @ranks(2, 3)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from scruple.torch import release as release_module
 from scruple.torch import table
 from support import BF16, DEVICE, EXCHANGES, FP16, FP32, KINDS, STORAGE, Case, ModelRun as Run, copies
-from support import cuda_only, each, loss_of, mlp, parameter, picture, same, st, stored, tensor
+from support import cuda_only, each, loss_of, mlp, parameter, same, st, stored, tensor
 
 # Options of release_gradients that leave the bits of stored gradients.
 EXACT = {
@@ -69,22 +69,18 @@ class Same(Case):
 
     @each(release=EXACT, tensor_lr=(False, True))
     def test_schedulers_and_groups(self, release, tensor_lr):
-        ends = []
+        runs = []
         for how in (None, release):
             model = mlp(BF16)
             ps = list(model.parameters())
             groups = dict(params=ps[:3], recipe="flash"), dict(params=ps[3:], lr=1e-3, weight_decay=0.5)
-            opt = st.AdamW(groups, lr=torch.tensor(1e-2, device=DEVICE) if tensor_lr else 1e-2)
-            if how:
-                st.release_gradients(model, opt, **how)
-            plan = torch.optim.lr_scheduler.OneCycleLR(opt, [0.05, 0.01], total_steps=8)
-            for step in range(6):
-                loss_of(model, step).backward()
-                opt.step()
-                opt.zero_grad()
+            lr = torch.tensor(1e-2, device=DEVICE) if tensor_lr else 1e-2
+            runs.append(Run(model=model, params=groups, lr=lr, release=how))
+            plan = torch.optim.lr_scheduler.OneCycleLR(runs[-1].opt, [0.05, 0.01], total_steps=8)
+            for _ in range(6):
+                runs[-1].steps(1)
                 plan.step()
-            ends.append(picture(opt, model))
-        self.assertSame(*ends)
+        self.assertAlike(*runs)
 
     def test_two_micro_batches_in_fp32(self):
         """The mean of micro-batches in an fp32 accumulator is what torch adds up, to rounding of the sum."""

@@ -76,6 +76,24 @@ class Training(Case):
         self.assertLess(naive, gains[0] - 4 * noise, told)
 
 
+def creep(test, gap, arrives, **options):
+    """400 steps of 1/32 of a gap above 1 each: on average they arrive where the exact sum does, or they are lost. The
+    parameter is the nearest bf16 number of the wide value in either case."""
+    steps, size = 400, 4096
+    p = torch.nn.Parameter(torch.ones(size, dtype=BF16, device=DEVICE))
+    opt = st.SGD([p], lr=gap / 32, **options)
+    p.grad = -torch.ones_like(p)
+    for _ in range(steps):
+        opt.step()
+    wide = opt.master_weights()[p]
+    # A step adds variance of at most gap^2 * (1/32) (31/32); six standard deviations of the mean.
+    delta = 6 * gap * math.sqrt(steps / 32 / size)
+    arrived = 1 + steps * gap / 32 if arrives else 1.0
+    test.assertAlmostEqual(float(wide.double().mean()), arrived, delta=delta)
+    test.assertLess(delta, steps * gap / 32 / 10)
+    test.assertSame(p.detach(), wide.to(BF16))
+
+
 class Stochastic(Case):
     """Random numbers come from (seed, step, parameter, element) and nothing else."""
 
@@ -121,20 +139,9 @@ class Stochastic(Case):
         # meet more or less often than by chance (0.04 for 1/16 was seen); over all 496 pairs they do not.
         self.assertAlmostEqual(sum(both) / len(both), 1 / 16, delta=0.01)
 
-    def test_the_mean_follows_the_exact_sum(self):
-        """400 steps of 1/32 of a gap each: nearest stands still, stochastic arrives on average."""
-        steps, size, gap = 400, 4096, 2.0**-7  # of bf16 above 1
-        for rounding, arrives in (("stochastic", True), ("nearest", False)):
-            p = torch.nn.Parameter(torch.ones(size, dtype=BF16, device=DEVICE))
-            opt = st.SGD([p], lr=gap / 32, weights="bf16", rounding=rounding)
-            p.grad = -torch.ones_like(p)
-            for _ in range(steps):
-                opt.step()
-            mean = float(p.detach().double().mean())
-            # A step adds variance of at most gap^2 * (1/32) (31/32); six standard deviations of the mean.
-            delta = 6 * gap * math.sqrt(steps / 32 / size)
-            self.assertAlmostEqual(mean, 1 + steps * gap / 32 if arrives else 1.0, delta=delta)
-            self.assertLess(delta, steps * gap / 32 / 10)
+    @each(rounding=("stochastic", "nearest"))
+    def test_the_mean_follows_the_exact_sum(self, rounding):
+        creep(self, 2.0**-7, rounding == "stochastic", weights="bf16", rounding=rounding)  # bf16's gap
 
 
 class Rounding(Case):
@@ -206,22 +213,9 @@ class Rounding(Case):
         self.assertSame(one.weights(), two.weights())
         self.assertSame(one.opt.state_dict()["state"], two.opt.state_dict()["state"])
 
-    def test_wide_adds_up(self):
-        """400 steps of 1/32 of the last extra bit: to nearest they are lost, wide they arrive on average, and
-        the parameter is the nearest bf16 number of the wide value at every step."""
-        steps, size, gap = 400, 4096, 2.0**-15  # of bf16+8 above 1
-        for rounding, arrives in (("wide", True), ("nearest", False)):
-            p = torch.nn.Parameter(torch.ones(size, dtype=BF16, device=DEVICE))
-            opt = st.SGD([p], lr=gap / 32, rounding={"weights": rounding})
-            p.grad = -torch.ones_like(p)
-            for _ in range(steps):
-                opt.step()
-            wide = opt.master_weights()[p]
-            delta = 6 * gap * math.sqrt(steps / 32 / size)  # as for bf16 above
-            arrived = 1 + steps * gap / 32 if arrives else 1.0
-            self.assertAlmostEqual(float(wide.double().mean()), arrived, delta=delta)
-            self.assertLess(delta, steps * gap / 32 / 10)
-            self.assertSame(p.detach(), wide.to(BF16))
+    @each(rounding=("wide", "nearest"))
+    def test_wide_adds_up(self, rounding):
+        creep(self, 2.0**-15, rounding == "wide", rounding={"weights": rounding})  # bf16+8's gap
 
     REFUSED = {
         "a name": (dict(rounding="up"), ("'up'", "nearest, truncate, stochastic, wide", "'weights'")),
