@@ -10,7 +10,7 @@ mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 unset SCRUPLE_LIBRARY PYTHONPATH PYTHONHOME
 # Those that need torch alone; the others want frameworks, or several processes, and are no other with a wheel.
-tests="cast optimizers state written_state release checkpoint"
+tests="cast optimizers parameters rounding state masters written_state release release_failures release_loops checkpoint checkpoint_failures"
 
 pythons=${PYTHONS:-}
 if [ -z "$pythons" ]; then

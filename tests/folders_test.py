@@ -5,14 +5,10 @@ Usage: folders_test.py PATH_TO_SCRUPLE
 """
 import hashlib
 import json
-import os
 import pathlib
 import re
-import subprocess
+import shutil
 import sys
-import tempfile
-import time
-import unittest
 
 try:
     import torch
@@ -26,7 +22,8 @@ except ImportError as error:
     print(f"skipped: {error}")
     sys.exit(77)
 
-SCRUPLE = ""
+import command
+from command import run, start, until
 WORDS = 320
 END = "<|end|>"
 FAMILIES = {
@@ -40,10 +37,6 @@ FAMILIES = {
 TEXT = "".join(f"The number after {i} is {i + 1}, and the one after {i + 1} is {i + 2}.\n" for i in range(200))
 
 
-def run(*arguments):
-    return subprocess.run([SCRUPLE, *map(str, arguments)], capture_output=True, text=True, timeout=900, errors="replace")
-
-
 def weights_of(folder):
     """What tells every tensor's bytes from others."""
     found = {}
@@ -52,11 +45,10 @@ def weights_of(folder):
     return {name: (str(x.dtype), tuple(x.shape), hashlib.sha256(x.view(torch.uint8).numpy().tobytes()).hexdigest()) for name, x in found.items()}
 
 
-class Folders(unittest.TestCase):
+class Folders(command.Case):
     def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = pathlib.Path(folder.name)
+        super().setUp()
+        self.root = pathlib.Path(self.folder)
         self.text = self.root / "book.txt"
         self.text.write_text(TEXT)
 
@@ -73,9 +65,8 @@ class Folders(unittest.TestCase):
         return self.root / name
 
     def train(self, model, out, *more, data=None, steps=3, batch=2):
-        done = run("train", "--model", model, "--data", data or self.text, "--out", self.root / out, "--steps", steps,
-                   "--batch", batch, "--context", 24, *more)
-        self.assertEqual(done.returncode, 0, done.stderr)
+        self.done("train", "--model", model, "--data", data or self.text, "--out", self.root / out, "--steps", steps,
+                  "--batch", batch, "--context", 24, *more)
         return self.root / out
 
     def refused(self, words, *arguments):
@@ -106,15 +97,9 @@ class Folders(unittest.TestCase):
                 model = self.model(config)
                 whole = self.train(model, f"whole {name}", steps=4)
                 part = self.train(model, f"part {name}", "--save-every", 2, steps=4)
-                for path in (part / "checkpoints").iterdir():
-                    if path.name.endswith("4"):
-                        for file in path.iterdir():
-                            file.unlink()
-                        path.rmdir()
+                shutil.rmtree(part / "checkpoints/step-00000004")
                 (part / "model.safetensors").unlink()
-                done = run("train", "--resume", part)
-                self.assertEqual(done.returncode, 0, done.stderr)
-                self.assertIn("going on after step 2", done.stdout)
+                self.assertIn("going on after step 2", self.resumed(part))
                 self.assertEqual(weights_of(part), weights_of(whole))
                 self.assertNotEqual(weights_of(whole), weights_of(model))
                 released = self.train(model, f"released {name}", "--gradients", "released", "--clip", 0, steps=4)
@@ -126,8 +111,7 @@ class Folders(unittest.TestCase):
         lines = [{"prompt": f"After {i} comes", "completion": f" {i + 1}."} for i in range(40)]
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
         out = self.train(model, "tuned", "--lr", "1e-2", data=data, steps=60, batch=8)
-        losses = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        seen = [line["val_loss"] for line in losses if "val_loss" in line]
+        seen = [row["val_loss"] for row in self.metrics(out) if "val_loss" in row]
         self.assertLess(seen[-1], 0.5 * seen[0])
         said = run("sample", out, "--prompt", "After 7 comes", "--temperature", 0, "--length", 12).stdout
         self.assertRegex(said, r"^After 7 comes \d+\.\n$", "it ends where completions end")
@@ -144,26 +128,22 @@ class Folders(unittest.TestCase):
         self.assertIn("--prompt: 1 place in the text was no UTF-8 and became U+FFFD", done.stderr)
 
     def test_plan_and_compare(self):
-        model = self.model(FAMILIES["qwen3"])
+        model, released = self.model(FAMILIES["qwen3"]), ("--gradients", "released", "--batch", 3, "--context", 20)
         for more in ((), ("--recompute", "mlp"), ("--recompute", "block")):
-            wanted = run("plan", model, "--recipe", "scruple", "--gradients", "released", "--batch", 3, "--context", 20, *more,
-                         "--json")
-            self.assertEqual(wanted.returncode, 0, wanted.stderr)
-            planned = json.loads(wanted.stdout)["rows"][0]["total_bytes"]
-            done = run("train", "--model", model, "--data", self.text, "--out", self.root / "run", "--force", "--steps", 2,
-                       "--gradients", "released", "--batch", 3, "--context", 20, *more)
-            self.assertEqual(done.returncode, 0, done.stderr)
-            peak, unit = re.search(r"peak ([\d.]+) ([KM])iB", done.stdout).groups()  # scratch grows with the cores
+            wanted = self.json_of("plan", model, "--recipe", "scruple", *released, *more)
+            planned = wanted["rows"][0]["total_bytes"]
+            said = self.done("train", "--model", model, "--data", self.text, "--out", self.root / "run", "--force", "--steps", 2,
+                             *released, *more)
+            peak, unit = re.search(r"peak ([\d.]+) ([KM])iB", said).groups()  # scratch grows with the cores
             self.assertAlmostEqual(float(peak), planned / {"K": 1 << 10, "M": 1 << 20}[unit], delta=0.06, msg="planned is measured")
-        rows = run("compare", "--model", model, "--data", self.text, "--recipes", "fp32,scruple", "--steps", 3, "--context", 24,
-                   "--batch", 2, "--json")
-        self.assertEqual(rows.returncode, 0, rows.stderr)
-        self.assertEqual([row["recipe"] for row in json.loads(rows.stdout)["rows"]], ["fp32", "scruple"])
-        self.assertEqual(json.loads(wanted.stdout)["notes"], [])
+        rows = self.json_of("compare", "--model", model, "--data", self.text, "--recipes", "fp32,scruple", "--steps", 3,
+                            "--context", 24, "--batch", 2)["rows"]
+        self.assertEqual([row["recipe"] for row in rows], ["fp32", "scruple"])
+        self.assertEqual(wanted["notes"], [])
         index = model / "model.safetensors.index.json"  # where both are there, transformers reads the one file, and so do we
         index.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": {"x": "model.safetensors"}}))
-        again = run("plan", model, "--gradients", "released", "--batch", 3, "--context", 20, *more, "--recipe", "scruple", "--json")
-        self.assertEqual(json.loads(again.stdout)["rows"][0]["total_bytes"], planned, again.stderr)
+        again = self.json_of("plan", model, *released, *more, "--recipe", "scruple")
+        self.assertEqual(again["rows"][0]["total_bytes"], planned)
         index.unlink()
         config = (model / "config.json").read_text()
         (model / "config.json").write_text(config.replace(f'"vocab_size": {WORDS}', '"vocab_size": 99'))
@@ -178,9 +158,12 @@ class Folders(unittest.TestCase):
         counted = run("plan", model, "--recipe", "scruple", "--batch", 3, "--device", "cpu")
         self.assertIn(", gradients stored, on the CPU; sizes in ", counted.stdout)
         for more, device in ((("--batch", 3, "--device", "cpu"), "cpu"), ((), None)):
-            self.assertEqual(json.loads(run("plan", model, *more, "--json").stdout)["device"], device)
-        bf16, fp32 = (json.loads(run("plan", model, "--recipe", "scruple", "--batch", 3, "--activations", kind, "--json").stdout)
-                      ["rows"][0]["parts"]["activations"] for kind in ("bf16", "fp32"))
+            self.assertEqual(self.json_of("plan", model, *more)["device"], device)
+
+        def row(*more):
+            return self.json_of("plan", model, "--recipe", "scruple", "--batch", 3, *more)["rows"][0]
+
+        bf16, fp32 = (row("--activations", kind)["parts"]["activations"] for kind in ("bf16", "fp32"))
         self.assertLess(1.5 * bf16, fp32)
         deep = self.root / "deep.json"
         deep.write_text(json.dumps({**json.loads(config), "num_hidden_layers": 12, "layer_types": None}))
@@ -188,9 +171,7 @@ class Folders(unittest.TestCase):
                         for more in ((), ("--offload",)))
         if "this build has no trainer for GPUs" not in stays.stderr:  # no GPU is needed to count for one
             self.assertGreater(*(json.loads(done.stdout)["rows"][0]["total_bytes"] for done in (stays, waits)))
-        planned = [json.loads(run("plan", model, "--recipe", "scruple", "--batch", 3, "--threads", count, "--json").stdout)
-                   ["rows"][0]["total_bytes"] for count in (1, 4)]
-        self.assertLess(*planned)
+        self.assertLess(*(row("--threads", count)["total_bytes"] for count in (1, 4)))
 
     def test_recomputed_bits_are_the_same(self):
         for name, config in FAMILIES.items():
@@ -201,7 +182,7 @@ class Folders(unittest.TestCase):
 
     def test_other_data(self):
         model = self.model(FAMILIES["qwen2"])
-        self.assertEqual(run("tokenize", "--model", model, self.text, "--out", self.root / "tokens.bin").returncode, 0)
+        self.done("tokenize", "--model", model, self.text, "--out", self.root / "tokens.bin")
         packed = self.train(model, "packed", "--lr", "1e-3")
         tokens = self.train(model, "tokens", "--lr", "1e-3", data=self.root / "tokens.bin")
         self.assertEqual(weights_of(packed), weights_of(tokens), "the same tokens, whoever made them")
@@ -246,8 +227,7 @@ class Folders(unittest.TestCase):
         config = json.loads((model / "config.json").read_text())
 
         def tokens():
-            done = run("tokenize", "--model", model, self.text, "--out", self.root / "t.bin", "--form", "nanogpt")
-            self.assertEqual(done.returncode, 0, done.stderr)
+            self.done("tokenize", "--model", model, self.text, "--out", self.root / "t.bin", "--form", "nanogpt")
             data = (self.root / "t.bin").read_bytes()
             return [int.from_bytes(data[i : i + 2], "little") for i in range(0, len(data), 2)]
 
@@ -269,16 +249,13 @@ class Folders(unittest.TestCase):
 
     def test_a_killed_run_has_its_tokenizer(self):
         model, out = self.model(FAMILIES["qwen2"]), self.root / "killed"
-        process = subprocess.Popen([SCRUPLE, "train", "--model", model, "--data", self.text, "--out", out, "--steps", "100000",
-                                    "--batch", "1", "--context", "24", "--save-every", "1", "--keep", "0"],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (out / "checkpoints/step-00000002").exists():
-            time.sleep(0.01)
+        process = start("train", "--model", model, "--data", self.text, "--out", out, "--steps", 100000, "--batch", 1, "--context", 24,
+                        "--save-every", 1, "--keep", 0)
+        until((out / "checkpoints/step-00000002").exists)
         process.kill()
         process.wait()
         model.rename(self.root / "moved")
-        done = run("sample", out, "--prompt", "The number", "--length", 4)
-        self.assertEqual(done.returncode, 0, done.stderr)
+        self.done("sample", out, "--prompt", "The number", "--length", 4)
 
     def test_a_checkpoint_finds_the_tokenizer_of_its_run(self):
         model = self.model(FAMILIES["qwen2"])
@@ -313,9 +290,8 @@ class Folders(unittest.TestCase):
     def test_a_checkpoint_of_a_config_finds_its_tokenizer(self):
         model = self.model(FAMILIES["qwen2"])
         out = self.train(model / "config.json", "run", "--save-every", 3)
-        done = run("sample", out / "checkpoints/step-00000003", "--prompt", "The number", "--length", 4)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertTrue(done.stdout.startswith("The number"), done.stdout)
+        said = self.done("sample", out / "checkpoints/step-00000003", "--prompt", "The number", "--length", 4)
+        self.assertTrue(said.startswith("The number"), said)
 
     def test_what_does_not_fit_is_refused(self):
         model = self.model(FAMILIES["mistral"])
@@ -344,7 +320,6 @@ class Folders(unittest.TestCase):
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    SCRUPLE = os.path.abspath(sys.argv.pop(1))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    unittest.main()
+    command.main()

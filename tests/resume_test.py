@@ -12,14 +12,10 @@ import resource
 import signal
 import struct
 import subprocess
-import sys
-import tempfile
-import time
-import unittest
 import zlib
 
-SCRUPLE = ""
-TINY = {"--layers": "1", "--width": "32", "--heads": "2", "--context": "16", "--batch": "2"}
+import command
+from command import content, run, start, tensors_of, until, write
 KILLS = 50
 # Every kind of state that a run has: each policy, AdaGC's norms, a loss scale that moves, random numbers, small codes.
 RUNS = (
@@ -31,75 +27,51 @@ RUNS = (
 )
 
 
-def run(*arguments, engine=None, **options):
-    environment = {**os.environ, **({"SCRUPLE_ENGINE": engine} if engine else {})}
-    return subprocess.run([SCRUPLE, *arguments], capture_output=True, text=True, timeout=300, errors="replace",
-                          env=environment, **options)
-
-
-def content(path):
-    with open(path, "rb") as file:
-        return file.read()
-
-
 def local(path):
     """Whether a lock on this file system is seen by everyone: elsewhere nothing is taken for dead."""
     kind = subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout.strip()
     return kind in ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "f2fs", "zfs")
 
 
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-        self.data = self.path("text")
-        with open(self.data, "w", encoding="utf-8") as out:
-            out.write("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 60)
-
-    def path(self, *names):
-        return os.path.join(self.folder, *names)
+class Case(command.Case):
+    batch = "2"
 
     def arguments(self, out, *more, steps=6):
-        tiny = [word for pair in TINY.items() if pair[0] not in more for word in pair]
-        return ["train", "--data", self.data, "--out", self.path(out), "--steps", str(steps), *tiny, *more]
-
-    def done(self, *arguments, **options):
-        result = run(*arguments, **options)
-        self.assertEqual(result.returncode, 0, f"{arguments}: {result.stdout}{result.stderr}")
-        return result.stdout
+        return self.training(*more, out=out, steps=steps)
 
     def trained(self, out, *more, **options):
         return self.done(*self.arguments(out, *more, **options))
 
-    def fails(self, code, message, *arguments, **options):
-        result = run(*arguments, **options)
-        self.assertEqual(result.returncode, code, f"{arguments}: {result.stdout}{result.stderr}")
-        self.assertIn(message, result.stderr, arguments)
-        return result
-
     def checkpoint(self, *arguments):
-        return json.loads(self.done("checkpoint", *arguments, "--json"))
+        return self.json_of("checkpoint", *arguments)
 
     def checkpoints(self, out):
         return sorted(os.listdir(self.path(out, "checkpoints")))
+
+    def without_last(self, out="a", last=6):
+        """As a run that was killed before its last save."""
+        os.rename(self.step_of(out, last), self.path(f"away{last}"))
 
     def same_run(self, a, b):
         for name in ("model.safetensors", "config.json", "metrics.jsonl"):
             self.assertEqual(content(self.path(a, name)), content(self.path(b, name)), name)
 
+    def ends_as_if_left_alone(self, *more, resume=()):
+        """Run a goes on, and ends with the files of one that nothing befell."""
+        self.resumed("a", *resume)
+        self.trained("b", *more)
+        self.same_run("a", "b")
+
     def flip(self, path, at=-1):
         data = bytearray(content(path))
         data[at] ^= 1
-        with open(path, "wb") as file:
-            file.write(data)
+        write(path, data)
 
 
 class Killed(Case):
     def kill_once(self, arguments, seconds, engine):
         """Starts a session, kills it after so long, and says whether it was still running."""
-        process = subprocess.Popen([SCRUPLE, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                   env={**os.environ, "SCRUPLE_ENGINE": engine})
+        process = start(*arguments, env={"SCRUPLE_ENGINE": engine})
         try:
             process.wait(seconds)
             self.assertEqual(process.returncode, 0, arguments)
@@ -140,7 +112,7 @@ class Killed(Case):
     def test_after_the_last_save_and_before_the_old_ones_go(self):
         """The save of the last step stands, the run is complete, and one checkpoint too many is there."""
         self.trained("a", "--save-every", "1", "--keep", "3")
-        self.done("train", "--resume", self.path("a"), "--keep", "2")
+        self.resumed("a", "--keep", "2")
         self.assertEqual(self.checkpoints("a"), ["step-00000005", "step-00000006"])
 
     def test_by_hand_after_any_step(self):
@@ -150,9 +122,9 @@ class Killed(Case):
             self.trained(whole, *settings, "--save-every", "1", "--keep", "0")
             for step in range(1, 7):
                 out = f"run{number}-{step}"
-                self.done("train", "--resume", self.path(whole, "checkpoints", f"step-{step:08}"), "--out", self.path(out),
-                          "--threads", "1", engine="cpu-baseline")
-                self.assertEqual(content(self.path(out, "model.safetensors")), content(self.path(whole, "model.safetensors")))
+                self.done("train", "--resume", self.step_of(whole, step), "--out", self.path(out), "--threads", "1",
+                          env={"SCRUPLE_ENGINE": "cpu-baseline"})
+                self.assertEqual(self.weights(out), self.weights(whole))
                 if step < 6:
                     self.done("checkpoint", "diff", self.path(out), self.path(whole))
 
@@ -177,22 +149,18 @@ class Train(Case):
         self.assertTrue(all(t["adagc_norm"] > 0 for t in self.checkpoint("inspect", self.path("b"))["tensors"]))
 
     def interrupted_and_resumed(self, *more):
-        arguments = self.arguments("a", *more, steps=3000)
-        process = subprocess.Popen([SCRUPLE, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.time() + 60
-        while time.time() < deadline and not (os.path.exists(self.path("a/metrics.jsonl"))
-                                              and os.path.getsize(self.path("a/metrics.jsonl")) > 1000):
-            time.sleep(0.02)
+        process, metrics = start(*self.arguments("a", *more, steps=3000)), self.path("a/metrics.jsonl")
+        until(lambda: os.path.exists(metrics) and os.path.getsize(metrics) > 1000)
         process.send_signal(signal.SIGTERM)
         self.assertEqual(process.wait(60), 128 + signal.SIGTERM)
         self.assertEqual(len(self.checkpoints("a")), 1)
-        self.assertIn("going on after step", self.done("train", "--resume", self.path("a")))
+        self.assertIn("going on after step", self.resumed("a"))
         self.trained("b", steps=3000)
         self.same_run("a", "b")
         # A run that was stopped once has a checkpoint of its end too: it is complete, and can be extended.
         if not more:
             self.assertIn("step-00003000", self.checkpoints("a"))
-            self.assertIn("is complete", self.done("train", "--resume", self.path("a")))
+            self.assertIn("is complete", self.resumed("a"))
 
     def test_interrupted_and_resumed(self):
         self.interrupted_and_resumed("--save-every", "1000")
@@ -208,7 +176,7 @@ class Train(Case):
             return {os.path.join(folder, name): os.stat(os.path.join(folder, name)).st_mtime_ns
                     for folder, _, names in os.walk(self.path("a")) for name in names}
         before = files()
-        said = self.done("train", "--resume", self.path("a"))
+        said = self.resumed("a")
         self.assertIn("is complete", said)
         self.assertNotIn("ms per step", said)
         self.assertEqual(files(), before)
@@ -220,118 +188,97 @@ class Train(Case):
 
         def old_weights(run):
             for name in ("model.safetensors", "config.json"):
-                with open(self.path(run, name), "wb") as file:
-                    file.write(content(self.path("half", name)))
+                write(self.path(run, name), content(self.path("half", name)))
 
         def no_last_validation(run):
             lines = content(self.path(run, "metrics.jsonl")).splitlines(keepends=True)
-            with open(self.path(run, "metrics.jsonl"), "wb") as file:
-                file.writelines(lines[:-1])
+            write(self.path(run, "metrics.jsonl"), b"".join(lines[:-1]))
         for number, harm in enumerate((old_weights, no_last_validation, lambda run: os.remove(self.path(run, "report.html")))):
             run_again = f"run{number}"
             self.trained(run_again, "--save-every", "3")
             harm(run_again)
-            said = self.done("train", "--resume", self.path(run_again))
-            self.assertNotIn("ms per step", said)
+            self.assertNotIn("ms per step", self.resumed(run_again))
             self.same_run(run_again, "whole")
-            self.assertIn("is complete", self.done("train", "--resume", self.path(run_again)))
+            self.assertIn("is complete", self.resumed(run_again))
 
     def test_more_steps(self):
         """A finished run becomes longer: a constant schedule goes on as if it had been meant to."""
         constant = ("--schedule", "constant", "--warmup", "2", "--validate-every", "3", "--save-every", "2")
         self.trained("a", *constant, steps=6)
-        said = self.done("train", "--resume", self.path("a"), "--steps", "9")
+        said = self.resumed("a", "--steps", "9")
         self.assertIn("from 6 steps to 9: the constant schedule spans all of them; learning rate 0.001 at step 6, "
                       "0.001 at step 7", said)
         self.trained("b", *constant, steps=9)
         self.same_run("a", "b")
-        self.fails(2, "never shorter", "train", "--resume", self.path("a"), "--steps", "8")
+        self.ends(2, "never shorter", "train", "--resume", self.path("a"), "--steps", "8")
         # The others span all steps from there on; what followed from the first number of steps stays.
         self.trained("c", "--save-every", "10", steps=40)
-        said = self.done("train", "--resume", self.path("c"), "--steps", "80")
+        said = self.resumed("c", "--steps", "80")
         self.assertRegex(said, "from 40 steps to 80: the cosine schedule spans all of them; learning rate .* at step 40, .* at step 41")
-        rates = [json.loads(line)["lr"] for line in content(self.path("c/metrics.jsonl")).splitlines() if b"lr" in line]
-        validated = [json.loads(line)["step"] for line in content(self.path("c/metrics.jsonl")).splitlines() if b"val_loss" in line]
+        rates = [row["lr"] for row in self.metrics("c") if "lr" in row]
+        validated = [row["step"] for row in self.metrics("c") if "val_loss" in row]
         self.assertEqual(len(rates), 80)
         self.assertEqual(rates.index(max(rates)), 1)  # a warmup of 40 / 20 steps, then the peak
         self.assertAlmostEqual(rates[40], 0.5e-3 * (1 + math.cos(math.pi * 39 / 79)))
         self.assertEqual(validated, list(range(0, 81, 2)))
         # Interrupted it ends with the bits of the same run left alone.
         self.trained("d", "--save-every", "10", "--keep", "0", steps=40)
-        self.done("train", "--resume", self.path("d"), "--steps", "80")
+        self.resumed("d", "--steps", "80")
         for step in (70, 80):
-            os.rename(self.path(f"d/checkpoints/step-{step:08}"), self.path(f"away{step}"))
-        self.assertIn("going on after step 60", self.done("train", "--resume", self.path("d")))
+            self.without_last("d", step)
+        self.assertIn("going on after step 60", self.resumed("d"))
         self.same_run("c", "d")
 
     def test_refusals(self):
         self.trained("a", "--save-every", "2")
         a = self.path("a")
-        os.rename(os.path.join(a, "checkpoints/step-00000006"), self.path("last"))
-        self.fails(2, "--lr", "train", "--resume", a, "--lr", "0.1")
-        self.fails(2, "leave it out", "train", "--resume", a, "--batch", "100")
-        self.fails(2, "--force replaces", "train", "--resume", a, "--force")
-        self.fails(2, "--out", "train", "--resume", a, "--out", self.path("b"))
-        self.fails(2, "--out", "train", "--resume", os.path.join(a, "checkpoints/step-00000004"))
-        self.fails(2, "there is no such folder", "train", "--resume", self.path("nowhere"))
-        self.fails(1, "saves them with --save-every N, and where it is stopped", "train", "--resume", self.folder)
-        self.fails(2, "--data is required", "train", "--steps", "1")
-        self.fails(2, "--out is required", "train", "--data", self.data, "--steps", "1")
-        self.fails(1, "earlier run", *self.arguments("a", "--save-every", "2"))
-        with open(self.data, "a", encoding="utf-8") as file:
-            file.write("x")
-        self.fails(1, "not the file that the run was started with", "train", "--resume", a)
-        os.rename(self.data, self.path("moved"))
-        self.fails(1, "No such file", "train", "--resume", a)
-        with open(self.path("moved"), "r+", encoding="utf-8") as file:
-            file.truncate(os.path.getsize(self.path("moved")) - 1)
-        self.done("train", "--resume", a, "--data", self.path("moved"))
+        self.without_last()
+        for code, words, *arguments in (
+                (2, "--lr", "--resume", a, "--lr", "0.1"), (2, "leave it out", "--resume", a, "--batch", "100"),
+                (2, "--force replaces", "--resume", a, "--force"), (2, "--out", "--resume", a, "--out", self.path("b")),
+                (2, "--out", "--resume", self.step_of("a", 4)), (2, "there is no such folder", "--resume", self.path("nowhere")),
+                (1, "saves them with --save-every N, and where it is stopped", "--resume", self.folder),
+                (2, "--data is required", "--steps", "1"), (2, "--out is required", "--data", self.data, "--steps", "1"),
+                (1, "earlier run", *self.arguments("a", "--save-every", "2")[1:])):
+            with self.subTest(arguments):
+                self.ends(code, words, "train", *arguments)
+        self.write("text", command.TEXT + "x")
+        self.ends(1, "not the file that the run was started with", "train", "--resume", a)
+        os.remove(self.data)
+        self.ends(1, "No such file", "train", "--resume", a)
+        self.resumed("a", "--data", self.write("moved", command.TEXT))
 
     def test_offloading_is_free(self):
         """It changes no bit: a run takes it up, or leaves it where there is no GPU to offload from."""
         self.trained("a", "--save-every", "2", "--device", "cpu")
-        a = self.path("a")
-        os.rename(os.path.join(a, "checkpoints/step-00000006"), self.path("last"))
-        self.fails(2, "--offload is for a GPU", "train", "--resume", a, "--offload")
-        manifest = os.path.join(a, "checkpoints/step-00000004/manifest.json")
-        text = content(manifest).decode()
-        self.assertNotIn("offload", text)
-        text = text.replace('"program":', '"offload":"true","program":', 1)  # as of a run on a GPU
-        text = text.replace(json.loads(text)["crc32"], "00000000", 1)
-        with open(manifest, "w", encoding="utf-8") as file:
-            file.write(text.replace("00000000", f"{zlib.crc32(text.encode()):08x}", 1))
-        self.assertIn('"offload":"true"', text)
-        self.done("train", "--resume", a, "--device", "cpu")
-        self.assertNotIn("offload", json.loads(content(os.path.join(a, "checkpoints/step-00000006/manifest.json")))["trainer"])
-        self.trained("b", "--device", "cpu")
-        self.same_run("a", "b")
+        self.without_last()
+        self.ends(2, "--offload is for a GPU", "train", "--resume", self.path("a"), "--offload")
+        self.assertNotIn("offload", self.manifest("a", 4)["trainer"])
+        self.rewrite("a", 4, '"program":', '"offload":"true","program":')  # as of a run on a GPU
+        self.assertEqual(self.manifest("a", 4)["trainer"]["offload"], "true")
+        self.ends_as_if_left_alone("--device", "cpu", resume=("--device", "cpu"))
+        self.assertNotIn("offload", self.manifest("a", 6)["trainer"])
 
     def test_recomputation_is_free(self):
         """It changes no bit; and where memory is short, a run that goes on is told what it can still choose."""
         self.trained("a", "--save-every", "2", "--device", "cpu")
-        a = self.path("a")
-        os.rename(os.path.join(a, "checkpoints/step-00000006"), self.path("last"))
+        self.without_last()
         for more, words in (((), "choose --recompute block, or a machine with more memory"),
                             (("--recompute", "block"), "choose a machine with more memory")):
-            self.fails(1, f"; a run that goes on keeps its sizes and formats; {words}\n", "train", "--resume", a,
+            self.ends(1, f"; a run that goes on keeps its sizes and formats; {words}\n", "train", "--resume", self.path("a"),
                        "--memory-limit", "1KiB", *more)
-        self.done("train", "--resume", a, "--recompute", "block")
-        notes = json.loads(content(os.path.join(a, "checkpoints/step-00000006/manifest.json")))["trainer"]
-        self.assertEqual(notes["recompute"], "block")
-        self.trained("b", "--device", "cpu")
-        self.same_run("a", "b")
+        self.ends_as_if_left_alone("--device", "cpu", resume=("--recompute", "block"))
+        self.assertEqual(self.manifest("a", 6)["trainer"]["recompute"], "block")
 
     def test_the_page_draws_the_steps_that_are_known(self):
         """Steps of another folder, or of metrics that are lost, are no points: they were finite when they were taken."""
         self.trained("a", "--save-every", "2", "--keep", "0", "--loss-scale", "dynamic")
-        one = self.path("a/checkpoints/step-00000004")
-        self.done("train", "--resume", one, "--out", self.path("b"))
+        self.done("train", "--resume", self.step_of("a", 4), "--out", self.path("b"))
         os.remove(self.path("a/metrics.jsonl"))
-        os.rename(self.path("a/checkpoints/step-00000006"), self.path("away"))
-        self.done("train", "--resume", self.path("a"))
+        self.without_last()
+        self.resumed("a")
         for out in ("a", "b"):
-            page = content(self.path(out, "report.html")).decode()
-            report = json.loads(re.search(r'<script[^>]* id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+            report, page = self.report(out)
             curves = {curve["name"]: curve for section in report["sections"] for chart in section["charts"]
                       for curve in chart["curves"]}
             kinds = {"weights", "extra", "exp_avg", "exp_avg_sq", "scales", "gradients", "activations", "workspace"}
@@ -345,83 +292,68 @@ class Train(Case):
 
     def test_a_finished_run_without_a_checkpoint(self):
         self.trained("a", steps=3)
-        before = content(self.path("a/model.safetensors"))
+        before = self.weights("a")
         for more in ((), ("--steps", "9")):
-            self.fails(1, self.path("a") + " has its weights after step 3 and no checkpoint to go on from: a run that ends "
+            self.ends(1, self.path("a") + " has its weights after step 3 and no checkpoint to go on from: a run that ends "
                        "keeps one only with --save-every", "train", "--resume", self.path("a"), *more)
-        self.assertEqual(content(self.path("a/model.safetensors")), before)
+        self.assertEqual(self.weights("a"), before)
 
     def test_a_damaged_checkpoint_is_named_and_not_used(self):
         self.trained("a", "--save-every", "2")
         os.remove(self.path("a/report.html"))  # a kill came before it was written
-        self.flip(self.path("a/checkpoints/step-00000006/model.safetensors"))
-        said = self.fails(1, "its checksum is", "train", "--resume", self.path("a"))
+        self.flip(self.step_of("a", 6, "model.safetensors"))
+        said = self.ends(1, "its checksum is", "train", "--resume", self.path("a"))
         self.assertIn("transformer.", said.stderr)
         self.assertIn("step-00000006", said.stderr)
-        os.rename(self.path("a/checkpoints/step-00000006"), self.path("away"))
-        self.done("train", "--resume", self.path("a"))
-        self.trained("b")
-        self.same_run("a", "b")
+        self.without_last()
+        self.ends_as_if_left_alone()
 
     def test_a_full_disk_and_a_missing_permission(self):
         self.trained("a", "--save-every", "3", "--keep", "0")
-        before = {name: content(self.path("a/checkpoints/step-00000003", name)) for name in ("manifest.json", "model.safetensors")}
-        os.rename(self.path("a/checkpoints/step-00000006"), self.path("away"))
-
-        def little_room():
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50000, 50000))
-        said = self.fails(1, "was not saved", "train", "--resume", self.path("a"), preexec_fn=little_room)
+        before = {name: content(self.step_of("a", 3, name)) for name in ("manifest.json", "model.safetensors")}
+        self.without_last()
+        said = self.ends(1, "was not saved", "train", "--resume", self.path("a"), preexec_fn=full_at(50000))
         self.assertIn("those before it are as they were", said.stderr)
         self.assertIn("goes on after step 3", said.stderr)
         self.assertEqual(self.checkpoints("a"), ["step-00000003"])
         if os.getuid() != 0:  # whom no permission stops
             os.chmod(self.path("a/checkpoints"), 0o500)
-            self.fails(1, "permissions", "train", "--resume", self.path("a"))
+            self.ends(1, "permissions", "train", "--resume", self.path("a"))
             os.chmod(self.path("a/checkpoints"), 0o700)
-        self.assertEqual(before, {name: content(self.path("a/checkpoints/step-00000003", name)) for name in before})
-        self.done("train", "--resume", self.path("a"))
-        self.trained("b")
-        self.same_run("a", "b")
+        self.assertEqual(before, {name: content(self.step_of("a", 3, name)) for name in before})
+        self.ends_as_if_left_alone()
 
     def test_others_files_and_live_writers_are_left_alone(self):
         self.trained("a", "--save-every", "3")
-        def beside(name):
-            return self.path("a/checkpoints", name)
-        with open(beside("x.partial-notes"), "w", encoding="utf-8") as file:
-            file.write("mine")
-        dead, live = (beside(f"step-00000009.partial-{number}-0") for number in (1, 2))
-        for folder in (dead, live):
-            os.mkdir(folder)
-            with open(os.path.join(folder, "model.safetensors"), "w", encoding="utf-8") as file:
-                file.write("half")
+        mine = self.write("a/checkpoints/x.partial-notes", "mine")
+        halves = [self.write(f"a/checkpoints/step-00000009.partial-{n}-0/model.safetensors", "half") for n in (1, 2)]
+        dead, live = map(os.path.dirname, halves)
         writer = os.open(live, os.O_RDONLY)
         self.addCleanup(os.close, writer)
         fcntl.flock(writer, fcntl.LOCK_EX)
         said = run("train", "--resume", self.path("a"))
         self.assertEqual(said.returncode, 0, said.stderr)
-        self.assertEqual(content(beside("x.partial-notes")), b"mine")
-        self.assertEqual(content(os.path.join(live, "model.safetensors")), b"half")
+        self.assertEqual((content(mine), content(halves[1])), (b"mine", b"half"))
         self.assertRegex(said.stderr, re.escape(live) + ".*was left as it is")
         if local(self.folder):
             self.assertFalse(os.path.exists(dead))
             self.assertNotIn(dead, said.stderr)
 
 
+def full_at(size):
+    """A limit on the size of files is a full disk for the large ones."""
+    def little_room():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    return little_room
+
 class FullDisk(Case):
     """A save that fails does not end the run, and what there is at its end is written somewhere."""
 
-    def full_at(self, size):
-        """A limit on the size of files is a full disk for the large ones."""
-        def little_room():
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        return little_room
-
     def test_in_the_middle_and_room_again(self):
         steps, every = 3000, 100
-        process = subprocess.Popen([SCRUPLE, *self.arguments("a", "--save-every", str(every), steps=steps)], text=True,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=self.full_at(20000))
+        process = start(*self.arguments("a", "--save-every", every, steps=steps), text=True, stderr=subprocess.PIPE,
+                        preexec_fn=full_at(20000))
         said = []
         for line in process.stderr:  # checkpoints are larger, and the metrics are after some 200 steps
             said.append(line)
@@ -437,16 +369,15 @@ class FullDisk(Case):
 
     def test_to_the_end(self):
         """Nothing takes the weights: there is no other file system, as far as the limit goes."""
-        said = self.fails(1, "could not be written anywhere", *self.arguments("a", "--save-every", "2"),
-                          preexec_fn=self.full_at(20000), cwd=self.folder)
+        said = self.ends(1, "could not be written anywhere", *self.arguments("a", "--save-every", "2"),
+                          preexec_fn=full_at(20000), cwd=self.folder)
         self.assertEqual(said.stderr.count("the next save tries again"), 2, said.stderr)
         self.assertIn("step-00000006 was not saved", said.stderr)
         self.assertNotIn("--resume", said.stderr)  # from nothing
         self.assertNotIn("model.safetensors", said.stdout)
         self.assertEqual(os.listdir(self.path("a/checkpoints")), [])
         self.assertEqual([name for name in os.listdir(self.folder) if name.startswith("scruple-")], [])
-        with open(self.path("a/metrics.jsonl"), encoding="utf-8") as file:
-            self.assertEqual(json.loads(file.readlines()[-1])["step"], 6)
+        self.assertEqual(self.metrics("a")[-1]["step"], 6)
 
     def test_weights_go_elsewhere(self):
         self.trained("whole")
@@ -454,12 +385,11 @@ class FullDisk(Case):
         os.remove(self.path("a/model.safetensors"))
         os.makedirs(self.path("a/model.safetensors/in the way"))
         os.mkdir(self.path("elsewhere"))
-        os.environ["TMPDIR"] = self.path("elsewhere")
-        self.addCleanup(os.environ.pop, "TMPDIR")
-        said = self.fails(1, "are in " + self.path("elsewhere"), "train", "--resume", self.path("a"))
+        said = self.ends(1, "are in " + self.path("elsewhere"), "train", "--resume", self.path("a"),
+                          env={"TMPDIR": self.path("elsewhere")})
         [made] = os.listdir(self.path("elsewhere"))
         self.assertIn("not in " + self.path("a"), said.stderr)
-        self.assertEqual(content(self.path("elsewhere", made, "model.safetensors")), content(self.path("whole/model.safetensors")))
+        self.assertEqual(self.weights(f"elsewhere/{made}"), self.weights("whole"))
         self.done("sample", self.path("elsewhere", made), "--prompt", "The", "--length", "4")
 
     def test_a_small_file_system(self):
@@ -473,13 +403,13 @@ class FullDisk(Case):
         if subprocess.run(mount + ["true"], capture_output=True).returncode != 0:
             self.skipTest("no file system can be mounted here")
         os.mkdir(self.path("elsewhere"))
-        said = subprocess.run(mount + [SCRUPLE, *self.arguments("small/a", *shape)], capture_output=True,
+        said = subprocess.run(mount + command.command(*self.arguments("small/a", *shape)), capture_output=True,
                               text=True, timeout=300, env={**os.environ, "TMPDIR": self.path("elsewhere")})
         self.assertEqual(said.returncode, 1, said.stderr)
         self.assertIn("No space left on device", said.stderr)
         self.trained("whole", *shape[:2])
-        weights = [os.path.join(self.path("elsewhere"), name, "model.safetensors") for name in os.listdir(self.path("elsewhere"))]
-        self.assertEqual([content(path) for path in weights], [content(self.path("whole/model.safetensors"))], said.stderr)
+        found = [self.weights(f"elsewhere/{name}") for name in os.listdir(self.path("elsewhere"))]
+        self.assertEqual(found, [self.weights("whole")], said.stderr)
         self.assertNotIn("partial", said.stderr[said.stderr.index(small + ":"):])  # what ls found
 
 
@@ -489,7 +419,7 @@ class Tools(Case):
         found = self.checkpoint("inspect", self.path("a"), "--histogram", "transformer.wte.weight")
         self.assertEqual((found["version"], found["step"], found["recipe"], found["files"]), (1, 6, "scruple", 1))
         self.assertEqual(found["groups"][0]["optimizer"], "adamw")
-        size = sum(os.path.getsize(self.path("a/checkpoints/step-00000006", name)) for name in ("manifest.json", "model.safetensors"))
+        size = sum(os.path.getsize(self.step_of("a", 6, name)) for name in ("manifest.json", "model.safetensors"))
         self.assertEqual(found["bytes"]["total"], size)
         self.assertEqual(sum(n for kind, n in found["bytes"].items() if kind != "total"), size)
         histogram = found["tensors"][0]["arrays"][0]["histogram"]
@@ -497,39 +427,39 @@ class Tools(Case):
         said = self.done("checkpoint", "inspect", self.path("a"), "--histogram", "all")
         self.assertIn("bf16+8, companded8, companded8", said)
         self.assertIn("2^-", said)
-        self.fails(2, "no tensor of that name", "checkpoint", "inspect", self.path("a"), "--histogram", "nosuch")
+        self.ends(2, "no tensor of that name", "checkpoint", "inspect", self.path("a"), "--histogram", "nosuch")
 
     def test_verify(self):
         self.trained("a", "--save-every", "3", "--keep", "0")
         self.assertTrue(self.checkpoint("verify", self.path("a"))["ok"])
-        broken = self.path("a/checkpoints/step-00000003")
+        broken = self.step_of("a", 3)
         self.flip(os.path.join(broken, "model.safetensors"))
-        said = self.fails(1, "1 problem", "checkpoint", "verify", broken, "--json")
+        said = self.ends(1, "1 problem", "checkpoint", "verify", broken, "--json")
         found = json.loads(said.stdout)
         self.assertFalse(found["ok"])
         self.assertRegex(found["problems"][0], r'tensor "transformer\.[^"]+": its checksum is')
         self.flip(os.path.join(broken, "manifest.json"))
-        said = self.fails(1, "1 problem", "checkpoint", "verify", broken).stdout
+        said = self.ends(1, "1 problem", "checkpoint", "verify", broken).stdout
         self.assertIn("manifest is damaged; of its run step-00000006 can be opened: 'scruple checkpoint verify " +
-                      self.path("a/checkpoints/step-00000006") + "'", said)
-        os.rename(self.path("a/checkpoints/step-00000006"), self.path("away"))
-        self.fails(1, "take another copy of this one", "checkpoint", "inspect", self.path("a"))
-        os.rename(self.path("away"), self.path("a/checkpoints/step-00000006"))
-        self.fails(1, "1 problem", "checkpoint", "verify", self.path("nowhere"))
+                      self.step_of("a", 6) + "'", said)
+        self.without_last()
+        self.ends(1, "take another copy of this one", "checkpoint", "inspect", self.path("a"))
+        os.rename(self.path("away6"), self.step_of("a", 6))
+        self.ends(1, "1 problem", "checkpoint", "verify", self.path("nowhere"))
         # A step that no gradient check guards makes its weights NaN, visibly.
         self.trained("b", "--recipe", "fp32", "--gradients", "released", "--lr", "1e20", "--weight-decay", "1e30", "--save-every", "1",
                      steps=1)
-        self.assertIn("not finite", self.fails(1, "problem", "checkpoint", "verify", self.path("b")).stdout)
+        self.assertIn("not finite", self.ends(1, "problem", "checkpoint", "verify", self.path("b")).stdout)
 
     def test_verify_says_what_can_be_saved(self):
         self.trained("a", "--save-every", "6")
-        one, file = self.path("a/checkpoints/step-00000006"), self.path("a/checkpoints/step-00000006/model.safetensors")
+        one, file = self.step_of("a", 6), self.step_of("a", 6, "model.safetensors")
         places = {name: entry["data_offsets"][0] for name, entry in tensors_of(file)[0].items() if name != "__metadata__"}
         begin = 8 + struct.unpack("<Q", content(file)[:8])[0]
 
         def damaged(name):
             self.flip(file, begin + places[name])
-            said = self.fails(1, "1 problem", "checkpoint", "verify", one).stderr
+            said = self.ends(1, "1 problem", "checkpoint", "verify", one).stderr
             out = self.path(name.replace("/", "_"))
             exported = run("checkpoint", "export", one, "--out", out).returncode
             self.flip(file, begin + places[name])
@@ -554,9 +484,9 @@ class Tools(Case):
         found = json.loads(run("checkpoint", "diff", self.path("b"), self.path("back"), "--json").stdout)
         self.assertEqual([row for row in found["tensors"] if row["array"] == "weight"], [])
         self.done("train", "--resume", self.path("scant"), "--out", self.path("on"))
-        self.fails(1, "is there already", "checkpoint", "convert", self.path("a"), "--recipe", "scant", "--out", self.path("scant"))
-        self.fails(2, "nosuch", "checkpoint", "convert", self.path("a"), "--recipe", "nosuch", "--out", self.path("no"))
-        self.fails(2, "lpmm", "checkpoint", "convert", self.path("a"), "--recipe", "lpmm", "--out", self.path("no"))
+        self.ends(1, "is there already", "checkpoint", "convert", self.path("a"), "--recipe", "scant", "--out", self.path("scant"))
+        self.ends(2, "nosuch", "checkpoint", "convert", self.path("a"), "--recipe", "nosuch", "--out", self.path("no"))
+        self.ends(2, "lpmm", "checkpoint", "convert", self.path("a"), "--recipe", "lpmm", "--out", self.path("no"))
         self.assertFalse(os.path.exists(self.path("no")))
 
     def test_export(self):
@@ -565,7 +495,7 @@ class Tools(Case):
         header, data = tensors_of(self.path("w"))
         self.assertEqual(header["transformer.wte.weight"]["dtype"], "F32")
         # bf16+8 is the visible half and what it is off by at most half a step of.
-        visible, bits = tensors_of(self.path("a/checkpoints/step-00000006/model.safetensors"))
+        visible, bits = tensors_of(self.step_of("a", 6, "model.safetensors"))
         for name, entry in header.items():
             if name != "__metadata__":
                 wide = struct.unpack(f"<{len(data(entry)) // 4}f", data(entry))
@@ -574,7 +504,7 @@ class Tools(Case):
                 self.assertTrue(all(abs(w - h) <= abs(h) / 256 for w, h in zip(wide, half)), name)
         self.checkpoint("export", self.path("a"), "--out", self.path("w2"))
         self.assertEqual(content(self.path("w")), content(self.path("w2")))
-        self.fails(2, "did you mean 'bf16'?", "checkpoint", "export", self.path("a"), "--to", "bf61", "--out", self.path("x"))
+        self.ends(2, "did you mean 'bf16'?", "checkpoint", "export", self.path("a"), "--to", "bf61", "--out", self.path("x"))
 
     def test_export_to_bf16(self):
         """The visible weights to the bit where there are some; otherwise the nearest, ties to even."""
@@ -584,7 +514,7 @@ class Tools(Case):
             self.checkpoint("export", self.path(name), "--to", "fp32", "--out", self.path(name + "32"))
             narrow, halves = tensors_of(self.path(name + "16"))
             wide, words = tensors_of(self.path(name + "32"))
-            stored, visible = tensors_of(self.path(name, "checkpoints/step-00000006/model.safetensors"))
+            stored, visible = tensors_of(self.step_of(name, 6, "model.safetensors"))
             self.assertEqual(set(narrow), set(wide))
             for tensor in set(narrow) - {"__metadata__"}:
                 self.assertEqual((narrow[tensor]["dtype"], narrow[tensor]["shape"]), ("BF16", wide[tensor]["shape"]))
@@ -598,45 +528,45 @@ class Tools(Case):
     def test_export_reads_weights_alone(self):
         self.trained("a", "--save-every", "6")
         self.checkpoint("export", self.path("a"), "--out", self.path("before"))
-        file = self.path("a/checkpoints/step-00000006/model.safetensors")
+        file = self.step_of("a", 6, "model.safetensors")
         header, _ = tensors_of(file)
         start = os.path.getsize(file) - max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
         for name in ("transformer.wte.weight/exp_avg", "transformer.wte.weight/exp_avg_sq/scale"):
             self.flip(file, start + header[name]["data_offsets"][0])
-        self.fails(1, "2 problems", "checkpoint", "verify", self.path("a"))
+        self.ends(1, "2 problems", "checkpoint", "verify", self.path("a"))
         self.checkpoint("export", self.path("a"), "--out", self.path("after"))
         self.assertEqual(content(self.path("before")), content(self.path("after")))
         # The extra bits are the master's, not the visible weights'.
         self.flip(file, start + header["transformer.wte.weight/extra"]["data_offsets"][0])
         self.checkpoint("export", self.path("a"), "--to", "bf16", "--out", self.path("visible"))
-        self.fails(1, "wte.weight/extra", "checkpoint", "export", self.path("a"), "--out", self.path("no"))
+        self.ends(1, "wte.weight/extra", "checkpoint", "export", self.path("a"), "--out", self.path("no"))
         self.assertFalse(os.path.exists(self.path("no")))
 
     def test_plan_counts_weights(self):
         """A run, its checkpoints, their files: each has the parameters of the model, and nothing else has."""
         for name, settings in (("a", ()), ("b", RUNS[3])):
             self.trained(name, *settings, "--save-every", "3")
-            params = sum(map(product, shapes_of(self.path(name, "model.safetensors"))))
-            step = self.path(name, "checkpoints/step-00000006")
+            header, step = tensors_of(self.path(name, "model.safetensors"))[0], self.step_of(name, 6)
+            params = sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
             self.checkpoint("reshard", step, "--shards", "3", "--out", self.path(name + "3"))
             for path in (self.path(name), step, self.path(name + "3"), self.path(name, "model.safetensors")):
-                self.assertEqual(json.loads(self.done("plan", path, "--json"))["params"], params, path)
+                self.assertEqual(self.json_of("plan", path)["params"], params, path)
             os.remove(self.path(name, "model.safetensors"))  # as in a run that was killed
-            found = json.loads(self.done("plan", self.path(name), "--json"))
+            found = self.json_of("plan", self.path(name))
             self.assertEqual((found["params"], found["notes"]), (params, [f"{self.path(name)}: its last checkpoint is {step}"]))
             file = os.path.join(step, "model.safetensors")
             if name == "a":
-                self.assertEqual(json.loads(self.done("plan", file, "--json"))["params"], params)
+                self.assertEqual(self.json_of("plan", file)["params"], params)
             else:  # int10: only the manifest says how many
                 self.assertIn("the checkpoint's folder says", self.done("plan", file))
 
     def test_slips(self):
-        self.fails(2, "did you mean 'train'?", "tain", "--data", "x")
-        self.fails(2, "'inspct' is no command of scruple checkpoint; there are: inspect, verify", "checkpoint", "inspct")
-        self.fails(2, "did you mean '--shards'?", "checkpoint", "reshard", self.folder, "--shard", "3", "--out", self.path("x"))
-        self.fails(2, "did you mean 'scant'?", "checkpoint", "convert", self.folder, "--recipe", "scan", "--out", self.path("x"))
-        self.fails(2, "did you mean 'cosine'?", *self.arguments("x", "--schedule", "cosin"))
-        self.fails(2, "did you mean 'eps'?", *self.arguments("x", "--set", "esp=1"))
+        self.ends(2, "did you mean 'train'?", "tain", "--data", "x")
+        self.ends(2, "'inspct' is no command of scruple checkpoint; there are: inspect, verify", "checkpoint", "inspct")
+        self.ends(2, "did you mean '--shards'?", "checkpoint", "reshard", self.folder, "--shard", "3", "--out", self.path("x"))
+        self.ends(2, "did you mean 'scant'?", "checkpoint", "convert", self.folder, "--recipe", "scan", "--out", self.path("x"))
+        self.ends(2, "did you mean 'cosine'?", *self.arguments("x", "--schedule", "cosin"))
+        self.ends(2, "did you mean 'eps'?", *self.arguments("x", "--set", "esp=1"))
         bare = run("checkpoint")
         self.assertEqual((bare.returncode, bare.stdout, bare.stderr), (2, self.done("checkpoint", "--help"), ""))
         self.assertEqual(self.done("help", "checkpoint", "diff"), self.done("checkpoint", "diff", "--help"))
@@ -646,7 +576,7 @@ class Tools(Case):
         self.trained("b", "--save-every", "6", "--threads", "3")
         self.trained("c", "--save-every", "6", "--seed", "2")
         self.assertTrue(self.checkpoint("diff", self.path("a"), self.path("b"))["same"])
-        found = json.loads(self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c"), "--json").stdout)
+        found = json.loads(self.ends(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c"), "--json").stdout)
         self.assertIn("groups", [row["name"] for row in found["settings"]])
         self.assertGreater(found["tensors"][0]["differing"], 0)
 
@@ -654,7 +584,7 @@ class Tools(Case):
         """Which setting differs, from what to what; of the arrays those that differ, and how many."""
         self.trained("a", "--save-every", "6")
         self.trained("b", "--save-every", "6", "--seed", "2", "--set", "weight_decay=0.05")
-        said = self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("b")).stdout
+        said = self.ends(1, "differ", "checkpoint", "diff", self.path("a"), self.path("b")).stdout
         self.assertIn("group 0 seed: 1 -> 2\n", said)
         self.assertRegex(said, r"group 0 weight_decay: 0\.\d+ -> 0\.05\n")
         self.assertNotIn("lr:", said)
@@ -663,20 +593,19 @@ class Tools(Case):
         self.assertRegex(said, rf"\n{arrays} of \d+ arrays differ in their values\n$")
         # Formats that hold the same values are a line, and no row.
         self.checkpoint("convert", self.path("a"), "--recipe", "fp32", "--out", self.path("c"))
-        said = self.fails(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c")).stdout
+        said = self.ends(1, "differ", "checkpoint", "diff", self.path("a"), self.path("c")).stdout
         self.assertIn("recipe: scruple -> fp32\n", said)
         self.assertIn("\n16 tensors: weight bf16+8 (wide) -> fp32 (nearest)\n", said)
         self.assertTrue(said.endswith("\n0 of 48 arrays differ in their values\n"), said)
         self.assertNotIn("relative RMS", said)
         self.trained("d", "--save-every", "3", "--keep", "0")
-        steps = [self.path("d/checkpoints", f"step-0000000{n}") for n in (3, 6)]
-        said = self.fails(1, "differ", "checkpoint", "diff", *steps).stdout
+        said = self.ends(1, "differ", "checkpoint", "diff", self.step_of("d", 3), self.step_of("d", 6)).stdout
         self.assertTrue(said.startswith("step: 3 -> 6\n"), said)
         self.assertEqual(said.count("step 4 -> 7"), 1, said)
 
     def test_shards(self):
         self.trained("a", *RUNS[3], "--save-every", "3", "--keep", "0")
-        whole = self.path("a/checkpoints/step-00000003")
+        whole = self.step_of("a", 3)
         self.checkpoint("reshard", whole, "--shards", "5", "--out", self.path("five"))
         self.assertEqual(sorted(os.listdir(self.path("five"))),
                          ["manifest.json"] + [f"model-{i:05}-of-00005.safetensors" for i in range(1, 6)])
@@ -686,8 +615,8 @@ class Tools(Case):
             self.assertEqual(content(self.path("one", name)), content(os.path.join(whole, name)), name)
         self.assertTrue(self.checkpoint("diff", self.path("five"), whole)["same"])
         self.done("train", "--resume", self.path("three"), "--out", self.path("b"))
-        self.assertEqual(content(self.path("a/model.safetensors")), content(self.path("b/model.safetensors")))
-        self.fails(1, "choose fewer", "checkpoint", "reshard", self.path("one"), "--shards", "256", "--out", self.path("no"))
+        self.assertEqual(self.weights("a"), self.weights("b"))
+        self.ends(1, "choose fewer", "checkpoint", "reshard", self.path("one"), "--shards", "256", "--out", self.path("no"))
 
     def test_size(self):
         """Of the models of demo and train: at most 0.45 of the same with fp32 weights and moments."""
@@ -699,24 +628,6 @@ class Tools(Case):
                 size[recipe] = self.checkpoint("inspect", self.path(name + recipe))["bytes"]["total"]
             print(name, size, size["scruple"] / size["fp32"])
             self.assertLess(size["scruple"], 0.45 * size["fp32"])
-
-
-def product(shape):
-    size = 1
-    for n in shape:
-        size *= n
-    return size
-
-
-def shapes_of(path):
-    return [entry["shape"] for name, entry in tensors_of(path)[0].items() if name != "__metadata__"]
-
-
-def tensors_of(path):
-    """A safetensors file's header, and a function from its entries to their bytes."""
-    raw = content(path)
-    start = 8 + struct.unpack("<Q", raw[:8])[0]
-    return json.loads(raw[8:start]), lambda entry: raw[start + entry["data_offsets"][0]:start + entry["data_offsets"][1]]
 
 
 class Specification(Case):
@@ -752,7 +663,7 @@ class Specification(Case):
 
     def test_is_enough(self):
         self.trained("a", "--save-every", "6")
-        manifest, whole = self.check(self.path("a/checkpoints/step-00000006"))
+        manifest, whole = self.check(self.step_of("a", 6))
         self.assertEqual(manifest["step"], 6)
         self.assertEqual(set(name for name in whole if name.startswith("transformer.wte.weight")),
                          {"transformer.wte.weight" + suffix for suffix in
@@ -767,5 +678,4 @@ class Specification(Case):
 
 
 if __name__ == "__main__":
-    SCRUPLE = os.path.abspath(sys.argv.pop(1))
-    unittest.main()
+    command.main()

@@ -20,6 +20,8 @@ except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
 
+from command import content, write
+
 PROGRAM = ""
 BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
          "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C64": 8,
@@ -74,18 +76,14 @@ class Interop(unittest.TestCase):
     def test_every_type_survives_the_trip(self):
         for dtype, size in BYTES.items():
             data = bytes(random.Random(dtype).randrange(256) for _ in range(6 * size))
-            with open(self.theirs, "wb") as file:
-                entry = {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, 6 * size]}
-                file.write(file_of({"t": entry}, data))
-            with open(self.theirs, "rb") as file:
-                content = file.read()
+            made = file_of({"t": {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, 6 * size]}}, data)
+            write(self.theirs, made)
             try:
-                want = safetensors.deserialize(content)
+                want = safetensors.deserialize(made)
             except safetensors.SafetensorError:
                 continue  # an older library that has not heard of it
             self.copied()
-            with open(self.ours, "rb") as file:
-                got = safetensors.deserialize(file.read())
+            got = safetensors.deserialize(content(self.ours))
             self.assertEqual(got[0][0], "t")
             for field in ("dtype", "shape"):
                 self.assertEqual(got[0][1][field], want[0][1][field], dtype)
@@ -103,8 +101,7 @@ class Interop(unittest.TestCase):
             for _ in range(rng.choice([1, 1, 2])):
                 at = rng.randrange(len(changed) - 11)
                 changed[at:at + rng.choice([1, 1, 1, 0])] = rng.choice(pieces)
-            with open(self.theirs, "wb") as file:
-                file.write(changed)
+            write(self.theirs, changed)
             try:
                 safetensors.deserialize(bytes(changed))
             except Exception:  # the library's own, or its parser's

@@ -4,7 +4,6 @@ Usage: tokenizer_test.py SCRUPLE   (exit code 77: there is no `tokenizers`)"""
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import unicodedata
@@ -17,7 +16,9 @@ except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
 
-SCRUPLE = ""
+import command
+from command import content, write
+
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -80,14 +81,12 @@ def byte_level(cut, text, normalizer=None, **model):
 
 def sentencepiece(text, metaspace=None):
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                           decoders.Strip(" ", 1, 0)])
     if metaspace:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace, split=metaspace == "always")
-        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                               decoders.Strip(" ", 1, 0)])
     else:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                               decoders.Strip(" ", 1, 0)])
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     learnt = Tokenizer(models.BPE(unk_token="<unk>"))
     learnt.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -125,11 +124,6 @@ def kinds(text):
     }
 
 
-def read(path):
-    with open(path, "rb") as file:
-        return file.read()
-
-
 class Case(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -145,12 +139,17 @@ class Case(unittest.TestCase):
         return os.path.join(self.temporary.name, name)
 
     def run_scruple(self, *arguments, **options):
-        return subprocess.run([SCRUPLE, "tokenize", *arguments], capture_output=True, timeout=300, **options)
+        return command.run("tokenize", *arguments, text=None, errors=None, **options)
 
     def done(self, *arguments, **options):
         result = self.run_scruple(*arguments, **options)
         self.assertEqual(result.returncode, 0, f"{arguments}: {result.stderr.decode(errors='replace')}")
         return result
+
+    def fails(self, code, words, *arguments, **options):
+        result = self.run_scruple(*arguments, **options)
+        self.assertEqual((result.returncode, words in result.stderr), (code, True), result.stderr)
+        return result.stderr
 
     def saved(self, name, tokenizer):
         path = self.path(f"{name}.json")
@@ -161,7 +160,7 @@ class Case(unittest.TestCase):
         """The tokens of these bytes by scruple, and the file they are in."""
         out = self.path("tokens.bin")
         self.done("--model", model, "-", "--out", out, "--end", "none", *more, input=data)
-        raw = read(out)
+        raw = content(out)
         header = numpy.frombuffer(raw[:1024], dtype="<i4")
         self.assertEqual((header[0], header[1]), (20240520, 1))
         found = numpy.frombuffer(raw[1024:], dtype="<u2")
@@ -248,10 +247,8 @@ class Decode(Case):
 
     def test_a_token_that_is_not_there(self):
         model = self.saved("gpt2", self.kinds["gpt2"])
-        with open(self.path("far.bin"), "wb") as file:
-            file.write(numpy.array([1, 60000], dtype="<u2").tobytes())
-        result = self.run_scruple("--model", model, "--decode", self.path("far.bin"))
-        self.assertEqual((result.returncode, b"there is no token 60000" in result.stderr), (1, True), result.stderr)
+        write(self.path("far.bin"), numpy.array([1, 60000], dtype="<u2").tobytes())
+        self.fails(1, b"there is no token 60000", "--model", model, "--decode", self.path("far.bin"))
 
 
 class Files(Case):
@@ -260,11 +257,9 @@ class Files(Case):
         os.makedirs(folder, exist_ok=True)
         tokenizer = self.kinds["gpt2"]
         tokenizer.save(os.path.join(folder, "tokenizer.json"))
-        with open(os.path.join(folder, "tokenizer_config.json"), "w") as file:
-            json.dump({"eos_token": {"content": SPECIAL}}, file)
+        write(os.path.join(folder, "tokenizer_config.json"), json.dumps({"eos_token": {"content": SPECIAL}}))
         for name, text in (("a.txt", "one"), ("b.txt", "two words")):
-            with open(self.path(name), "w") as file:
-                file.write(text)
+            write(self.path(name), text)
         out = self.path("nano.bin")
         self.done("--model", folder, self.path("a.txt"), self.path("b.txt"), "--out", out, "--form", "nanogpt")
         end = [tokenizer.token_to_id(SPECIAL)]
@@ -277,16 +272,14 @@ class Files(Case):
         whole = json.loads(self.kinds["gpt2"].to_str())
         whole["added_tokens"].append({"id": 70_000, "content": "<far>", "single_word": False, "lstrip": False,
                                       "rstrip": False, "normalized": False, "special": True})
-        with open(self.path("large.json"), "w") as file:
-            json.dump(whole, file)
+        write(self.path("large.json"), json.dumps(whole))
         out = self.path("large.bin")
         self.done("--model", self.path("large.json"), "-", "--out", out, input=b"a<far>")
-        raw = read(out)
+        raw = content(out)
         self.assertEqual(numpy.frombuffer(raw[:12], dtype="<i4").tolist(), [20240801, 7, 2])
         self.assertEqual(numpy.frombuffer(raw[1024:], dtype="<u4")[1], 70_000)
         self.assertEqual(self.done("--model", self.path("large.json"), "--decode", out).stdout, b"a<far>")
-        result = self.run_scruple("--model", self.path("large.json"), "-", "--out", out, "--form", "nanogpt", input=b"a")
-        self.assertEqual((result.returncode, b"16-bit" in result.stderr), (1, True), result.stderr)
+        self.fails(1, b"16-bit", "--model", self.path("large.json"), "-", "--out", out, "--form", "nanogpt", input=b"a")
 
     def test_hostile(self):
         good = json.loads(self.kinds["gpt2"].to_str())
@@ -322,20 +315,16 @@ class Files(Case):
         }
         for text, words in cases.items():
             with self.subTest(words=words):
-                with open(self.path("bad.json"), "w") as file:
-                    file.write(text)
-                result = self.run_scruple("--model", self.path("bad.json"), "-", "--out", self.path("none.bin"), input=b"a")
-                self.assertEqual(result.returncode, 1, result.stderr)
-                self.assertIn(words, result.stderr)
-                self.assertIn(b"bad.json", result.stderr)
-                self.assertNotIn(b"json.exception", result.stderr)
+                write(self.path("bad.json"), text)
+                said = self.fails(1, words, "--model", self.path("bad.json"), "-", "--out", self.path("none.bin"), input=b"a")
+                self.assertIn(b"bad.json", said)
+                self.assertNotIn(b"json.exception", said)
                 self.assertFalse(os.path.exists(self.path("none.bin")))
 
     def test_bad_usage_and_files(self):
         model = self.saved("gpt2", self.kinds["gpt2"])
         cut = self.path("cut.bin")
-        with open(cut, "wb") as file:
-            file.write(numpy.array([20240520, 1, 10] + [0] * 253, dtype="<i4").tobytes() + b"\0\0")
+        write(cut, numpy.array([20240520, 1, 10] + [0] * 253, dtype="<i4").tobytes() + b"\0\0")
         for arguments, code, words in (
                 (("--model", model), 2, b"--out"), (("--model", model, "x", "--decode", "y"), 2, b"--decode"),
                 (("--model", self.path("nowhere"), "-", "--out", "x"), 1, b"nowhere"),
@@ -343,10 +332,8 @@ class Files(Case):
                 (("--model", model, "-", "--out", "x", "--end", "<nope>"), 2, b"has no token <nope>"),
                 (("--model", model, "--decode", cut), 1, b"was cut"), (("--model", model, "-", "--out", "x"), 1, b"no text")):
             with self.subTest(arguments):
-                result = self.run_scruple(*arguments, input=b"")
-                self.assertEqual((result.returncode, words in result.stderr), (code, True), result.stderr)
+                self.fails(code, words, *arguments, input=b"")
 
 
 if __name__ == "__main__":
-    SCRUPLE = os.path.abspath(sys.argv.pop(1))
-    unittest.main()
+    command.main()

@@ -1,4 +1,4 @@
-"""The trainer's commands from outside: what they write, every way to fail, Ctrl-C, memory against the plan.
+"""The trainer's commands from outside: what they write, every way to fail, Ctrl-C.
 
 Usage: train_test.py PATH_TO_SCRUPLE
 """
@@ -7,71 +7,25 @@ import json
 import os
 import pty
 import re
-import select
 import shlex
 import signal
 import struct
 import subprocess
-import sys
-import tempfile
 import termios
-import time
-import unittest
-import zlib
 
-SCRUPLE = ""
+import command
+from command import run, shown, start, tiny, until
+
 README = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
-WHOLE = os.environ.get("SCRUPLE_TEST_WHOLE", "0") != "0"
-ROW_KEYS = {"recipe", "optimizer", "seed", "activations", "bytes_per_param_planned", "bytes_per_param_measured",
-            "peak_bytes", "ms_per_step", "steps", "val_loss", "gap"}
-TINY = {"--layers": "1", "--width": "32", "--heads": "2", "--context": "16", "--batch": "4"}
-# 10.8 million parameters, and nothing to compute.
-LARGE = ("--layers", "6", "--width", "384", "--heads", "6", "--context", "8", "--batch", "1", "--steps", "1")
 
 
-def tiny(*arguments):
-    """The options of a tiny model, but those that are given."""
-    return [word for pair in TINY.items() if pair[0] not in arguments for word in pair] + list(arguments)
+class Case(command.Case):
+    def trains(self, code, message, *arguments, **options):
+        """A run that ends so, maybe after other words."""
+        return self.ends(code, message, *self.training(*arguments, **options))
 
-
-def run(*arguments, **options):
-    return subprocess.run([SCRUPLE, *arguments], capture_output=True, text=True, timeout=900, errors="replace", **options)
-
-
-class Case(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = folder.name
-        self.data = self.path("text")
-        with open(self.data, "w", encoding="utf-8") as out:
-            out.write("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 60)
-
-    def path(self, *names):
-        return os.path.join(self.folder, *names)
-
-    def train(self, *arguments, out="run", steps=3):
-        return run("train", "--data", self.data, "--out", self.path(out), "--steps", str(steps), *tiny(*arguments))
-
-    def trained(self, *arguments, **options):
-        done = self.train(*arguments, **options)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        return done.stdout
-
-    def fails(self, code, message, *arguments):
-        done = run(*arguments)
-        self.assertEqual(done.returncode, code, f"{arguments}: {done.stdout}{done.stderr}")
-        self.assertTrue(done.stderr.startswith("scruple: "), done.stderr)
-        self.assertIn(message, done.stderr, arguments)
-        return done
-
-    def metrics(self, out="run"):
-        with open(self.path(out + "/metrics.jsonl"), encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines]
-
-    def weights(self, out="run"):
-        with open(self.path(out + "/model.safetensors"), "rb") as file:
-            return file.read()
+    def losses(self, out="run"):
+        return [row for row in self.metrics(out) if "loss" in row]
 
 
 class Train(Case):
@@ -80,7 +34,7 @@ class Train(Case):
         for name in ("metrics.jsonl", "report.html", "model.safetensors", "config.json"):
             self.assertTrue(os.path.getsize(self.path("run/" + name)) > 0, name)
             self.assertIn(name, said)
-        steps = [row for row in self.metrics() if "loss" in row]
+        steps = self.losses()
         validations = [row for row in self.metrics() if "val_loss" in row]
         self.assertEqual([row["step"] for row in steps], list(range(1, 21)))
         self.assertLess(steps[-1]["loss"], steps[0]["loss"])
@@ -116,9 +70,7 @@ class Train(Case):
         self.assertAlmostEqual(limit["value"], float(near), delta=0.01)
 
     def memory_chart(self, run):
-        with open(self.path(run, "report.html"), encoding="utf-8") as page:
-            report = json.loads(re.search(r'id="data">(.*?)</script>', page.read(), re.DOTALL)[1])
-        chart, = next(section for section in report["sections"] if section["title"] == "Memory")["charts"]
+        chart, = next(section for section in self.report(run)[0]["sections"] if section["title"] == "Memory")["charts"]
         return chart
 
     def test_the_same_bits_for_any_number_of_threads(self):
@@ -145,13 +97,11 @@ class Train(Case):
             words = f"scruple: there is no GPU that this build can use ({engines['cuda']['reason']}); train with --device cpu\n"
             for arguments in (("train", "--data", self.path("missing"), "--out", self.path("no")), ("compare",)):
                 self.fails(1, words, *arguments, "--device", "cuda", *tiny())
-            self.assertEqual(len([row for row in self.metrics() if "loss" in row]), 4)
+            self.assertEqual(len(self.losses()), 4)
         for device, words in (("tpu", "none of auto, cuda, cpu"), ("gpu", "a GPU is 'cuda' here"),
                               ("cuda:1", "CUDA_VISIBLE_DEVICES=1 beside 'cuda'")):
             self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), "--device", device)
-        by_name = run("train", "--data", self.data, "--out", self.path("no"), "--steps", "1", *tiny(),
-                      env={**os.environ, "SCRUPLE_DEVICE": "tpu"})
-        self.assertIn("none of auto, cuda, cpu", by_name.stderr)
+        self.assertIn("none of auto, cuda, cpu", run(*self.training(out="no", steps=1), env={"SCRUPLE_DEVICE": "tpu"}).stderr)
 
     def test_a_limit_of_memory(self):
         """Less than the table's total is refused with the table, as much is not."""
@@ -160,21 +110,18 @@ class Train(Case):
         unit = re.search(r"^memory +(\w+) ", said, re.M)[1]
         self.trained("--layers", "2", "--memory-limit", f"{total + 0.01}{unit}", out="fits")
         for limit in (f"{total - 0.01}{unit}", "1000B", "1KiB"):
-            done = self.train("--layers", "2", "--memory-limit", limit, out="no")
-            self.assertEqual(done.returncode, 1)
+            done = self.trains(1, "the run needs ", "--layers", "2", "--memory-limit", limit, out="no")
             self.assertRegex(done.stderr, r"^scruple: the run needs .* and --memory-limit is \S+ \w+; choose a smaller model, "
                              "--batch, --context or --recipe, or --recompute block, or --gradients released or compressed\\b")
             self.assertRegex(done.stderr, r"\ntotal ")
             self.assertFalse(os.path.exists(self.path("no")))
         for wrong in ("46", "GiB", "46Gi", "46gib", "-1GiB", "0GiB", "1e9TiB", "nanGB", "1BB", "1iB", ""):
-            done = self.train("--memory-limit", wrong, out="no")
-            self.assertEqual(done.returncode, 2, wrong)
-            self.assertIn(f"--memory-limit is '{wrong}'; it must be a size such as 46GiB, 48GB or 500MiB", done.stderr)
+            self.trains(2, f"--memory-limit is '{wrong}'; it must be a size such as 46GiB, 48GB or 500MiB", "--memory-limit", wrong)
 
     def test_what_would_take_less_is_named(self):
         """As far as the run does not have it."""
         def advice(*arguments):
-            done = self.train("--memory-limit", "1KiB", "--device", "cpu", *arguments, out="no")
+            done = self.trains(1, "the run needs", "--memory-limit", "1KiB", "--device", "cpu", *arguments, out="no")
             return re.search("; (choose .*)", done.stderr)[1]
         smaller, gradients = "choose a smaller model, --batch, --context or --recipe", ", or --gradients released or compressed"
         self.assertEqual(advice(), f"{smaller}, or --recompute block{gradients}")
@@ -193,10 +140,8 @@ class Train(Case):
 
     def test_weights_that_are_decoded_are_the_cpus(self):
         """A plan of every recipe says which one a GPU cannot have; counted only by a build with CUDA."""
-        config = self.path("gpu.json")
         shape = {"n_layer": 1, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 256}
-        with open(config, "w", encoding="utf-8") as file:
-            json.dump({"model_type": "gpt2", "activation_function": "gelu_new", **shape}, file)
+        config = self.write("gpu.json", json.dumps({"model_type": "gpt2", "activation_function": "gelu_new", **shape}))
         done = run("plan", config, "--optimizer", "sgd", "--batch", "1", "--context", "16", "--device", "cuda")
         if "this build has no trainer for GPUs" in done.stderr:
             self.skipTest("no CUDA in this build")
@@ -207,9 +152,8 @@ class Train(Case):
         """Wherever people read them, and in no path."""
         small = ("--width", "4", "--heads", "1", "--context", "2", "--batch", "1")
         self.trained("--save-every", "1000", "--keep", "0", *small, steps=1100)
-        with open(self.path("run/report.html"), encoding="utf-8") as report:
-            self.assertIn("1,100 of 1,100 steps; validation", re.search(r'"lead":"([^"]*)"', report.read())[1])
-        os.rename(self.path("run/checkpoints/step-00001100"), self.path("away"))
+        self.assertIn("1,100 of 1,100 steps; validation", self.report()[0]["lead"])
+        os.rename(self.step_of("run", 1100), self.path("away"))
         resumed = run("train", "--resume", self.path("run"), "--steps", "1200")
         self.assertIn(f"going on after step 1,000, from {self.path('run/checkpoints/step-00001000')}\n", resumed.stdout)
         self.assertRegex(resumed.stdout, r"from 1,100 steps to 1,200: .* at step 1,000, \S+ at step 1,001\n")
@@ -228,10 +172,9 @@ class Train(Case):
                 ("--rounding", "stochastic", "--rounding", "exp_avg_sq=nearest"),
                 ("--weight-decay", "0.5", "--warmup", "2", "--schedule", "constant"))):
             self.trained(*arguments, out=f"run{number}")
-        scaled = [row["loss_scale"] for row in self.metrics("run6") if "loss" in row]
-        self.assertEqual(scaled[0], 65536)  # fp16 activations bring dynamic scaling along
-        self.assertEqual({row["loss_scale"] for row in self.metrics("run7") if "loss" in row}, {128})
-        self.assertEqual([row["lr"] for row in self.metrics("run10") if "loss" in row], [5e-4, 1e-3, 1e-3])
+        self.assertEqual(self.losses("run6")[0]["loss_scale"], 65536)  # fp16 activations bring dynamic scaling along
+        self.assertEqual({row["loss_scale"] for row in self.losses("run7")}, {128})
+        self.assertEqual([row["lr"] for row in self.losses("run10")], [5e-4, 1e-3, 1e-3])
 
     def test_released_without_clipping_equals_stored_in_fp32(self):
         self.trained("--recipe", "fp32", "--clip", "0", out="a")
@@ -242,11 +185,9 @@ class Train(Case):
 
     def interrupt(self, number, out):
         """Starts a long run, sends it the signal after some steps, and returns its exit code and what it said."""
-        process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path(out), "--steps", "1000000",
-                                    *tiny()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        metrics, deadline = self.path(out, "metrics.jsonl"), time.time() + 60
-        while time.time() < deadline and not (os.path.exists(metrics) and os.path.getsize(metrics) > 1000):
-            time.sleep(0.05)
+        process = start(*self.training(out=out, steps=1000000), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        metrics = self.path(out, "metrics.jsonl")
+        until(lambda: os.path.exists(metrics) and os.path.getsize(metrics) > 1000)
         process.send_signal(number)
         said, complaints = process.communicate(timeout=60)
         self.assertIn("stopping after this step", complaints)
@@ -262,9 +203,7 @@ class Train(Case):
         validations = [row["step"] for row in self.metrics() if "val_loss" in row]
         self.assertEqual(validations, [0])
         self.assertRegex(said, r"validation loss [\d.]+ \(after step 0\) nats")
-        with open(self.path("run/report.html"), encoding="utf-8") as report:
-            lead = re.search(r'"lead":"([^"]*)"', report.read())[1]
-        self.assertRegex(lead, rf"{taken:,} of 1,000,000 steps; validation loss [\d.]+ \(after step 0\) nats")
+        self.assertRegex(self.report()[0]["lead"], rf"{taken:,} of 1,000,000 steps; validation loss [\d.]+ \(after step 0\) nats")
         self.assertEqual(run("sample", self.path("run"), "--length", "5").returncode, 0)
         # The command that it names goes on, though no --save-every was given.
         self.assertEqual(os.listdir(self.path("run/checkpoints")), [f"step-{taken:08}"])
@@ -284,8 +223,8 @@ class Train(Case):
         large = ("--layers", "4", "--width", "256", "--heads", "4", "--context", "1024", "--batch", "1")  # 64 of them: seconds
 
         def stopped(out):
-            process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path(out), "--force", *large],
-                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            process = start("train", "--data", self.data, "--out", self.path(out), "--force", *large, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
             while not (line := process.stdout.readline()).startswith("total"):
                 self.assertTrue(line)
             process.send_signal(signal.SIGTERM)
@@ -301,28 +240,23 @@ class Train(Case):
         self.assertFalse(os.path.exists(self.path("new")))
 
     def test_divergence_is_said(self):
-        result = self.train("--lr", "1e6", steps=12)
-        self.assertEqual(result.returncode, 1)
-        self.assertIn("diverged", result.stderr)
+        result = self.trains(1, "diverged", "--lr", "1e6", steps=12)
         self.assertIn("steps were skipped", result.stdout)
         self.metrics()  # JSON, whatever the numbers
 
     def test_a_run_that_learns_nothing_says_so_first(self):
         """Its loss is finite and above where it began: an exit code of its own, and what it wrote is whole."""
-        result = self.train("--lr", "10", steps=20)
-        self.assertEqual(result.returncode, 3)
-        self.assertIn("the validation loss ended above where it began, ", result.stderr)
+        result = self.trains(3, "the validation loss ended above where it began, ", "--lr", "10", steps=20)
         self.assertIn("choose a smaller --lr", result.stderr)
         self.assertIn("wrote", result.stdout)
         self.metrics()
-        self.assertEqual(self.train("--force", steps=20).returncode, 0)
+        self.trained("--force", steps=20)
 
     def test_a_run_that_diverges_ends(self):
         """Not after its last step, and with the checkpoints from before."""
         arguments = ("--lr", "1e30", "--schedule", "constant", "--warmup", "0", "--save-every", "1", "--validate-every", "100")
-        result = self.train(*arguments, steps=200)
-        self.assertEqual(result.returncode, 1)
-        losses = [row["loss"] for row in self.metrics() if "loss" in row]
+        result = self.trains(1, "not finite since step", *arguments, steps=200)
+        losses = [row["loss"] for row in self.losses()]
         finite = [loss for loss in losses if isinstance(loss, float)]
         self.assertEqual(losses[:len(finite)], finite)
         self.assertEqual(len(losses), len(finite) + 10)
@@ -334,7 +268,7 @@ class Train(Case):
         again = run("train", "--resume", self.path("run"))
         self.assertEqual(again.returncode, 1)
         self.assertIn("diverged", again.stderr)
-        self.assertEqual([row["loss"] for row in self.metrics() if "loss" in row], losses)
+        self.assertEqual([row["loss"] for row in self.losses()], losses)
 
     def test_refusals(self):
         def refused(code, message, *arguments):
@@ -377,9 +311,8 @@ class Train(Case):
         self.fails(2, "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B", "train", "--data", self.data,
                    "--out", self.path("no"), "--model", "meta-llama/Llama-3.2-1B")
         for name in ("table.csv", "TABLE.TSV"):
-            with open(self.path(name), "w") as file:
-                file.write("number,text\n" + "1,some words\n" * 2000)
-            self.fails(1, "is a table", "train", "--data", self.path(name), "--out", self.path("no"), *tiny())
+            table = self.write(name, "number,text\n" + "1,some words\n" * 2000)
+            self.fails(1, "is a table", "train", "--data", table, "--out", self.path("no"), *tiny())
 
     def test_models_that_are_not_what_they_seem(self):
         """config.json from anywhere: brackets without end, more positions than anybody trains with, other files."""
@@ -387,11 +320,7 @@ class Train(Case):
                   "num_attention_heads": 2, "vocab_size": 256, "max_position_embeddings": 1 << 21}
         options = ("--data", self.data, "--context", "16", "--batch", "2", "--steps", "1")
 
-        def write(name, text):
-            os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
-            with open(self.path(name), "w") as file:
-                file.write(text)
-            return self.path(name)
+
 
         def refused(message, model):
             self.fails(1, message, "train", "--model", model, "--out", self.path("no"), *options)
@@ -399,21 +328,19 @@ class Train(Case):
         brackets = "[" * 100_000 + "]" * 100_000
         for key in ("unknown", "hidden_size"):
             deep = json.dumps({**config, key: "HERE"}).replace('"HERE"', brackets)
-            refused("nested more than 32 deep", write("deep/config.json", deep))
-        index = write("index/model.safetensors.index.json", '{"weight_map": ' + brackets + "}")
-        write("index/config.json", json.dumps(config))
+            refused("nested more than 32 deep", self.write("deep/config.json", deep))
+        index = self.write("index/model.safetensors.index.json", '{"weight_map": ' + brackets + "}")
+        self.write("index/config.json", json.dumps(config))
         refused("nested more than 32 deep", os.path.dirname(index))
 
-        folder = os.path.dirname(write("pickled/config.json", json.dumps(config)))
-        write("pickled/pytorch_model.bin", "")
+        folder = os.path.dirname(self.write("pickled/config.json", json.dumps(config)))
+        self.write("pickled/pytorch_model.bin", "")
         refused("it has pytorch_model.bin, which only Python reads. Convert it: python -c", folder)
-        refused("give its folder", write("alone/model.safetensors", ""))
+        refused("give its folder", self.write("alone/model.safetensors", ""))
 
-        long = write("long/config.json", json.dumps(config))  # and no --context: 1,024 of 2^21 positions
-        result = run("train", "--model", long, "--out", self.path("long-run"), "--data", self.data, "--batch", "1",
-                     "--steps", "0")
-        self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertIn("context 1,024", result.stdout)
+        long = self.write("long/config.json", json.dumps(config))  # and no --context: 1,024 of 2^21 positions
+        self.assertIn("context 1,024", self.done("train", "--model", long, "--out", self.path("long-run"), "--data", self.data,
+                                                 "--batch", "1", "--steps", "0"))
 
     def test_too_large(self):
         """Refused with the whole of what it would take, as `plan` counts it, and not with the first part that does not fit."""
@@ -434,8 +361,8 @@ class Train(Case):
     def test_a_limit_of_the_process(self):
         """ulimit -v: refused with the same table."""
         def limited(mebibytes, *arguments):
-            return subprocess.run(["sh", "-c", f"ulimit -v {mebibytes << 10}; exec \"$@\"", "sh", SCRUPLE, *arguments],
-                                  capture_output=True, text=True, timeout=300)
+            limit = ["sh", "-c", f"ulimit -v {mebibytes << 10}; exec \"$@\"", "sh"]
+            return subprocess.run(limit + command.command(*arguments), capture_output=True, text=True, timeout=300)
         if limited(1500, "--version").returncode != 0:
             self.skipTest("a sanitizer takes more addresses")
         shape = tiny("--width", "1024", "--heads", "16", "--layers", "24", "--threads", "1")  # 303 M parameters
@@ -452,8 +379,7 @@ class Train(Case):
         self.trained("--save-every", "1", "--keep", "0", steps=4)
         old = self.weights()
         for name, text in (("notes.txt", "mine"), ("checkpoints/notes.txt", "mine too")):
-            with open(self.path("run/" + name), "w", encoding="utf-8") as file:
-                file.write(text)
+            self.write("run/" + name, text)
         # What cannot start replaces nothing.
         everything = {name: os.path.getmtime(self.path("run/" + name)) for name in os.listdir(self.path("run"))}
         self.fails(2, "lr", "train", "--data", self.data, "--out", self.path("run"), "--force", *tiny("--lr", "1e300"))
@@ -468,30 +394,24 @@ class Train(Case):
         self.assertEqual(self.weights(), self.weights("new"))
 
         def kept(message, name, text):
-            os.makedirs(os.path.dirname(self.path(name)), exist_ok=True)
-            with open(self.path(name), "w", encoding="utf-8") as file:
-                file.write(text)
+            self.write(name, text)
             out = os.path.dirname(self.path(name)) if "checkpoints" not in name else self.path("run")
             said = self.fails(1, message, "train", "--data", self.data, "--out", out, "--force", *tiny()).stderr
             if "no metrics" in message:  # and nobody is sent to --force in vain
                 self.assertEqual(self.fails(1, message, "train", "--data", self.data, "--out", out, *tiny()).stderr, said)
-            with open(self.path(name), encoding="utf-8") as file:
-                self.assertEqual(file.read(), text)
+            self.assertEqual(command.content(self.path(name)).decode(), text)
         kept("no metrics.jsonl of a run", "other/model.safetensors", "weights of another program")
         kept("no metrics.jsonl of a run", "another/metrics.jsonl", '{"loss": 1}\n')
         kept("is not what a run writes", "run/checkpoints/step-00000001/notes.txt", "mine")
 
     def test_one_process_at_a_time(self):
-        first = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), "--steps", "2000",
-                                  "--save-every", "1", *tiny()], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        first = start(*self.training("--save-every", "1", steps=2000))
         self.addCleanup(first.kill)
 
         def saved():
             folder = self.path("run/checkpoints")
             return sorted(name for name in os.listdir(folder) if "partial" not in name) if os.path.exists(folder) else []
-        deadline = time.time() + 120
-        while time.time() < deadline and not saved():
-            time.sleep(0.02)
+        until(saved, 120)
         # Stopped it lives, has its lock and writes nothing: whatever changes now, another has written.
         first.send_signal(signal.SIGSTOP)
         self.assertTrue(os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1]))
@@ -513,46 +433,29 @@ class Train(Case):
     def test_an_older_checkpoints_note_of_its_data(self):
         """data_tokens was called data_bytes."""
         self.trained("--save-every", "3")
-        path = self.path("run/checkpoints/step-00000003/manifest.json")
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        self.assertIn('"data_tokens"', text)
-        saved = f'"crc32":"{json.loads(text)["crc32"]}"'
-        zeroed = text.replace('"data_tokens"', '"data_bytes"').replace(saved, '"crc32":"00000000"', 1)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(zeroed.replace('"crc32":"00000000"', f'"crc32":"{zlib.crc32(zeroed.encode()):08x}"', 1))
-        resumed = run("train", "--resume", self.path("run"), "--steps", "4")
-        self.assertEqual(resumed.returncode, 0, resumed.stderr)
-        with open(self.path("run/checkpoints/step-00000004/manifest.json"), encoding="utf-8") as file:
-            self.assertEqual(json.load(file)["trainer"]["data_tokens"], str(os.path.getsize(self.data)))
-        with open(self.data, "a", encoding="utf-8") as file:
-            file.write("more")
+        self.rewrite("run", 3, '"data_tokens"', '"data_bytes"')
+        self.resumed("run", "--steps", "4")
+        self.assertEqual(self.manifest("run", 4)["trainer"]["data_tokens"], str(os.path.getsize(self.data)))
+        self.write("text", command.TEXT + "more")
         self.fails(1, "its length or checksum differs", "train", "--resume", self.path("run"), "--steps", "5")
 
     def test_an_older_runs_name_of_a_hyperparameter(self):
         """decay_lr was called max_lr: in the groups, and in --set."""
         self.trained("--save-every", "3", "--set", "max_lr=0.5", "--set", "weight_decay=0.05")
-        path = self.path("run/checkpoints/step-00000003/manifest.json")
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        self.assertIn('"decay_lr":0.5', text)
-        self.assertIn("max_lr=0.5", text)
-        saved = f'"crc32":"{json.loads(text)["crc32"]}"'
-        zeroed = text.replace('"decay_lr":', '"max_lr":').replace(saved, '"crc32":"00000000"', 1)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(zeroed.replace('"crc32":"00000000"', f'"crc32":"{zlib.crc32(zeroed.encode()):08x}"', 1))
-        resumed = run("train", "--resume", self.path("run"), "--steps", "4")
-        self.assertEqual(resumed.returncode, 0, resumed.stderr)
-        with open(self.path("run/checkpoints/step-00000004/manifest.json"), encoding="utf-8") as file:
-            self.assertEqual(json.load(file)["groups"][0]["hyperparameters"]["decay_lr"], 0.5)
+        saved = command.content(self.step_of("run", 3, "manifest.json")).decode()
+        self.assertIn('"decay_lr":0.5', saved)
+        self.assertIn("max_lr=0.5", saved)
+        for _ in range(saved.count('"decay_lr":')):
+            self.rewrite("run", 3, '"decay_lr":', '"max_lr":')
+        self.resumed("run", "--steps", "4")
+        self.assertEqual(self.manifest("run", 4)["groups"][0]["hyperparameters"]["decay_lr"], 0.5)
 
     def test_standard_input(self):
         self.trained(out="file")
-        with open(self.data, "rb") as file:
-            text = file.read()
+        text = command.TEXT.encode()
 
         def piped(data, *arguments):
-            done = subprocess.run([SCRUPLE, "train", *arguments], input=data, capture_output=True, timeout=300)
+            done = run("train", *arguments, input=data, text=None, errors=None)
             return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
         new = ("--data", "-", "--out", self.path("piped"), "--steps", "3", *tiny(), "--save-every", "2", "--keep", "0")
         code, said = piped(text, *new)
@@ -570,42 +473,31 @@ class Train(Case):
         code, said = piped(b"", "--data", "-", "--out", self.path("no"), *tiny())
         self.assertEqual((code, "standard input has 0 bytes" in said), (1, True), said)
 
+    def terminal(self, enough, *words, columns=80, **environment):
+        """What a run shows on a terminal of so many columns, until it is enough."""
+        reader, writer = pty.openpty()
+        self.addCleanup(os.close, reader)
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 20, columns, 0, 0))
+        process = start(*words, stderr=writer, env=environment)
+        os.close(writer)
+        said = shown(reader, enough)
+        process.kill()
+        process.wait()
+        return said
+
     def test_the_line_of_progress_fits_the_terminal(self):
         for columns, environment in ((30, {}), (0, {"COLUMNS": "25"})):
-            master, slave = pty.openpty()
-            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 20, columns, 0, 0))
-            process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path(f"run{columns}"),
-                                        "--steps", "1000000", *tiny()], stdout=subprocess.DEVNULL, stderr=slave,
-                                       env={**os.environ, **environment})
-            os.close(slave)
-            said, deadline = b"", time.time() + 60
-            while time.time() < deadline and said.count(b"\r") < 3:
-                if select.select([master], [], [], 1)[0]:
-                    said += os.read(master, 4096)
-            process.kill()
-            process.wait()
-            os.close(master)
-            lines = said.decode().split("\r")[1:-1]
+            words = self.training(out=f"run{columns}", steps=1000000)
+            said = self.terminal(lambda said: said.count(b"\r") >= 3, *words, columns=columns, **environment)
+            lines, limit = said.split("\r")[1:-1], columns or int(environment["COLUMNS"])
             self.assertTrue(lines[0].startswith("scruple  step "), said)
-            limit = columns or int(environment["COLUMNS"])
             self.assertTrue(all(len(line) < limit for line in lines), said)
 
     def test_a_validation_shows_its_progress(self):
-        with open(self.data, "w", encoding="utf-8") as out:
-            out.write("The quick brown fox jumps over the lazy dog, and the dog sleeps on.\n" * 1200)
-        large = tiny("--layers", "4", "--width", "256", "--heads", "4", "--context", "512", "--batch", "1", "--validation", "0.5")
-        master, slave = pty.openpty()
-        process = subprocess.Popen([SCRUPLE, "train", "--data", self.data, "--out", self.path("run"), *large],
-                                   stdout=subprocess.DEVNULL, stderr=slave)
-        os.close(slave)
-        said, deadline = b"", time.time() + 60
-        while time.time() < deadline and said.count(b"%") < 2:
-            if select.select([master], [], [], 1)[0]:
-                said += os.read(master, 4096)
-        process.kill()
-        process.wait()
-        os.close(master)
-        shares = [int(share) for share in re.findall(r"\rscruple  validating, (\d+) %", said.decode())]
+        self.write("text", command.TEXT * 20)
+        large = ("--layers", "4", "--width", "256", "--heads", "4", "--context", "512", "--batch", "1", "--validation", "0.5")
+        said = self.terminal(lambda said: said.count(b"%") >= 2, *self.training(*large, steps=1000))
+        shares = [int(share) for share in re.findall(r"\rscruple  validating, (\d+) %", said)]
         self.assertEqual(len(shares), 2, said)
         self.assertTrue(0 <= shares[0] < shares[1] <= 100, said)
 
@@ -616,31 +508,24 @@ class Train(Case):
                         if re.match(r"\$ build/scruple (train|sample|checkpoint|plan \./) ?", line)]
         self.assertGreater(len(commands), 8)
         os.rename(self.data, self.path("book.txt"))
-        with open(self.path("notes.jsonl"), "w", encoding="utf-8") as out:
-            out.writelines(json.dumps({"prompt": f"After {i} comes", "completion": f" {i + 1}."}) + "\n" for i in range(40))
+        self.write("notes.jsonl", "".join(json.dumps({"prompt": f"After {i} comes", "completion": f" {i + 1}."}) + "\n" for i in range(40)))
         # Models that others have made, in small; their tokens are bytes.
-        os.mkdir(self.path("Llama-3.1-8B"))
-        with open(self.path("Llama-3.1-8B", "config.json"), "w", encoding="utf-8") as out:
-            json.dump({"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "hidden_act": "silu",
-                       "num_attention_heads": 2, "max_position_embeddings": 2048, "vocab_size": 256}, out)
-        done = run("train", "--model", self.path("Llama-3.1-8B", "config.json"), "--data", self.path("book.txt"), "--steps", "0",
-                   "--context", "32", "--out", self.path("SmolLM2-135M"))
-        self.assertEqual(done.returncode, 0, done.stderr)
+        llama = self.write("Llama-3.1-8B/config.json", json.dumps({
+            "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "hidden_act": "silu",
+            "num_attention_heads": 2, "max_position_embeddings": 2048, "vocab_size": 256}))
+        self.done("train", "--model", llama, "--data", self.path("book.txt"), "--steps", "0", "--context", "32", "--out",
+                  self.path("SmolLM2-135M"))
         for _, *arguments in commands:
             if arguments[0] == "train" and "--resume" not in arguments and "--steps" not in arguments:
                 arguments += ["--steps", "2"]
-            done = run(*arguments, cwd=self.folder)
-            self.assertEqual(done.returncode, 0, f"{arguments}: {done.stderr}")
+            self.done(*arguments, cwd=self.folder)
 
     def test_bad_files(self):
         def refused(message, data, out):
             self.fails(1, message, "train", "--data", data, "--out", out, *tiny())
         refused("No such file", self.path("missing"), self.path("no"))
-        open(self.path("empty"), "w", encoding="utf-8").close()
-        refused("0 bytes", self.path("empty"), self.path("no"))
-        with open(self.path("short"), "w", encoding="utf-8") as out:
-            out.write("ten bytes!")
-        refused("10 bytes", self.path("short"), self.path("no"))
+        refused("0 bytes", self.write("empty", ""), self.path("no"))
+        refused("10 bytes", self.write("short", "ten bytes!"), self.path("no"))
         refused("folder", self.data, self.data + "/below")
         refused("/proc/metrics.jsonl", self.data, "/proc")
         self.assertFalse(os.path.exists(self.path("no")))
@@ -676,7 +561,7 @@ class Sample(Case):
             words = ("--prompt", "The quick", "--length", "20")
             want = run("sample", self.path(out), *words).stdout
             self.assertTrue(want.startswith("The quick"))
-            self.assertEqual(run("sample", self.path(out, "checkpoints/step-00000003"), *words).stdout, want, recipe)
+            self.assertEqual(run("sample", self.step_of(out, 3), *words).stdout, want, recipe)
             os.remove(self.path(out, "config.json"))
             self.assertEqual(run("sample", self.path(out), *words).stdout, want, recipe)  # only checkpoints are left
 
@@ -689,13 +574,12 @@ class Sample(Case):
 
     def test_continues_the_prompt(self):
         self.trained(steps=150)
-        said = run("sample", self.path("run"), "--prompt", "The quick", "--length", "30", "--temperature", "0")
-        self.assertEqual(said.returncode, 0, said.stderr)
-        self.assertTrue(said.stdout.startswith("The quick"))
-        self.assertEqual(len(said.stdout), len("The quick") + 30 + 1)
+        said = self.done("sample", self.path("run"), "--prompt", "The quick", "--length", "30", "--temperature", "0")
+        self.assertTrue(said.startswith("The quick"))
+        self.assertEqual(len(said), len("The quick") + 30 + 1)
         # 17 bytes are more than the context: the model reads the last 8 of them anew.
-        again = run("sample", self.path("run"), "--prompt", said.stdout[9:17], "--length", "9", "--temperature", "0")
-        self.assertEqual(again.stdout, said.stdout[9:26] + "\n")
+        again = run("sample", self.path("run"), "--prompt", said[9:17], "--length", "9", "--temperature", "0")
+        self.assertEqual(again.stdout, said[9:26] + "\n")
         draws = [run("sample", self.path("run"), "--seed", seed).stdout for seed in ("1", "1", "2")]
         self.assertEqual(draws[0], draws[1])
         self.assertNotEqual(draws[0], draws[2])
@@ -713,186 +597,5 @@ class Sample(Case):
         self.fails(1, "model.safetensors", "sample", self.path("run"))
 
 
-class Compare(Case):
-    def compare(self, *arguments):
-        done = run("compare", *arguments, "--json")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        return json.loads(done.stdout)
-
-    def test_rows(self):
-        found = self.compare("--steps", "4", "--seeds", "2", "--no-hazards", *tiny())
-        self.assertTrue(0 < found["floor"] < 2)
-        self.assertEqual(found["second_seed"], [])
-        self.assertEqual({row["recipe"] for row in found["rows"]},
-                         {"fp32", "mixed", "split", "flash", "lpmm", "scruple", "scant"})
-        self.assertEqual(len(found["rows"]), 2 * 8)  # seven recipes, and fp32 SGD as lpmm's twin
-        for row in found["rows"]:
-            self.assertEqual(set(row), ROW_KEYS)
-            twin = [r for r in found["rows"] if r["recipe"] == "fp32" and r["optimizer"] == row["optimizer"]
-                    and r["seed"] == row["seed"]]
-            self.assertEqual(row["gap"], row["val_loss"] - twin[0]["val_loss"])
-
-    def test_the_reference_is_fp32_on_every_device(self):
-        found = self.compare("--recipes", "fp32,scruple,lpmm", "--no-hazards", "--steps", "2", *tiny())
-        self.assertEqual({(row["recipe"], row["activations"]) for row in found["rows"] + found["second_seed"]},
-                         {("fp32", "fp32"), ("scruple", "bf16"), ("lpmm", "fp32")})
-
-    def test_the_twin_comes_along(self):
-        rows = self.compare("--recipes", "lpmm", "--steps", "2", "--no-hazards", "--micro-batches", "2", *tiny())["rows"]
-        self.assertEqual([(row["recipe"], row["optimizer"]) for row in rows], [("fp32", "sgd"), ("lpmm", "sgd")])
-
-    def test_a_gap_that_rounds_to_zero_has_no_minus(self):
-        done = run("compare", "--steps", "1", "--lr", "1e-12", "--no-hazards", "--seeds", "1", *tiny("--width", "16"))
-        gaps = [line.split()[-1] for line in done.stdout.splitlines() if " adamw " in line]
-        self.assertIn("+0.0000", gaps)
-        self.assertNotIn("-0.0000", gaps)
-
-    def test_a_second_seed_shows_the_noise(self):
-        arguments = ["--steps", "3", "--no-hazards", "--recipes", "fp32,lpmm", *tiny()]
-        found, both = self.compare(*arguments), self.compare(*arguments, "--seeds", "2")
-        losses = {(row["recipe"], row["optimizer"], row["seed"]): row["val_loss"] for row in both["rows"]}
-        self.assertEqual([(row["optimizer"], row["seed"]) for row in found["second_seed"]], [("adamw", 2), ("sgd", 2)])
-        for row in found["second_seed"]:
-            first, second = (losses["fp32", row["optimizer"], seed] for seed in (1, 2))
-            self.assertEqual((row["val_loss"], row["gap"]), (second, second - first))
-
-    def test_the_table_says_what_is_noise(self):
-        def printed(*more):
-            done = run("compare", "--steps", "2", "--no-hazards", "--recipes", "fp32,scruple", *more, *tiny())
-            self.assertEqual(done.returncode, 0, done.stderr)
-            return done.stdout
-        self.assertRegex(printed(), r"(?s)fp32, seed 2 .*[+-]0\.\d{4} with adamw\. Gaps of that size are noise")
-        self.assertIn("One seed: nothing here tells a gap from noise", printed("--seeds", "1"))
-        several = printed("--seeds", "2")
-        self.assertRegex(several, r"val loss +sd of loss +gap to fp32 +sd of gap\n")
-        self.assertIn("A gap that is not well above its sd is noise", several)
-
-    def stopped(self, *arguments, after, terminal):
-        """A comparison that is sent SIGTERM once its progress matches `after`, and what it leaves: text, page. A terminal
-        sees the progress at once; elsewhere the last step's is sure to come."""
-        reader, writer = pty.openpty() if terminal else os.pipe()
-        process = subprocess.Popen([SCRUPLE, "compare", "--out", self.path("out"), *tiny(*arguments)],
-                                   stdout=subprocess.PIPE, stderr=writer, text=True)
-        os.close(writer)
-        self.addCleanup(os.close, reader)
-        shown, deadline = b"", time.time() + 120
-        while not re.search(after, shown.decode(errors="replace"), re.DOTALL):
-            self.assertLess(time.time(), deadline, shown)
-            if select.select([reader], [], [], 1)[0]:
-                shown += os.read(reader, 4096)
-        process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[0]
-        self.assertEqual(process.returncode, 128 + signal.SIGTERM, said)
-        with open(self.path("out/report.html"), encoding="utf-8") as file:
-            return said, file.read()
-
-    def test_stopped_in_the_first_run(self):
-        said, page = self.stopped("--steps", "1000000000", "--recipes", "scruple", after="fp32  step ", terminal=True)
-        self.assertRegex(said, r"\nfp32 +adamw +.* [\d.]+ \(after step 0\) +-\n")
-        self.assertIn("Stopped before fp32 had run from a second seed: nothing here tells a gap from noise", said)
-        stop = r"Stopped by SIGTERM in the run 'fp32', after step [\d,]+ of 1,000,000,000: that run is not complete"
-        self.assertRegex(said, stop)
-        self.assertRegex(re.search(r'"lead":"([^"]*)"', page)[1], stop)
-        self.assertIn("(after step 0)", page)
-
-    def test_stopped_among_seeds(self):
-        """The first seed is complete: its figures are shown, and the stopped run is in no mean."""
-        one = self.compare("--steps", "300", "--recipes", "fp32", "--seeds", "1", "--no-hazards", *tiny())["rows"][0]
-        said, _ = self.stopped("--steps", "300", "--recipes", "fp32", "--seeds", "1000", "--no-hazards", after="300/300.*300/300",
-                               terminal=False)
-        whole, stopped = (re.split(r" {2,}", line) for line in said.splitlines() if line.startswith("fp32, "))
-        count = int(re.fullmatch(r"fp32, (\d+) of 1,000 seeds", whole[0])[1])
-        if count == 1:
-            self.assertEqual(whole[-4:], [f"{one['val_loss']:.4f}", "-", "-", "-"])
-            self.assertIn("Stopped before any recipe had run from two seeds", said)
-        else:  # the signal came late
-            self.assertIn("Means over 1,000 seeds, or as many as were finished", said)
-        self.assertEqual((stopped[0], stopped[-3:]), (f"fp32, seed {count + 1}", ["-", "-", "-"]))
-        self.assertRegex(said, rf"Stopped by SIGTERM in the run 'fp32, seed {count + 1}', after step \d+ of 300")
-
-    def test_ones_own_text(self):
-        found = self.compare("--data", self.data, "--steps", "3", "--recipes", "scruple", *tiny())
-        self.assertIsNone(found["floor"])
-        self.assertEqual([row["recipe"] for row in found["rows"]], ["fp32", "scruple"])
-        trained = run("train", "--data", self.data, "--out", self.path("same"), "--steps", "3", "--recipe", "fp32", "--lr",
-                      "0.01", "--warmup", "1", "--weight-decay", "0.1", "--validate-every", "1", *tiny())
-        self.assertEqual(trained.returncode, 0, trained.stderr)
-        with open(self.path("same/metrics.jsonl"), encoding="utf-8") as file:
-            last = [json.loads(line) for line in file if "val_loss" in line][-1]
-        self.assertEqual(found["rows"][0]["val_loss"], last["val_loss"])  # the same windows, held out and not
-        with open(self.path("short"), "wb") as file:
-            file.write(b"short")
-        self.fails(1, "short has 5 bytes", "compare", "--data", self.path("short"))
-        self.fails(1, "nosuch", "compare", "--data", self.path("nosuch"))
-
-    def test_data_is_cut_as_in_train(self):
-        with open(self.path("notes.jsonl"), "w", encoding="utf-8") as out:
-            out.writelines(json.dumps({"text": f"After {i} comes {i + 1}, said the dog."}) + "\n" for i in range(40))
-        for number, more in enumerate((("--layout", "padded"), ("--isolate", "--validation", "0.2", "--recompute", "block"))):
-            arguments = ("--data", self.path("notes.jsonl"), "--steps", "2", *more, *tiny())
-            found = self.compare(*arguments, "--recipes", "fp32", "--seeds", "1")  # with hazards, which see the same windows
-            done = run("train", *arguments, "--out", self.path(f"same{number}"), "--recipe", "fp32", "--lr", "0.01", "--warmup", "1",
-                       "--weight-decay", "0.1")
-            self.assertEqual(done.returncode, 0, done.stderr)
-            last = [row for row in self.metrics(f"same{number}") if "val_loss" in row][-1]
-            self.assertEqual(found["rows"][0]["val_loss"], last["val_loss"], more)
-        for more in (("--layout", "packed"), ("--isolate",), ("--validation", "0.1")):
-            self.fails(2, more[0] + " is for --data", "compare", *more)
-        said = run("compare", "--data", self.path("notes.jsonl"), "--steps", "1", "--recipes", "fp32", "--seeds", "1", "--no-hazards",
-                   "--layout", "padded", "--isolate", *tiny()).stderr
-        self.assertIn("scruple: --isolate changes nothing here: a padded window has one document\n", said)
-        self.assertIn("scruple: 40 documents longer than the context: cut there, ", said)
-
-    def test_hazards_and_report(self):
-        found = self.compare("--recipes", "fp32", "--steps", "4", "--out", self.path("out"), *tiny())
-        with open(self.path("out/report.html"), encoding="utf-8") as file:
-            self.assertIn(f'"the grammar\'s own loss","value":{found["floor"]!r}', file.read())
-        self.assertTrue(os.path.getsize(self.path("out/report.html")) > 10000)
-        self.assertEqual(len(found["hazards"]["small_learning_rate"]), 3)
-        self.assertEqual(len(found["hazards"]["fp16"]), 3)
-
-    def test_charts_say_what_their_gaps_can_tell(self):
-        def notes(*more):
-            self.compare("--recipes", "scruple", "--steps", "2", "--out", self.path("out"), *more, *tiny())
-            with open(self.path("out/report.html"), encoding="utf-8") as file:
-                report = json.loads(re.search(r'id="data">(.*?)</script>', file.read(), re.DOTALL)[1])
-            return [chart["note"] for section in report["sections"] for chart in section["charts"]]
-        alone = "One seed: nothing here tells a small gap from noise."
-        self.assertEqual(notes(), ["What is no further from fp32 than its second seed is noise.", alone, alone])
-        self.assertEqual(notes("--seeds", "2"), ["Seed 1 of 2: the gaps in the legend are of this seed alone.", alone, alone])
-        self.assertEqual(notes("--seeds", "1"), [alone] * 3)
-
-    def test_hazards_harm(self):
-        """Without the recipes something is lost: a comparison in which nothing can lose shows nothing."""
-        # A quarter of the batch is a quarter of the time; fp16's harm wants all of it (trainer_test shows it every day).
-        smaller = () if WHOLE else ("--batch", "4")
-        hazards = self.compare("--recipes", "fp32", "--gradients", "released", "--seeds", "1", *smaller)["hazards"]
-        learned = {kind: [run["val_loss_before"] - run["val_loss"] for run in runs] for kind, runs in hazards.items()}
-        fp32, scruple, bf16 = learned["small_learning_rate"]
-        self.assertAlmostEqual(scruple / fp32, 1, delta=0.1)
-        self.assertLess(bf16, 0.5 * fp32)
-        fp32, scaled, unscaled = learned["fp16"]
-        self.assertAlmostEqual(scaled / fp32, 1, delta=0.1)
-        if WHOLE:
-            self.assertLess(unscaled, 0.8 * fp32)
-
-    def test_refusals(self):
-        self.fails(2, "nosuch", "compare", "--recipes", "nosuch")
-        self.fails(2, "--micro-batches", "compare", "--micro-batches", "3", "--batch", "4")
-        self.fails(1, "folder", "compare", "--out", self.data + "/below", "--steps", "1")
-        self.fails(1, "/proc/report.html", "compare", "--out", "/proc", "--steps", "1")
-        self.fails(2, "layers", "compare", "--layers", "100000000000")
-
-    def test_measured_memory_is_the_planned(self):
-        for policy in ("stored", "released", "compressed"):
-            rows = self.compare(*LARGE, "--seeds", "1", "--no-hazards", "--gradients", policy)["rows"]
-            self.assertEqual(len(rows), 8)
-            for row in rows:
-                planned, measured = row["bytes_per_param_planned"], row["bytes_per_param_measured"]
-                self.assertLess(abs(measured / planned - 1), 0.03, (policy, row))
-                self.assertGreater(row["peak_bytes"], measured * 10e6)
-
-
 if __name__ == "__main__":
-    SCRUPLE = os.path.abspath(sys.argv.pop(1))
-    unittest.main()
+    command.main()

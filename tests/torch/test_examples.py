@@ -22,26 +22,14 @@ LOSS = re.compile(r"loss\W+([0-9.]+)")
 def run(*command):
     """The output of an example, and the losses in it."""
     paths = [os.environ.get("PYTHONPATH"), str(ROOT / "python")]
-    environment = dict(
-        os.environ,
-        PYTHONPATH=os.pathsep.join(filter(None, paths)),
-        OMP_NUM_THREADS="1",
-        CUDA_VISIBLE_DEVICES="",
-        PYTHONWARNINGS="ignore",
-    )
-    found = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    settings = dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONWARNINGS="ignore")
+    settings.update(PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    command = [sys.executable, *map(str, command)]
+    how = dict(cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(command, **how)
     if found.returncode:
-        raise AssertionError(
-            f"{' '.join(map(str, command))} ended with {found.returncode}:\n{found.stdout}\n"
-            f"{found.stderr[-4000:]}"
-        )
+        said = f"{found.stdout}\n{found.stderr[-4000:]}"
+        raise AssertionError(f"{' '.join(command)} ended with {found.returncode}:\n{said}")
     return found.stdout, [float(loss) for loss in LOSS.findall(found.stdout)]
 
 

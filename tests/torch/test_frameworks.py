@@ -13,7 +13,7 @@ import unittest
 
 import torch
 
-from support import DEVICE, Case, loss_of, mlp, picture, same, st
+from support import BF16, Case, loss_of, mlp, picture, same, st
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -107,39 +107,28 @@ class OptimizersContainer:
 
 class Torchtitan(Case):
     def test_container(self):
-        name = "torchtitan.components.optimizer"
+        name, how = "torchtitan.components.optimizer", dict(lr=1e-2, recipe="scant")
         parts = dict(OptimizersContainer=OptimizersContainer, ParamGroupConfig=ParamGroupConfig)
         with standing_in(name, **parts) as real:
             group = sys.modules[name].ParamGroupConfig
             ours = importlib.import_module("scruple.torch.torchtitan")
-            config = ours.OptimizersContainer.Config(
-                param_groups=[
-                    group(
-                        pattern="bias$",
-                        optimizer_name="AdamW",
-                        optimizer_kwargs=dict(lr=1e-2, weight_decay=0.0, recipe="scant"),
-                    ),
-                    group(
-                        pattern=".*",
-                        optimizer_name="AdamW",
-                        optimizer_kwargs=dict(lr=1e-2, weight_decay=0.1, recipe="scant"),
-                    ),
-                ]
-            )
-            made = config.build(model_parts=[model := mlp(torch.bfloat16)])
+            decays = {"bias$": 0.0, ".*": 0.1}
+            asked = [
+                group(
+                    pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=dict(weight_decay=decay, **how)
+                )
+                for pattern, decay in decays.items()
+            ]
+            config = ours.OptimizersContainer.Config(param_groups=asked)
+            made = config.build(model_parts=[model := mlp(BF16)])
             self.assertIsInstance(made, ours.OptimizersContainer)
             (opt,) = made.optimizers
             self.assertIs(type(opt), st.AdamW)
-            twin = mlp(torch.bfloat16)
-            named = list(twin.named_parameters())
-            plain = st.AdamW(
-                [
-                    dict(params=[p for n, p in named if n.endswith("bias")], weight_decay=0.0),
-                    dict(params=[p for n, p in named if not n.endswith("bias")], weight_decay=0.1),
-                ],
-                lr=1e-2,
-                recipe="scant",
-            )
+            twin, groups = mlp(BF16), ([], [])
+            for name, p in twin.named_parameters():
+                groups[not name.endswith("bias")].append(p)
+            plain = [dict(params=ps, weight_decay=decay) for ps, decay in zip(groups, decays.values())]
+            plain = st.AdamW(plain, **how)
 
             def steps(first, count, *pairs):
                 for step in range(first, first + count):
@@ -152,7 +141,7 @@ class Torchtitan(Case):
             steps(0, 3, (model, made), (twin, plain))
             self.assertSame(model.state_dict(), twin.state_dict())
             # Saved, loaded into a new one, and on: the same bits.
-            late = mlp(torch.bfloat16)
+            late = mlp(BF16)
             late.load_state_dict(model.state_dict())
             again = config.build(model_parts=[late])
             again.load_state_dict(made.state_dict())
@@ -192,26 +181,10 @@ class Axolotl(Case):
             self.skipTest(str(problem))
 
     def train(self, folder, cfg, plugin, **options):
-        import transformers
-        from test_transformers import Model, Rows
+        from test_transformers import Model, make_trainer
 
-        trainer = transformers.Trainer(
-            Model(torch.bfloat16),
-            transformers.TrainingArguments(
-                output_dir=folder,
-                max_steps=4,
-                learning_rate=1e-2,
-                weight_decay=0.1,
-                use_cpu=DEVICE.type == "cpu",
-                report_to="none",
-                disable_tqdm=True,
-                save_strategy="no",
-                logging_steps=1,
-                **options,
-            ),
-            train_dataset=Rows(),
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
+        loop = dict(max_steps=4, learning_rate=1e-2, weight_decay=0.1, save_strategy="no")
+        trainer = make_trainer(folder, Model(BF16), **loop, **options)
         plugin.post_trainer_create(cfg, trainer)
         trainer.train()
         return trainer
@@ -256,7 +229,7 @@ class LlmFoundry(Case):
                 module, _, attribute = found[name].partition(":")
                 self.assertIs(getattr(importlib.import_module(module), attribute), kind)
                 self.assertTrue(issubclass(kind, torch.optim.Optimizer))
-                model = mlp(torch.bfloat16)
+                model = mlp(BF16)
                 opt = kind(lr=1e-3, recipe="scruple", params=model.parameters())
                 before = picture(opt, model)["model"]
                 loss_of(model, 0).backward()

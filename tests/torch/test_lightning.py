@@ -17,13 +17,13 @@ except ImportError:
 import torch
 
 from scruple.torch.lightning import ReleaseGradients
-from support import DEVICE, Case, loss_of, mlp, picture, st
+from support import BF16, DEVICE, FP32, Case, each, loss_of, mlp, picture, st, stored
 
 BATCHES = 8  # with accumulation over 3, the last step of an epoch has 2
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, dtype=torch.float32, kind=st.AdamW, **options):
+    def __init__(self, dtype=FP32, kind=st.AdamW, **options):
         super().__init__()
         self.net, self.make = mlp(dtype), lambda: kind(self.parameters(), lr=1e-2, **options)
         self.losses = []
@@ -39,21 +39,17 @@ class Module(lightning.LightningModule):
         return {"optimizer": opt, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def quiet_trainer(**options):
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict(accelerator=DEVICE.type, devices=1, **dict.fromkeys(silent, False))
+    return lightning.Trainer(**quiet, **options)
+
+
 def fit(release=None, module=None, epochs=2, resume=None, plugins=None, save=None, **options):
     module = Module(recipe="fp32") if module is None else module
     options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2, **options}
-    trainer = lightning.Trainer(
-        accelerator=DEVICE.type,
-        devices=1,
-        max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[ReleaseGradients(**release)] if release else [],
-        plugins=plugins,
-        **options,
-    )
+    callbacks = [ReleaseGradients(**release)] if release else []
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=callbacks, plugins=plugins, **options)
     trainer.fit(module, torch.utils.data.DataLoader(range(BATCHES)), ckpt_path=resume)
     if save:
         trainer.save_checkpoint(save)
@@ -65,32 +61,27 @@ class Lightning(Case):
         warnings.simplefilter("ignore")
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
-    def assert_close(self, a, b):
-        for p, q in zip(a["weights"], b["weights"]):
-            self.assertLess(float((p - q).abs().max()), 2e-5)
-
     def test_stored(self):
         """configure_optimizers alone: what torch's AdamW does."""
         _, ours = fit(module=Module(recipe="fp32", weight_decay=0.01))
         _, theirs = fit(module=Module(kind=torch.optim.AdamW, weight_decay=0.01))
-        self.assert_close(ours, theirs)
+        self.assertNear(ours["weights"], theirs["weights"], 2e-5)
 
-    def test_compressed_is_stored(self):
-        for clip in (0.2, None):
-            with self.subTest(gradient_clip_val=clip):
-                # SGD's steps show a wrong factor, which Adam's would forgive.
-                module = lambda: Module(kind=st.SGD, recipe="fp32")  # noqa: E731
-                _, stored = fit(module=module(), gradient_clip_val=clip)
-                trainer, found = fit(dict(accumulator="fp32"), module(), gradient_clip_val=clip)
-                self.assert_close(stored, found)
-                # fit() has ended: nothing is left of it.
-                self.assertEqual(trainer.gradient_clip_val, clip)
-                self.assertIsNone(trainer.optimizers[0]._handle)
+    @each(clip=(0.2, None))
+    def test_compressed_is_stored(self, clip):
+        # SGD's steps show a wrong factor, which Adam's would forgive.
+        ways = (None, dict(accumulator="fp32"))
+        fits = [fit(way, Module(kind=st.SGD, recipe="fp32"), gradient_clip_val=clip) for way in ways]
+        (_, stored), (trainer, found) = fits
+        self.assertNear(stored["weights"], found["weights"], 2e-5)
+        # fit() has ended: nothing is left of it.
+        self.assertEqual(trainer.gradient_clip_val, clip)
+        self.assertIsNone(trainer.optimizers[0]._handle)
 
     def test_released_is_stored(self):
         how = dict(accumulate_grad_batches=1, gradient_clip_val=None)
-        _, stored = fit(module=Module(torch.bfloat16), **how)
-        _, found = fit(dict(policy="released"), module=Module(torch.bfloat16), **how)
+        _, stored = fit(module=Module(BF16), **how)
+        _, found = fit(dict(policy="released"), module=Module(BF16), **how)
         self.assertSame(stored, found)
 
     def test_loss_scaling(self):
@@ -103,51 +94,46 @@ class Lightning(Case):
 
         _, stored = fit(plugins=scaled(), gradient_clip_val=None)
         _, found = fit(dict(accumulator="fp32"), plugins=scaled(), gradient_clip_val=None)
-        for p, q in zip(stored["weights"], found["weights"]):
-            self.assertLess(float((p - q).abs().max()), 1e-4)
+        self.assertNear(stored["weights"], found["weights"], 1e-4)
         _, clipped = fit(dict(accumulator="fp32"), plugins=scaled())
         self.assertNotEqual(float(clipped["weights"][0].sum()), float(found["weights"][0].sum()))
 
-    def test_resume(self):
-        for label, release, options in (
-            ("stored", None, {}),
-            ("compressed", dict(policy="compressed"), {}),
-            ("released", dict(policy="released"), dict(accumulate_grad_batches=1, gradient_clip_val=None)),
-        ):
-            with self.subTest(label), tempfile.TemporaryDirectory() as folder:
-                path = str(pathlib.Path(folder) / "one.ckpt")
-                _, whole = fit(release, Module(torch.bfloat16), epochs=3, **options)
-                fit(release, Module(torch.bfloat16), epochs=1, save=path, **options)
-                _, found = fit(release, Module(torch.bfloat16), epochs=3, resume=path, **options)
-                self.assertSame(whole, found)
+    @each(
+        case={
+            "stored": (None, {}),
+            "compressed": (dict(policy="compressed"), {}),
+            "released": (dict(policy="released"), dict(accumulate_grad_batches=1, gradient_clip_val=None)),
+        }
+    )
+    def test_resume(self, case):
+        release, options = case
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(pathlib.Path(folder) / "one.ckpt")
+            _, whole = fit(release, Module(BF16), epochs=3, **options)
+            fit(release, Module(BF16), epochs=1, save=path, **options)
+            _, found = fit(release, Module(BF16), epochs=3, resume=path, **options)
+            self.assertSame(whole, found)
 
-    def test_refused(self):
+    @each(
+        case={
+            "clipping": ("released", dict(accumulate_grad_batches=1), ("max_norm", "compressed")),
+            "accumulation": ("released", dict(gradient_clip_val=None), ("3 micro-batches",)),
+            "by value": ("compressed", dict(gradient_clip_algorithm="value"), ("'value'", "'norm'")),
+        }
+    )
+    def test_refused(self, case):
         """Before a weight has moved; and the settings are as they were."""
-        for label, policy, options, words in (
-            ("clipping", "released", dict(accumulate_grad_batches=1), ("max_norm", "compressed")),
-            ("accumulation", "released", dict(gradient_clip_val=None), ("3 micro-batches",)),
-            ("by value", "compressed", dict(gradient_clip_algorithm="value"), ("'value'", "'norm'")),
-        ):
-            with self.subTest(label):
-                module = Module(recipe="fp32")
-                with self.refused(*words):
-                    fit(dict(policy=policy), module, **options)
-                self.assertEqual(module.losses, [])
+        policy, options, words = case
+        module = Module(recipe="fp32")
+        with self.refused(*words):
+            fit(dict(policy=policy), module, **options)
+        self.assertEqual(module.losses, [])
 
     def test_longer_accumulation_later(self):
         """A schedule of accumulation that grows beyond what release was told of is refused, not cut short."""
         module = Module(recipe="fp32")
         schedule = lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 2, 1: 4})
-        trainer = lightning.Trainer(
-            accelerator=DEVICE.type,
-            devices=1,
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[ReleaseGradients(), schedule],
-        )
+        trainer = quiet_trainer(max_epochs=2, callbacks=[ReleaseGradients(), schedule])
         with self.refused("accumulate=", "opt.step()"):
             trainer.fit(module, torch.utils.data.DataLoader(range(BATCHES)))
 

@@ -24,7 +24,7 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from support import DEVICE, Case, give_gradients, parameter, parameters, picture, st, tensor
+from support import DEVICE, Case, give_gradients, loss_of, parameter, parameters, picture, st, tensor
 
 try:
     import expecttest  # noqa: F401
@@ -185,9 +185,9 @@ class Line:
         return self
 
 
-def trained(make, steps=3, **options):
+def trained(make, steps=3, named=False, **options):
     line = Line()
-    opt = make(line.params, **options)
+    opt = make(line.named(named), **options)
     line.train(opt, steps)
     return line, opt
 
@@ -512,9 +512,7 @@ class State(OptimCase):
     @over("each", "can_load_from_to_named_state_dict")
     def test_state_dict_deterministic(self, make):
         for first, second in itertools.product((False, True), repeat=2):
-            line = Line()
-            opt = make(line.named(first))
-            line.train(opt)
+            line, opt = trained(make, named=first)
             other = Line().like(line)
             twin = make(other.named(second))
             twin.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -555,10 +553,7 @@ class State(OptimCase):
     @over("each", "deepcopy_copies_all_public_attrs")
     def test_save_load_equality_with_weights_only(self, make):
         for named in (False, True):
-            line = Line()
-            opt = make(line.named(named))
-            line.train(opt)
-            file = io.BytesIO()
+            (_, opt), file = trained(make, named=named), io.BytesIO()
             torch.save(opt.state_dict(), file)
             for how in ({}, {"weights_only": True}):
                 file.seek(0)
@@ -826,12 +821,16 @@ class Schedulers(OptimCase):
 # ---- torch.amp.GradScaler ----
 
 
-def scaler(**options):
-    return torch.amp.GradScaler(DEVICE.type, init_scale=2.0**7, growth_interval=2, **options)
+def scaler():
+    return torch.amp.GradScaler(DEVICE.type, init_scale=2.0**7, growth_interval=2)
 
 
 @for_optim_db
 class Scaling(OptimCase):
+    def begin(self, make, **options):
+        line = Line()
+        return line, scaler(), make(line.params, **options)
+
     def scaled(self, opt, line, scale, steps, overflow=(), between=None, under=contextlib.nullcontext()):
         for step in range(steps):
             opt.zero_grad()
@@ -855,8 +854,7 @@ class Scaling(OptimCase):
 
         other, plain = trained(make)
         for between in (None, torch.amp.GradScaler.unscale_, clip):
-            line, scale = Line(), scaler()
-            opt = make(line.params)
+            line, scale, opt = self.begin(make)
             self.scaled(opt, line, scale, 5, (0, 3), between)
             self.agree(make, line.params, other.params)
             self.agree(make, opt.state_dict()["state"], plain.state_dict()["state"])
@@ -864,8 +862,7 @@ class Scaling(OptimCase):
 
     @over("each")
     def test_overflow_leaves_all_as_it_was(self, make):
-        line, scale = Line(), scaler()
-        opt = make(line.params)
+        line, scale, opt = self.begin(make)
         self.scaled(opt, line, scale, 1, (0,))  # before there is state
         self.assertTrue(all(int(x.get("step", 0)) == 0 for x in opt.state.values()))
         self.scaled(opt, line, scale, 2)
@@ -875,8 +872,7 @@ class Scaling(OptimCase):
 
     @over("each")
     def test_gradients_are_unscaled_by_the_step(self, make):
-        line, scale = Line(), scaler()
-        opt = make(line.params)
+        line, scale, opt = self.begin(make)
         line.backward(opt)
         plain = [p.grad.clone() for p in line.params]
         self.scaled(opt, line, scale, 1)
@@ -884,8 +880,7 @@ class Scaling(OptimCase):
 
     @over("default")
     def test_order_of_calls(self, make):
-        line, scale = Line(), scaler()
-        opt = make(line.params)
+        line, scale, opt = self.begin(make)
         scale.scale(line.loss()).backward()
         scale.unscale_(opt)
         for call in (lambda: scale.unscale_(opt), lambda: scale.step(opt, closure=lambda: 1)):
@@ -918,8 +913,7 @@ class Scaling(OptimCase):
         self.needs("a fused implementation", make.ours or DEVICE.type in make.info.supports_fused_on)
         dtype, found = torch.float16 if DEVICE.type == "cuda" else torch.bfloat16, []
         for fused, between in ((True, None), (False, torch.amp.GradScaler.unscale_)):
-            line, scale = Line(), scaler()
-            opt = make(line.params, fused=fused)
+            line, scale, opt = self.begin(make, fused=fused)
             self.scaled(opt, line, scale, 4, (1,), between, torch.autocast(DEVICE.type, dtype))
             found.append((line.params, scale.state_dict()))
         self.agree(make, *found)

@@ -3,16 +3,15 @@ lists, keys of the user's own, checkpoints from another thread."""
 
 import collections
 import io
-import itertools
 import threading
 import unittest
 import warnings
 
 import torch
-from support import DEVICE, Case, give_gradients, parameter, parameters, picture, stored, take_steps, tensor
+from support import BF16, DEVICE, FP16, FP32, Case, Run, beside_torch, copies, each, give_gradients, parameter
+from support import parameters, st, stored, take_steps, tensor
 
 import scruple
-from scruple import torch as st
 
 
 class Package(Case):
@@ -21,53 +20,45 @@ class Package(Case):
 
 
 class Weights(Case):
-    def test_one_nan_is_one_weight(self):
+    @each(
+        kind=(st.AdamW, st.SGD, st.RMSprop),
+        recipe=("fp32", "scruple", "flash", "scant"),
+        dtype=(FP32, BF16),
+        bad=(float("nan"), float("inf")),
+        release=(None, {}),
+    )
+    def test_one_nan_is_one_weight(self, kind, recipe, dtype, bad, release):
         """As in torch: what is not finite in a gradient costs its own element, not the group it is stored in."""
-        for kind, recipe in itertools.product(
-            (st.AdamW, st.SGD, st.RMSprop), ("fp32", "scruple", "flash", "scant")
-        ):
-            for dtype, bad in itertools.product(
-                (torch.float32, torch.bfloat16), (float("nan"), float("inf"))
-            ):
-                for release in (False, True):
-                    p = parameter(1000, dtype=dtype)
-                    model = torch.nn.ParameterList([p])
-                    more = dict(momentum=0.9) if kind is st.SGD else {}
-                    opt = kind(model.parameters(), lr=1e-2, recipe=recipe, **more)
-                    if release:
-                        st.release_gradients(model, opt)
-                    for step in range(4):
-                        g = tensor(1000, seed=step).to(dtype)
-                        if step == 1:
-                            g[70] = bad
-                        if release:
-                            p.backward(g)
-                        else:
-                            p.grad = g
-                        opt.step()
-                        opt.zero_grad()
-                    found = torch.nonzero(~p.detach().isfinite()).flatten().tolist()
-                    self.assertEqual(found, [70], f"{kind.__name__} {recipe} {dtype} {bad} {release}")
+        p, more = parameter(1000, dtype=dtype), dict(momentum=0.9) if kind is st.SGD else {}
+        run = Run(kind, model=torch.nn.ParameterList([p]), release=release, recipe=recipe, **more)
+        for step in range(4):
+            g = tensor(1000, seed=step).to(dtype)
+            if step == 1:
+                g[70] = bad
+            p.backward(g)
+            run.step()
+        self.assertEqual(torch.nonzero(~p.detach().isfinite()).flatten().tolist(), [70])
 
-    def test_zeros_written_over_weights(self):
+    @each(
+        dtype=(BF16, FP16),
+        options=[
+            dict(recipe="scruple"),
+            dict(recipe="split"),
+            dict(rounding="stochastic"),
+            dict(weights="bf16+3"),
+        ],
+    )
+    def test_zeros_written_over_weights(self, dtype, options):
         """Old extra bits that pointed below are no NaN."""
-        for dtype in (torch.bfloat16, torch.float16):
-            for options in (
-                dict(recipe="scruple"),
-                dict(recipe="split"),
-                dict(rounding="stochastic"),
-                dict(weights="bf16+3"),
-            ):
-                with self.subTest(dtype=dtype, **options):
-                    p = parameter(4096, dtype=dtype)
-                    opt = st.AdamW([p], lr=1e-2, **stored(options, dtype))
-                    mask = (torch.arange(4096, device=DEVICE) % 3 > 0).to(dtype)
-                    for step in range(4):
-                        take_steps(opt, [p], 1, first=step)
-                        with torch.no_grad():
-                            p.mul_(mask)
-                    take_steps(opt, [p], 1, first=4)
-                    self.assertTrue(bool(p.isfinite().all()))
+        p = parameter(4096, dtype=dtype)
+        run = Run(params=[p], **stored(options, dtype))
+        mask = (torch.arange(4096, device=DEVICE) % 3 > 0).to(dtype)
+        for _ in range(4):
+            run.steps(1)
+            with torch.no_grad():
+                p.mul_(mask)
+        run.steps(1)
+        self.assertTrue(bool(p.isfinite().all()))
 
     def test_neighbours_of_a_nan_follow_for_thousands_of_steps(self):
         """At the defaults, with gradients whose scale shifts: their second moments are as near to the exact ones as
@@ -98,96 +89,67 @@ class Weights(Case):
 
 
 class State(Case):
-    def run_twice(self, disturb):
-        """Six steps, with and without what is done to the state after the third."""
-        found = []
-        for disturbed in (False, True):
-            ps = parameters(torch.bfloat16)
-            opt = st.AdamW(ps, lr=1e-2)
-            take_steps(opt, ps, 3)
-            if disturbed:
-                disturb(opt)
-            take_steps(opt, ps, 3, first=3)
-            found.append(picture(opt))
-        return found
-
     def test_planes_replaced(self):
         """As when state goes to the host and comes back: no stale address is written through."""
+        run = Run().steps(3)
+        for state in run.opt.state.values():
+            for name, value in state.items():
+                if torch.is_tensor(value):
+                    state[name] = value.cpu().clone().to(DEVICE)
+        self.assertAlike(run.steps(3), Run().steps(6))
 
-        def offload(opt):
-            for state in opt.state.values():
-                for name, value in state.items():
-                    if torch.is_tensor(value):
-                        state[name] = value.cpu().clone().to(DEVICE)
-
-        self.assertSame(*self.run_twice(offload))
-
-    def test_cleared_begins_anew(self):
-        for clear in (
-            lambda opt: opt.state.clear(),
-            lambda opt: setattr(opt, "state", collections.defaultdict(dict)),
-        ):
-            ps = parameters(torch.bfloat16)
-            opt = st.AdamW(ps, lr=1e-2)
-            take_steps(opt, ps, 3)
-            clear(opt)
-            take_steps(opt, ps, 2, first=3)
-            self.assertEqual(int(opt.state_dict()["state"][0]["step"]), 2)
+    @each(
+        clear={
+            "cleared": lambda opt: opt.state.clear(),
+            "replaced": lambda opt: setattr(opt, "state", collections.defaultdict(dict)),
+        }
+    )
+    def test_cleared_begins_anew(self, clear):
+        run = Run().steps(3)
+        clear(run.opt)
+        self.assertEqual(run.steps(2).counts(), {2})
 
     def test_taken_by_another_thread(self):
-        ps = parameters()
-        opt = st.AdamW(ps, lr=1e-3)
-        done = threading.Event()
+        run, done = Run(dtype=FP32, lr=1e-3), threading.Event()
 
         def save():
             while not done.is_set():
-                opt.state_dict()
+                run.opt.state_dict()
 
         thread = threading.Thread(target=save)
         thread.start()
-        take_steps(opt, ps, 200)
+        run.steps(200)
         done.set()
         thread.join()
-        self.assertEqual(int(opt.state_dict()["state"][0]["step"]), 200)
+        self.assertEqual(run.counts(), {200})
 
     def test_formats_of_a_recipe_that_leaves_small_ones_alone(self):
         how = dict(momentum=0.9, recipe="lpmm", weights="bf16+8")
-        ps = [parameter(100, 100, dtype=torch.bfloat16), parameter(100, dtype=torch.bfloat16)]
-        opt = st.SGD(ps, **how)
-        take_steps(opt, ps, 2)
-        again = st.SGD(ps, **how)
-        again.load_state_dict(opt.state_dict())
-        self.assertSame(picture(opt), picture(again))
+        run = Run(st.SGD, params=parameters(BF16, ((100, 100), (100,))), **how).steps(2)
+        self.assertAlike(run, run.resumed(**how))
 
 
 class Groups(Case):
     def test_parameters_exchanged(self):
         """As accelerate does it when it shards a model."""
-        old, new = parameters(), parameters(seed=50)
-        opt = st.AdamW(old, lr=1e-2)
-        take_steps(opt, old, 2)
-        opt.zero_grad()
-        before = [p.detach().clone() for p in new]
-        opt.param_groups[0]["params"] = new
+        run, new = Run(dtype=FP32).steps(2), parameters(seed=50)
+        run.opt.zero_grad()
+        before = copies(new)
+        run.opt.param_groups[0]["params"] = new
         give_gradients(new, 0)
-        opt.step()
-        for p, was in zip(new, before):
-            self.assertFalse(torch.equal(p, was))
+        run.opt.step()
+        self.assertFalse(any(torch.equal(p, was) for p, was in zip(new, before)))
 
     def test_a_slot_asked_for_later(self):
-        ours, theirs = parameters(), parameters()
-        a, b = st.SGD(ours, lr=1e-2, recipe="fp32"), torch.optim.SGD(theirs, lr=1e-2)
-        for opt, ps in ((a, ours), (b, theirs)):
-            step = 0
+        ours, theirs = runs = beside_torch("SGD")
+        for run in runs:
             for momentum in (0.9, 0.0, 0.5):
-                take_steps(opt, ps, 2, first=step)
-                opt.param_groups[0]["momentum"] = momentum
-                step += 2
-            take_steps(opt, ps, 1, first=step)
-        for p, q in zip(ours, theirs):
+                run.steps(2).opt.param_groups[0]["momentum"] = momentum
+            run.steps(1)
+        for p, q in zip(ours.params, theirs.params):
             # torch begins a late buffer with the gradient itself, ours with zero: without dampening the same.
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-        self.assertIn("momentum_buffer", a.state_dict()["state"][0])
+        self.assertIn("momentum_buffer", ours.opt.state_dict()["state"][0])
 
     def test_keys_of_the_user(self):
         ps = parameters()
@@ -205,11 +167,10 @@ class Groups(Case):
         self.assertIn("'weight_decay' meant", str(said[-1].message))
 
     def test_no_limit(self):
-        ps = parameters()
-        opt = st.AdamW(ps, lr=1e-2)
-        give_gradients(ps, 0)
-        want = torch.nn.utils.clip_grad_norm_(ps, float("inf"))
-        self.assertAlmostEqual(float(opt.clip_and_step(float("inf"))), float(want), places=4)
+        run = Run(dtype=FP32)
+        give_gradients(run.params, 0)
+        want = torch.nn.utils.clip_grad_norm_(run.params, float("inf"))
+        self.assertAlmostEqual(float(run.opt.clip_and_step(float("inf"))), float(want), places=4)
 
 
 class Casting(Case):
@@ -219,16 +180,16 @@ class Casting(Case):
         )
         net["head"].weight = net["token"].weight
         with self.refused("token.weight", "head.weight", "one parameter"):
-            st.cast_model(net, torch.bfloat16, overrides={"head": torch.float32})
-        self.assertEqual(net["head"].weight.dtype, torch.float32)
+            st.cast_model(net, BF16, overrides={"head": FP32})
+        self.assertEqual(net["head"].weight.dtype, FP32)
 
     def test_pickled(self):
         net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).to(DEVICE)
-        st.cast_model(net, torch.bfloat16, overrides={"1": torch.float32})
+        st.cast_model(net, BF16, overrides={"1": FP32})
         file = io.BytesIO()
         torch.save(net, file)
         file.seek(0)
-        x = torch.ones(1, 4, dtype=torch.bfloat16, device=DEVICE)
+        x = torch.ones(1, 4, dtype=BF16, device=DEVICE)
         self.assertTrue(torch.equal(torch.load(file, weights_only=False)(x), net(x)))
 
 

@@ -2,27 +2,17 @@
 
 import collections
 import copy
+import gc
 import inspect
 import unittest
 import weakref
 from unittest import mock
 
 import torch
-from support import (
-    DEVICE,
-    STORAGE,
-    Case,
-    give_gradients,
-    loss_of,
-    mlp,
-    parameter,
-    parameters,
-    picture,
-    st,
-    stored,
-    take_steps,
-    tensor,
-)
+
+import scruple
+from support import BF16, DEVICE, FP32, STORAGE, WIDE, Case, ModelRun, Run, beside_torch, copies, each
+from support import give_gradients, mlp, parameter, parameters, st, stored, take_steps, tensor
 
 # torch's own has it from 2.7 on.
 needs_decoupled = unittest.skipUnless(
@@ -37,15 +27,10 @@ KINDS = {
 }
 
 
-def pair(kind, dtype=torch.float32, **options):
-    """Ours and torch's over the same parameters."""
-    ps, qs = parameters(dtype), parameters(dtype)
-    return (
-        ps,
-        getattr(st, kind)(ps, **KINDS[kind], **options),
-        qs,
-        getattr(torch.optim, kind)(qs, **KINDS[kind]),
-    )
+def alone(size=300, kind=st.AdamW, dtype=BF16, steps=0, **options):
+    """A run over one vector, and that vector."""
+    run = Run(kind, params=[parameter(size, dtype=dtype)], **options).steps(steps)
+    return run, run.params[0]
 
 
 class AsTorch(Case):
@@ -54,55 +39,48 @@ class AsTorch(Case):
     def follows(self, write, kinds=KINDS):
         for kind in kinds:
             with self.subTest(kind):
-                ps, ours, qs, theirs = pair(kind, recipe="fp32")
-                take_steps(ours, ps, 3), take_steps(theirs, qs, 3)
-                write(ours, ps[0]), write(theirs, qs[0])
-                take_steps(ours, ps, 3, first=3), take_steps(theirs, qs, 3, first=3)
-                for p, q in zip(ps, qs):
-                    self.assertLess(float((p - q).detach().abs().max()), 2e-6)
+                runs = beside_torch(kind, **KINDS[kind])
+                for run in runs:
+                    write(run.steps(3).opt, run.params[0])
+                    run.steps(3)
+                self.assertNear(*runs, 2e-6)
 
     def test_a_parameter_is_restarted(self):
-        q = parameter(2)
-        theirs = torch.optim.Adagrad([q])
-        theirs.state.clear()
+        theirs, kinds = Run(torch.optim.Adagrad, params=[parameter(2)]), KINDS.keys()
+        theirs.opt.state.clear()
         try:  # not before torch 2.12
-            take_steps(theirs, [q], 1)
-            kinds = KINDS
+            theirs.steps(1)
         except KeyError:
-            kinds = KINDS.keys() - {"Adagrad"}
-        self.follows(lambda opt, p: opt.state.__setitem__(p, {}), kinds)
-        self.follows(lambda opt, p: opt.state.pop(p), kinds)
-        self.follows(lambda opt, p: opt.state[p].clear(), kinds)
-        self.follows(lambda opt, p: opt.state.clear(), kinds)
-        self.follows(lambda opt, p: setattr(opt, "state", collections.defaultdict(dict)), kinds)
+            kinds -= {"Adagrad"}
+        for write in (
+            lambda opt, p: opt.state.__setitem__(p, {}),
+            lambda opt, p: opt.state.pop(p),
+            lambda opt, p: opt.state[p].clear(),
+            lambda opt, p: opt.state.clear(),
+            lambda opt, p: setattr(opt, "state", collections.defaultdict(dict)),
+        ):
+            self.follows(write, kinds)
 
     def test_moments(self):
+        def moments(opt, p):
+            return {name: x for name, x in sorted(opt.state[p].items()) if name != "step"}
+
         def replace(opt, p):
-            for i, name in enumerate(sorted(opt.state[p])):
-                if name != "step":
-                    opt.state[p][name] = tensor(*p.shape, seed=70 + i).abs() * (
-                        0.01 if name == "grad_avg" else 1
-                    )
+            for i, name in enumerate(moments(opt, p)):
+                opt.state[p][name] = tensor(*p.shape, seed=70 + i).abs() * (0.01 if name == "grad_avg" else 1)
 
         def update(opt, p):
-            opt.state[p].update({name: x * 4 for name, x in opt.state[p].items() if name != "step"})
+            opt.state[p].update({name: x * 4 for name, x in moments(opt, p).items()})
 
         def in_place(opt, p):
-            for name, x in opt.state[p].items():
-                if name != "step":
-                    x.mul_(4)
+            for x in moments(opt, p).values():
+                x.mul_(4)
 
         for write in (replace, update, in_place):
             self.follows(write)
 
     def test_step(self):
-        def fill(opt, p):
-            opt.state[p]["step"].fill_(40)
-
-        def held(opt, p):
-            states[opt]["step"] += 5
-
-        states, kinds = {}, ("Adam", "AdamW")
+        kinds = ("Adam", "AdamW")
         for value in (0, 7, 20.0, torch.tensor(9)):  # torch's own must be tensors of floats
 
             def write(opt, p, value=value):
@@ -110,37 +88,33 @@ class AsTorch(Case):
                 opt.state[p]["step"] = value if mine else torch.tensor(float(value))
 
             self.follows(write, kinds)
-        for value in (0.0, 7.0, 1000.0):
+        for value in (0.0, 7.0, 40.0, 1000.0):
             self.follows(lambda opt, p: opt.state[p].update(step=torch.tensor(value)), kinds)
             self.follows(lambda opt, p: opt.state[p]["step"].fill_(value), kinds)
-        self.follows(fill, kinds)
 
-        for kind in kinds:  # a state that was taken before the steps is the one that they use
-            ps, ours, qs, theirs = pair(kind, recipe="fp32")
-            take_steps(ours, ps, 1), take_steps(theirs, qs, 1)
-            states = {ours: ours.state[ps[0]], theirs: theirs.state[qs[0]]}
-            take_steps(ours, ps, 2, first=1), take_steps(theirs, qs, 2, first=1)
-            for opt in (ours, theirs):
-                held(opt, None)
-                self.assertEqual(float(states[opt]["step"]), 8)
-            take_steps(ours, ps, 2, first=3), take_steps(theirs, qs, 2, first=3)
-            self.assertLess(float((ps[0] - qs[0]).detach().abs().max()), 2e-6)
+    @each(kind=("Adam", "AdamW"))
+    def test_step_that_is_held(self, kind):
+        """A state that was taken before the steps is the one that they use."""
+        runs = beside_torch(kind, **KINDS[kind])
+        for run in runs:
+            state = run.steps(1).opt.state[run.params[0]]
+            run.steps(2)
+            state["step"] += 5
+            self.assertEqual(float(state["step"]), 8)
+            run.steps(2)
+        self.assertNear(*(run.params[:1] for run in runs), 2e-6)
 
-    def test_before_the_first_step(self):
+    @each(recipe=("fp32", "scruple"), kind=KINDS.keys())
+    def test_before_the_first_step(self, recipe, kind):
         """A state in torch's form, by torch's names."""
-        for recipe in ("fp32", "scruple"):
-            for kind, options in KINDS.items():
-                ps, ours, qs, theirs = pair(kind, recipe=recipe)
-                take_steps(theirs, qs, 2)
-                for p, q in zip(ps, qs):
-                    with torch.no_grad():
-                        p.copy_(q)
-                    ours.state[p] = copy.deepcopy(theirs.state[q])
-                take_steps(ours, ps, 1, first=2), take_steps(theirs, qs, 1, first=2)
-                for p, q in zip(ps, qs):
-                    scale = float((q.detach() - tensor(*q.shape, seed=0)).abs().max())
-                    limit = 2e-6 if recipe == "fp32" else 0.1 * max(scale, 0.1)
-                    self.assertLess(float((p - q).detach().abs().max()), limit, f"{kind} {recipe}")
+        theirs = Run(getattr(torch.optim, kind), FP32, **KINDS[kind]).steps(2)
+        ours = theirs.copied(kind, recipe=recipe, **KINDS[kind])
+        for p, q in zip(ours.params, theirs.params):
+            ours.opt.state[p] = copy.deepcopy(theirs.opt.state[q])
+        ours.steps(1), theirs.steps(1)
+        for p, q in zip(ours.params, theirs.params):
+            scale = float((q.detach() - tensor(*q.shape, seed=0)).abs().max())
+            self.assertNear([p], [q], 2e-6 if recipe == "fp32" else 0.1 * max(scale, 0.1))
 
     def test_no_momentum_yet(self):
         self.follows(lambda opt, p: opt.state[p].update(momentum_buffer=None), ("SGD",))
@@ -149,77 +123,56 @@ class AsTorch(Case):
 class InEveryRecipe(Case):
     """Against a new optimizer that was given the same."""
 
-    def test_restart(self):
-        for label, options in STORAGE:
-            for dtype in (torch.bfloat16, torch.float32):
-                with self.subTest(label, dtype=dtype):
-                    how = dict(
-                        lr=0.1, seed=3, **{k: v for k, v in stored(options, dtype).items() if k != "seed"}
-                    )
-                    ps = parameters(dtype)
-                    opt = st.AdamW(ps, **how)
-                    take_steps(opt, ps, 3)
-                    for p in ps:
-                        opt.state[p] = {}
-                    qs = [torch.nn.Parameter(p.detach().clone()) for p in ps]
-                    fresh = st.AdamW(qs, **how)
-                    take_steps(opt, ps, 2), take_steps(fresh, qs, 2)
-                    self.assertSame(picture(opt), picture(fresh))
+    @each(storage=STORAGE, dtype=(BF16, FP32))
+    def test_restart(self, storage, dtype):
+        how = {**stored(storage, dtype), "lr": 0.1, "seed": 3}
+        run = Run(dtype=dtype, **how).steps(3)
+        for p in run.params:
+            run.opt.state[p] = {}
+        fresh = run.copied(**how)
+        self.assertAlike(run.steps(2, first=0), fresh.steps(2, first=0))
 
-    def test_values_by_torchs_names(self):
+    @each(storage=STORAGE)
+    def test_values_by_torchs_names(self, storage):
         """They are encoded as load_state_dict encodes them; reading alone changes no bit."""
-        for label, options in STORAGE:
-            with self.subTest(label):
-                ps, qs = parameters(torch.bfloat16), parameters(torch.bfloat16)
-                ours, same = st.AdamW(ps, lr=0.01, **options), st.AdamW(qs, lr=0.01, **options)
-                take_steps(ours, ps, 3), take_steps(same, qs, 3)
-                for p in ps:
-                    self.assertEqual(ours.state[p]["exp_avg"].shape, p.shape)
-                    self.assertEqual(ours.state[p]["exp_avg_sq"].dtype == torch.uint8, False)
-                self.assertSame(picture(ours), picture(same))
-                take_steps(ours, ps, 1, first=3), take_steps(same, qs, 1, first=3)
-                self.assertSame(picture(ours), picture(same))
-                saved = same.state_dict(as_="torch")
-                for i, p in enumerate(ps):
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        values = tensor(*p.shape, seed=30 + i).abs()
-                        ours.state[p][name] = values
-                        saved["state"][i][name] = values
-                    ours.state[p]["step"] = saved["state"][i]["step"] = torch.tensor(11.0)
-                masters = same.master_weights()
-                same.load_state_dict(saved)
-                same.set_master_weights(masters)
-                take_steps(ours, ps, 2, first=4), take_steps(same, qs, 2, first=4)
-                self.assertSame(picture(ours)["state"]["state"], picture(same)["state"]["state"])
-                self.assertSame([p.detach() for p in ps], [q.detach() for q in qs])
-
-    def test_written_in_place(self):
-        """Values that were read count until the next step; written to after that, they are refused."""
-        for recipe in ("scruple", "flash", "scant"):
-            p = parameter(300, dtype=torch.bfloat16)
-            opt = st.AdamW([p], lr=0.01, recipe=recipe)
-            take_steps(opt, [p], 2)
+        ours, twin = (Run(**storage).steps(3) for _ in range(2))
+        for p in ours.params:
+            self.assertEqual(ours.opt.state[p]["exp_avg"].shape, p.shape)
+            self.assertNotEqual(ours.opt.state[p]["exp_avg_sq"].dtype, torch.uint8)
+        self.assertAlike(ours, twin)
+        self.assertAlike(ours.steps(1), twin.steps(1))
+        saved = twin.opt.state_dict(as_="torch")
+        for i, p in enumerate(ours.params):
             for name in ("exp_avg", "exp_avg_sq"):
-                opt.state[p][name].zero_()
-            values = opt.state_dict(as_="torch")["state"][0]
-            self.assertEqual(float(values["exp_avg"].abs().max() + values["exp_avg_sq"].abs().max()), 0)
-            old = opt.state[p]["exp_avg"]
-            take_steps(opt, [p], 1)
-            old.zero_()
-            before = p.detach().clone()
-            with self.refused("exp_avg", "read", "again"):
-                take_steps(opt, [p], 1)
-            self.assertSame(p.detach(), before)
-            take_steps(opt, [p], 1)  # who was told can go on
+                ours.opt.state[p][name] = saved["state"][i][name] = tensor(*p.shape, seed=30 + i).abs()
+            ours.opt.state[p]["step"] = saved["state"][i]["step"] = torch.tensor(11.0)
+        masters = twin.opt.master_weights()
+        twin.opt.load_state_dict(saved)
+        twin.opt.set_master_weights(masters)
+        ours.steps(2), twin.steps(2)
+        self.assertSame(ours.opt.state_dict()["state"], twin.opt.state_dict()["state"])
+        self.assertSame(ours.weights(), twin.weights())
 
-    def test_pruned_and_grown(self):
+    @each(recipe=("scruple", "flash", "scant"))
+    def test_written_in_place(self, recipe):
+        """Values that were read count until the next step; written to after that, they are refused."""
+        run, p = alone(recipe=recipe, steps=2)
+        for name in ("exp_avg", "exp_avg_sq"):
+            run.opt.state[p][name].zero_()
+        values = run.opt.state_dict(as_="torch")["state"][0]
+        self.assertEqual(float(values["exp_avg"].abs().max() + values["exp_avg_sq"].abs().max()), 0)
+        old = run.opt.state[p]["exp_avg"]
+        run.steps(1)
+        old.zero_()
+        before = p.detach().clone()
+        with self.refused("exp_avg", "read", "again"):
+            run.steps(1)
+        self.assertSame(p.detach(), before)
+        run.steps(1)  # who was told can go on
+
+    @each(recipe=("fp32", "scruple"), dtype=(FP32, BF16))
+    def test_pruned_and_grown(self, recipe, dtype):
         """As Gaussian splatting does it: other rows, new parameter, the moments of those that stay."""
-        for recipe in ("fp32", "scruple"):
-            for dtype in (torch.float32, torch.bfloat16):
-                with self.subTest(recipe, dtype=dtype):
-                    self.prune_and_grow(recipe, dtype)
-
-    def prune_and_grow(self, recipe, dtype):
         rows = tensor(90, 5, scale=0.1).to(dtype)
         opt = st.Adam([dict(params=[torch.nn.Parameter(rows)], name="xyz")], lr=0.01, recipe=recipe)
         theirs = torch.optim.Adam([torch.nn.Parameter(rows.clone().float())], lr=0.01)
@@ -242,169 +195,136 @@ class InEveryRecipe(Case):
         p.grad, q.grad = tensor(*p.shape, seed=9).to(dtype), tensor(*p.shape, seed=9)
         opt.step(), theirs.step()
         self.assertEqual(int(opt.state[p]["step"]), int(theirs.state[q]["step"]))
-        exact = recipe == "fp32" and dtype == torch.float32
+        exact = recipe == "fp32" and dtype == FP32
         self.assertLess(float((p.float() - q).detach().abs().max()), 1e-6 if exact else 4e-3)
         moved = float((q.detach() - (rows.float()[keep].repeat(2, 1))).abs().max())
         self.assertGreater(moved, 0.03)  # so that the limit says something
 
     def test_refused_before_anything_is_stepped(self):
-        ps = parameters(torch.bfloat16)
-        opt = st.AdamW(ps, lr=0.01)
-        take_steps(opt, ps, 1)
+        run = Run().steps(1)
+        opt, ps = run.opt, run.params
         for name, value, words in (
-            ("exp_avg", tensor(3), ("exp_avg", "(3,)", "(33, 7)")),
-            ("exp_avg_sq", 3.0, ("exp_avg_sq", "3.0")),
-            ("exp_avg", torch.zeros(33, 7, dtype=torch.int64), ("exp_avg", "int64")),
-            ("exp_avg_sq", None, ("exp_avg_sq", "None")),
-            ("exp_avg_sq", torch.full((33, 7), -1.0), ("exp_avg_sq", "negative")),
-            ("exp_avg", torch.full((33, 7), float("nan")), ("exp_avg", "not finite")),
-            ("step", -1, ("step", "-1")),
-            ("step", 2**40, ("step", "1099511627776")),
-            ("step", 1.5, ("step", "1.5")),
-            ("step", "two", ("step", "two")),
+            ("exp_avg", tensor(3), ("(3,)", "(33, 7)")),
+            ("exp_avg_sq", 3.0, ("3.0",)),
+            ("exp_avg", torch.zeros(33, 7, dtype=torch.int64), ("int64",)),
+            ("exp_avg_sq", None, ("None",)),
+            ("exp_avg_sq", torch.full((33, 7), -1.0), ("negative",)),
+            ("exp_avg", torch.full((33, 7), float("nan")), ("not finite",)),
+            ("step", -1, ("-1",)),
+            ("step", 2**40, ("1099511627776",)),
+            ("step", 1.5, ("1.5",)),
+            ("step", "two", ("two",)),
         ):
-            kept, before = dict(opt.state[ps[0]]), [p.detach().clone() for p in ps]
-            opt.state[ps[0]][name] = value
-            for _ in range(2):  # and again, until it is mended
-                with self.refused(*words):
-                    take_steps(opt, ps, 1, first=1)
-            self.assertSame([p.detach() for p in ps], before)
-            opt.state[ps[0]] = kept
-            take_steps(opt, ps, 1, first=1)
+            with self.subTest(name, words=words):
+                kept, before = dict(opt.state[ps[0]]), copies(ps)
+                opt.state[ps[0]][name] = value
+                for _ in range(2):  # and again, until it is mended
+                    with self.refused(name, *words):
+                        run.steps(1)
+                self.assertSame(ps, before)
+                opt.state[ps[0]] = kept
+                run.steps(1)
         del opt.state[ps[1]]["exp_avg/codes"], opt.state[ps[1]]["exp_avg/scale"]
         with self.refused("lacks exp_avg", "{}"):
             opt.step()
         opt.state[ps[1]] = {}
         opt.step()
 
-    def test_under_release(self):
-        for release in (
-            dict(),
-            dict(policy="compressed"),
-            dict(policy="compressed", accumulate=2, max_norm=1.0),
-        ):
-            runs = []
-            for how in ("written", "made anew"):
-                model = mlp(torch.bfloat16)
-                opt = st.AdamW(model.parameters(), lr=1e-2)
-                handle = st.release_gradients(model, opt, **release)
-                first = next(model.parameters())
+    @each(
+        release=(dict(), dict(policy="compressed"), dict(policy="compressed", accumulate=2, max_norm=1.0)),
+    )
+    def test_under_release(self, release):
+        written, anew = (ModelRun(release=release).steps(4) for _ in range(2))
+        written.opt.state[written.params[0]] = {}
+        written.opt.state[written.params[1]]["step"].fill_(7)
+        anew.handle.remove()
+        saved = anew.opt.state_dict()
+        del saved["state"][0]
+        saved["state"][1]["step"] = torch.tensor(7)
+        anew.opt.load_state_dict(saved)
+        self.assertAlike(written.steps(4), anew.release(**release).steps(4))
+        if "accumulate" in release:
+            for run in (written, anew):
+                run.loss(9).backward()
+                run.opt.state[run.params[0]] = {}
+                with self.refused("micro-batches", "between steps"):
+                    run.loss(10).backward()
 
-                def steps(begin, model=model, opt=opt):
-                    for step in range(begin, begin + 4):
-                        loss_of(model, step).backward()
-                        opt.step()
-
-                steps(0)
-                if how == "written":
-                    opt.state[first] = {}
-                    opt.state[list(model.parameters())[1]]["step"].fill_(7)
-                else:
-                    handle.remove()
-                    saved = opt.state_dict()
-                    del saved["state"][0]
-                    saved["state"][1]["step"] = torch.tensor(7)
-                    opt.load_state_dict(saved)
-                    handle = st.release_gradients(model, opt, **release)
-                steps(4)
-                runs.append(picture(opt, model))
-                if "accumulate" in release:
-                    loss_of(model, 9).backward()
-                    opt.state[first] = {}
-                    with self.refused("micro-batches", "between steps"):
-                        loss_of(model, 10).backward()
-            self.assertSame(*runs)
-
-    def test_extra_bits_stay_with_their_weight(self):
+    @each(recipe=("fp32", "mixed", "scruple"))
+    def test_extra_bits_stay_with_their_weight(self, recipe):
         """Moments can be copied to another parameter; its master copy or extra bits do not come along."""
-        for recipe in ("fp32", "mixed", "scruple"):
-            for copied in (copy.deepcopy, dict, lambda s: {k: v.clone() for k, v in s.items()}):
-                a, b = (
-                    torch.nn.Parameter(torch.full((512,), x, device=DEVICE).bfloat16()) for x in (1.0, 5.0)
-                )
-                opt = st.AdamW([a, b], lr=1e-3, recipe=recipe)
-                give_gradients([a], 0)
-                opt.step()
-                opt.state[b] = copied(opt.state.pop(a))
-                a.grad = None
-                give_gradients([b], 0)
-                opt.step()
-                self.assertLess(float((b - 5).detach().abs().max()), 0.1)
-            for again in (lambda s: s, lambda s: collections.defaultdict(dict, s), copy.copy):
-                wide = opt.master_weights()[b]
-                opt.state = again(opt.state)
-                self.assertSame(opt.master_weights()[b], wide)
+        for copied in (copy.deepcopy, dict, lambda s: {k: v.clone() for k, v in s.items()}):
+            a, b = (torch.nn.Parameter(torch.full((512,), x, device=DEVICE).bfloat16()) for x in (1.0, 5.0))
+            opt = st.AdamW([a, b], lr=1e-3, recipe=recipe)
+            take_steps(opt, [a], 1)
+            opt.state[b] = copied(opt.state.pop(a))
+            a.grad = None
+            take_steps(opt, [b], 1)
+            self.assertLess(float((b - 5).detach().abs().max()), 0.1)
+        for again in (lambda s: s, lambda s: collections.defaultdict(dict, s), copy.copy):
+            wide = opt.master_weights()[b]
+            opt.state = again(opt.state)
+            self.assertSame(opt.master_weights()[b], wide)
         self.assertEqual(len(opt.state | {}), len(opt.state.copy()))
 
-    def test_counts_that_only_the_device_knows(self):
+    @each(held=(False, True))
+    def test_counts_that_only_the_device_knows(self, held):
         """A write to one of them leaves the others' alone."""
-        for held in (False, True):
-            ps = parameters(torch.bfloat16)
-            opt = st.AdamW(ps, lr=0.01)
+        run = Run()
 
-            def steps(count, opt=opt, ps=ps):
-                for step in range(count):
-                    give_gradients(ps, step)
-                    opt.found_inf = torch.zeros((), device=DEVICE)
-                    opt.step()
+        def steps(count):
+            for _ in range(count):
+                run.opt.found_inf = torch.zeros((), device=DEVICE)
+                run.steps(1)
 
-            steps(1)
-            shown = opt.state[ps[0]]["step"]
-            steps(5)
-            (shown if held else opt.state[ps[0]]["step"]).fill_(0)
-            steps(1)
-            self.assertEqual([int(opt.state[p]["step"]) for p in ps], [1, 7, 7, 7])
+        steps(1)
+        shown = run.opt.state[run.params[0]]["step"]
+        steps(5)
+        (shown if held else run.opt.state[run.params[0]]["step"]).fill_(0)
+        steps(1)
+        self.assertEqual([int(run.opt.state[p]["step"]) for p in run.params], [1, 7, 7, 7])
 
     def test_as_a_dict(self):
-        p = parameter(300, dtype=torch.bfloat16)
-        opt = st.AdamW([p], lr=0.01)
-        self.assertNotIn("exp_avg", opt.state[p])
-        take_steps(opt, [p], 2)
-        state = opt.state[p]
+        run, p = alone()
+        self.assertNotIn("exp_avg", run.opt.state[p])
+        state = run.steps(2).opt.state[p]
         self.assertIn("exp_avg", state)
         self.assertEqual(state.get("exp_avg").shape, p.shape)
         self.assertSame(state.setdefault("exp_avg_sq", None), state["exp_avg_sq"])
         self.assertEqual((state.get("ema", 3), state.setdefault("ema", 4), state["ema"]), (3, 4, 4))
         state["exp_avg"].data.zero_()  # which no version tells
-        opt.state[p]["step"].data.fill_(100)
-        self.assertEqual(float(opt.state_dict(as_="torch")["state"][0]["exp_avg"].abs().max()), 0)
-        take_steps(opt, [p], 1)
-        self.assertEqual(int(opt.state[p]["step"]), 101)
+        run.opt.state[p]["step"].data.fill_(100)
+        self.assertEqual(float(run.opt.state_dict(as_="torch")["state"][0]["exp_avg"].abs().max()), 0)
+        self.assertEqual(run.steps(1).counts(), {101})
         values = torch.ones_like(p)
-        opt.state[p]["exp_avg"] = values
-        opt.state_dict()
+        run.opt.state[p]["exp_avg"] = values
+        run.opt.state_dict()
         values.zero_()  # too late
         with self.refused("exp_avg", "set", "again"):
-            take_steps(opt, [p], 1)
+            run.steps(1)
 
     def test_a_count_written_past_its_version(self):
-        p = parameter(300, dtype=torch.bfloat16)
-        opt = st.AdamW([p], lr=0.01)
-        take_steps(opt, [p], 2)
-        opt.state[p]["step"].data.fill_(100)
-        take_steps(opt, [p], 1)
-        self.assertEqual(int(opt.state[p]["step"]), 101)
+        run, p = alone(steps=2)
+        run.opt.state[p]["step"].data.fill_(100)
+        self.assertEqual(int(run.steps(1).opt.state[p]["step"]), 101)
 
     def test_a_state_that_was_moved_is_written_to_later(self):
         """Whoever has moved a state to another parameter holds that parameter's state."""
-        ps, qs = [parameter(300), parameter(300, seed=1)], [parameter(300), parameter(300, seed=1)]
-        for opt, (old, new) in (
-            (st.Adam(ps[:1], lr=0.1, recipe="fp32"), ps),
-            (torch.optim.Adam(qs[:1], lr=0.1), qs),
-        ):
-            take_steps(opt, [old], 2)
-            held = opt.state.pop(old)
-            opt.param_groups[0]["params"][0] = new
-            opt.state[new] = held
-            take_steps(opt, [new], 2)
+        ends = []
+        for kind, how in ((st.Adam, WIDE), (torch.optim.Adam, {})):
+            (run, old), new = alone(kind=kind, dtype=FP32, lr=0.1, steps=2, **how), parameter(300, seed=1)
+            held = run.opt.state.pop(old)
+            run.params = run.opt.param_groups[0]["params"] = [new]
+            run.opt.state[new] = held
+            run.steps(2, first=0)
             held["exp_avg"] = torch.zeros_like(new)
             held["step"] = torch.tensor(0.0)
-            take_steps(opt, [new], 1)
-        self.assertLess(float((ps[1] - qs[1]).detach().abs().max()), 2e-6)
+            ends.append(run.steps(1))
+        self.assertNear(*ends, 2e-6)
 
     def test_one_state_for_two_optimizers(self):
         """Each steps by its own learning rate, and sees what is written to its own."""
-        p = parameter(300, dtype=torch.bfloat16)
+        p = parameter(300, dtype=BF16)
         one, two = st.AdamW([p], lr=0.0, weight_decay=0), st.AdamW([p], lr=0.1, weight_decay=0)
         take_steps(one, [p], 2)
         before, master = p.detach().clone(), one.master_weights()[p]
@@ -414,226 +334,192 @@ class InEveryRecipe(Case):
         take_steps(two, [p], 1)
         self.assertGreater(float((p.detach() - before).abs().max()), 0.01)
         one.param_groups[0]["lr"] = 0.1
-        one.state[p]["exp_avg"] = torch.full_like(p, -50.0, dtype=torch.float32)
+        one.state[p]["exp_avg"] = torch.full_like(p, -50.0, dtype=FP32)
         before = p.detach().clone()
         take_steps(one, [p], 1)
         self.assertGreater(float((p.detach() - before).min()), 1.0)  # it goes by what was written
-        q = parameter(300, seed=1, dtype=torch.bfloat16)
+        q = parameter(300, seed=1, dtype=BF16)
         other, master = st.AdamW([q], lr=0.1), one.master_weights()[p]
         other.state[q] = one.state[p]
         take_steps(other, [q], 1)
         self.assertSame(one.master_weights()[p], master)
 
-    def test_moments_that_are_moved_in_memory(self):
+    @each(storage=STORAGE)
+    def test_moments_that_are_moved_in_memory(self, storage):
         """`.data = ...`, as loops that offload state do, leaves no note."""
-        for label, options in STORAGE:
-            runs = []
-            for moves in (False, True):
-                ps = parameters(torch.bfloat16)
-                opt = st.AdamW(ps, lr=0.01, **stored(options, torch.bfloat16))
-                for step in range(4):
-                    take_steps(opt, ps, 1, first=step)
-                    for state in opt.state.values() if moves else ():
-                        for value in state.values():
-                            if isinstance(value, torch.Tensor):
-                                value.data = value.data.clone()
-                runs.append(picture(opt))
-            self.assertSame(*runs, label)
-        opt.state[ps[0]]["step"].data = torch.tensor(50.0)
-        take_steps(opt, ps, 1)
-        self.assertEqual(int(opt.state[ps[0]]["step"]), 51)
+        run = Run(**storage)
+        for _ in range(4):
+            for state in run.steps(1).opt.state.values():
+                for value in filter(torch.is_tensor, state.values()):
+                    value.data = value.data.clone()
+        self.assertAlike(Run(**storage).steps(4), run)
+        run.opt.state[run.params[0]]["step"].data = torch.tensor(50.0)
+        self.assertEqual(int(run.steps(1).opt.state[run.params[0]]["step"]), 51)
 
-    def test_data_that_is_set_by_an_old_reference(self):
+    @each(storage=STORAGE)
+    def test_data_that_is_set_by_an_old_reference(self, storage):
         """Seen like any other, though nobody looked at opt.state; and nobody else's memory is written to."""
-        for label, options in STORAGE:
-            pictures = []
-            for old in (False, True):
-                p = parameter(4096, dtype=torch.bfloat16)
-                opt = st.AdamW([p], lr=0.01, **stored(options, torch.bfloat16))
-                take_steps(opt, [p], 1)
-                held = {name: x for name, x in opt.state[p].items() if name.startswith("exp_avg_sq")}
-                count = opt.state[p]["step"]
-                take_steps(opt, [p], 2)
-                for name, x in held.items():
-                    if old:
-                        x.data = torch.zeros_like(x)
-                    else:
-                        opt.state[p][name].zero_()
+        runs = []
+        for old in (False, True):
+            run, p = alone(4096, steps=1, **storage)
+            held = {name: x for name, x in run.opt.state[p].items() if name.startswith("exp_avg_sq")}
+            count = run.opt.state[p]["step"]
+            run.steps(2)
+            for name, x in held.items():
                 if old:
-                    count.data = torch.tensor(7.0)
+                    x.data = torch.zeros_like(x)
                 else:
-                    opt.state[p]["step"].fill_(7)
-                others = [torch.full_like(p, 7.0) for _ in range(8)]
-                take_steps(opt, [p], 1)
-                self.assertTrue(all(bool((other == 7).all()) for other in others))
-                pictures.append(picture(opt))
-            self.assertSame(*pictures, label)
+                    run.opt.state[p][name].zero_()
+            if old:
+                count.data = torch.tensor(7.0)
+            else:
+                run.opt.state[p]["step"].fill_(7)
+            others = [torch.full_like(p, 7.0) for _ in range(8)]
+            runs.append(run.steps(1))
+            self.assertTrue(all(bool((other == 7).all()) for other in others))
+        self.assertAlike(*runs)
 
-    def test_a_plain_dict_that_is_written_to_later(self):
-        p = parameter(300)
-        opt = st.AdamW([p], lr=0.01)
-        take_steps(opt, [p], 2)
+    @each(
+        write={
+            "a moment": lambda mine: mine.update(exp_avg=torch.zeros(300)),
+            "the step": lambda mine: mine.update(step=9),
+            "one less": lambda mine: mine.pop("exp_avg_sq"),
+            "one more": lambda mine: mine.update(mine="own"),
+        }
+    )
+    def test_a_plain_dict_that_is_written_to_later(self, write):
+        run, p = alone(dtype=FP32, steps=2)
         mine = {"exp_avg": torch.ones(300), "exp_avg_sq": torch.ones(300), "step": 3}
-        for write in (
-            lambda: mine.update(exp_avg=torch.zeros(300)),
-            lambda: mine.update(step=9),
-            lambda: mine.pop("exp_avg_sq"),
-            lambda: mine.update(mine="own"),
-        ):
-            opt.state[p] = mine
-            take_steps(opt, [p], 2)
-            before, held = p.detach().clone(), dict(mine)
-            write()
-            for _ in range(2):  # until it is mended
-                with self.refused("write to opt.state"):
-                    take_steps(opt, [p], 1)
-            self.assertTrue(torch.equal(p, before))
-            mine.clear()
-            mine.update(held)
-            take_steps(opt, [p], 1)
-            opt.state[p] = {}
-            mine.update(step=0)  # nobody's now
-            take_steps(opt, [p], 1)
-            mine.update(held)
+        run.opt.state[p] = mine
+        run.steps(2)
+        before, held = p.detach().clone(), dict(mine)
+        write(mine)
+        for _ in range(2):  # until it is mended
+            with self.refused("write to opt.state"):
+                run.steps(1)
+        self.assertTrue(torch.equal(p, before))
+        mine.clear()
+        mine.update(held)
+        run.steps(1)
+        run.opt.state[p] = {}
+        mine.update(step=0)  # nobody's now
+        run.steps(1)
+
+    def test_a_plain_dict_is_not_kept(self):
+        run, p = alone(dtype=FP32, steps=2)
         alive = weakref.ref(values := torch.ones(300))
-        opt.state[p] = {"exp_avg": values, "exp_avg_sq": torch.ones(300), "step": 3}
+        run.opt.state[p] = {"exp_avg": values, "exp_avg_sq": torch.ones(300), "step": 3}
         del values
-        take_steps(opt, [p], 2)
+        run.steps(2)
         self.assertIsNone(alive())
 
-    def test_no_momentum_again(self):
+    @each(recipe=("fp32", "scruple", "flash"))
+    def test_no_momentum_again(self, recipe):
         """As torch.optim.SGD has it before its first step; of codes, too."""
-        for recipe in ("fp32", "scruple", "flash"):
-            ps, qs = [parameter(300)], [parameter(300)]
-            opt, theirs = st.SGD(ps, lr=0.1, momentum=0.9, recipe=recipe), torch.optim.SGD(
-                qs, lr=0.1, momentum=0.9
-            )
-            for each, params in ((opt, ps), (theirs, qs)):
-                take_steps(each, params, 3)
-                each.state[params[0]]["momentum_buffer"] = None
-                take_steps(each, params, 2, first=3)
-            self.assertLess(
-                float((ps[0] - qs[0]).detach().abs().max()), 2e-6 if recipe == "fp32" else 2e-2, recipe
-            )
+        runs = [
+            alone(kind=st.SGD, dtype=FP32, lr=0.1, momentum=0.9, recipe=recipe),
+            alone(kind=torch.optim.SGD, dtype=FP32, lr=0.1, momentum=0.9),
+        ]
+        for run, p in runs:
+            run.steps(3).opt.state[p]["momentum_buffer"] = None
+            run.steps(2)
+        self.assertNear(runs[0][0], runs[1][0], 2e-6 if recipe == "fp32" else 2e-2)
 
     def test_a_value_that_stays_alive_costs_no_layout(self):
-        ps = parameters(torch.bfloat16)
-        opt = st.AdamW(ps, lr=0.01)
-        take_steps(opt, ps, 2)
-        kept = torch.zeros_like(ps[0], dtype=torch.float32)
-        opt.state[ps[0]]["exp_avg"] = kept
-        take_steps(opt, ps, 1, first=2)
-        with mock.patch.object(opt, "_layout", side_effect=AssertionError):
-            take_steps(opt, ps, 2, first=3)
+        run = Run().steps(2)
+        kept = torch.zeros_like(run.params[0], dtype=FP32)
+        run.opt.state[run.params[0]]["exp_avg"] = kept
+        run.steps(1)
+        with mock.patch.object(run.opt, "_layout", side_effect=AssertionError):
+            run.steps(2)
 
     def test_torchs_own_state_is_not_written_to(self):
         """A moment in fp32 could be a plane as it stands; it stays torch's."""
-        p, q = parameter(300), parameter(300)
-        opt, theirs = st.Adam([p], lr=0.1, recipe="fp32"), torch.optim.Adam([q], lr=0.1)
-        take_steps(theirs, [q], 2)
-        saved = theirs.state_dict()
+        (ours, _), (theirs, _) = alone(kind=st.Adam, dtype=FP32, **WIDE), alone(
+            kind=torch.optim.Adam, dtype=FP32
+        )
+        saved = theirs.steps(2).opt.state_dict()
         before = copy.deepcopy(saved)
-        opt.load_state_dict(saved)
-        take_steps(opt, [p], 2)
+        ours.opt.load_state_dict(saved)
+        ours.steps(2)
         self.assertSame(saved["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
-        take_steps(theirs, [q], 1)  # which writes to it
-        take_steps(opt, [p], 1)
+        theirs.steps(1)  # which writes to it
+        ours.steps(1)
 
     def test_in_inference_mode(self):
-        p = parameter(300, dtype=torch.bfloat16)
-        opt = st.AdamW([p], lr=0.01)
+        run, _ = alone()
         with torch.inference_mode():
-            take_steps(opt, [p], 2)
-        take_steps(opt, [p], 1)
-        self.assertEqual(int(opt.state[p]["step"]), 3)
+            run.steps(2)
+        self.assertEqual(run.steps(1).counts(), {3})
 
     def test_a_note_costs_no_table(self):
         """Entries of the user's own may be written at every step."""
-        ps = parameters(torch.bfloat16)
-        opt = st.AdamW(ps, lr=0.01)
-        take_steps(opt, ps, 2)
-        tables = list(map(id, opt._tables.values()))
-        for step in range(3):
-            opt.state[ps[0]]["ema"] = ps[0].detach().clone()
-            take_steps(opt, ps, 1, first=2 + step)
-        self.assertEqual(list(map(id, opt._tables.values())), tables)
+        run = Run().steps(2)
+        tables, p = list(map(id, run.opt._tables.values())), run.params[0]
+        for _ in range(3):
+            run.opt.state[p]["ema"] = p.detach().clone()
+            run.steps(1)
+        self.assertEqual(list(map(id, run.opt._tables.values())), tables)
 
     def test_nothing_keeps_an_optimizer_alive(self):
         """Its memory goes with it, and does not wait for a collection."""
-        import gc
-        import weakref
-
-        p = parameter(300, dtype=torch.bfloat16)
-        opt = st.AdamW([p])
-        take_steps(opt, [p], 2)
-        plane = weakref.ref(opt.state[p]["exp_avg/codes"])
+        run, p = alone(steps=2)
+        plane = weakref.ref(run.opt.state[p]["exp_avg/codes"])
         gc.disable()
-        try:
-            del opt
-            self.assertIsNone(plane())
-        finally:
-            gc.enable()
+        self.addCleanup(gc.enable)
+        del run
+        self.assertIsNone(plane())
 
 
 class OwnEntries(Case):
     """Of the user's: torch keeps them, and casts and moves tensors among them."""
 
-    def test_kept(self):
-        for as_ in ("scruple", "torch"):
-            ps, qs = parameters(torch.bfloat16), parameters(torch.bfloat16)
-            opt, other = st.AdamW(ps), st.AdamW(qs)
-            opt.state[ps[0]]["early"] = 1  # before the first step, which it must not hinder
-            take_steps(opt, ps, 1)
-            opt.state["mine"] = {"epoch": 3, "losses": [1.0, 2.0]}
-            opt.state["count"] = 5
-            opt.state[ps[0]]["ema"] = tensor(33, 7)
-            opt.state[ps[1]]["note"] = "text"
-            saved = copy.deepcopy(opt.state_dict(as_=as_))
-            self.assertEqual(saved["state"]["mine"], {"epoch": 3, "losses": [1.0, 2.0]})
-            other.load_state_dict(saved)
-            for p, q in zip(ps, qs):
-                q.data.copy_(p.data)
-            self.assertEqual((other.state["mine"], other.state["count"]), (opt.state["mine"], 5))
-            self.assertEqual((other.state[qs[0]]["early"], other.state[qs[1]]["note"]), (1, "text"))
-            self.assertSame(other.state[qs[0]]["ema"], tensor(33, 7).to(torch.bfloat16))
-            take_steps(opt, ps, 2, first=1), take_steps(other, qs, 2, first=1)
-            if as_ == "scruple":
-                self.assertSame([p.detach() for p in ps], [q.detach() for q in qs])
-                self.assertSame(opt.state_dict()["state"].keys(), other.state_dict()["state"].keys())
+    @each(as_=("scruple", "torch"))
+    def test_kept(self, as_):
+        run = Run()
+        ps, state = run.params, run.opt.state
+        state[ps[0]]["early"] = 1  # before the first step, which it must not hinder
+        run.steps(1)
+        state["mine"] = {"epoch": 3, "losses": [1.0, 2.0]}
+        state["count"] = 5
+        state[ps[0]]["ema"] = tensor(33, 7)
+        state[ps[1]]["note"] = "text"
+        saved = copy.deepcopy(run.opt.state_dict(as_=as_))
+        self.assertEqual(saved["state"]["mine"], {"epoch": 3, "losses": [1.0, 2.0]})
+        other = run.resumed(state=saved)
+        qs, found = other.params, other.opt.state
+        self.assertEqual((found["mine"], found["count"]), (state["mine"], 5))
+        self.assertEqual((found[qs[0]]["early"], found[qs[1]]["note"]), (1, "text"))
+        self.assertSame(found[qs[0]]["ema"], tensor(33, 7).to(BF16))
+        run.steps(2), other.steps(2)
+        if as_ == "scruple":
+            self.assertSame(run.weights(), other.weights())
+            self.assertSame(*(x.opt.state_dict()["state"].keys() for x in (run, other)))
 
     def test_without_a_step(self):
-        p = parameter(8, dtype=torch.bfloat16)
-        opt = st.AdamW([p])
-        opt.state[p]["ema"] = tensor(8)
-        opt.load_state_dict(opt.state_dict())
-        self.assertEqual(set(opt.state[p]), {"ema"})
-        take_steps(opt, [p], 1)
-        self.assertIn("ema", opt.state[p])
+        run, p = alone(8)
+        run.opt.state[p]["ema"] = tensor(8)
+        run.opt.load_state_dict(run.opt.state_dict())
+        self.assertEqual(set(run.opt.state[p]), {"ema"})
+        self.assertIn("ema", run.steps(1).opt.state[p])
 
     def test_names_that_other_optimizers_use(self):
-        p = parameter(8, dtype=torch.bfloat16)
-        opt = st.AdamW([p])
-        take_steps(opt, [p], 1)
-        opt.state[p]["sum"] = 7
-        self.assertEqual(opt.state_dict()["state"][0]["sum"], 7)
-        opt.load_state_dict(opt.state_dict())
-        self.assertEqual(opt.state[p]["sum"], 7)
+        run, p = alone(8, steps=1)
+        run.opt.state[p]["sum"] = 7
+        self.assertEqual(run.opt.state_dict()["state"][0]["sum"], 7)
+        run.opt.load_state_dict(run.opt.state_dict())
+        self.assertEqual(run.opt.state[p]["sum"], 7)
 
     def test_torchs_state(self):
-        q = parameter(8)
-        theirs = torch.optim.AdamW([q])
-        take_steps(theirs, [q], 1)
-        theirs.state[q]["ema"], theirs.state["mine"] = tensor(8), 4
-        p = parameter(8)
-        opt = st.AdamW([p])
-        opt.load_state_dict(theirs.state_dict())
-        self.assertSame(opt.state[p]["ema"], tensor(8))
-        self.assertEqual(opt.state["mine"], 4)
+        theirs, q = alone(8, torch.optim.AdamW, FP32, steps=1)
+        theirs.opt.state[q]["ema"], theirs.opt.state["mine"] = tensor(8), 4
+        ours = theirs.resumed(st.AdamW)
+        self.assertSame(ours.opt.state[ours.params[0]]["ema"], tensor(8))
+        self.assertEqual(ours.opt.state["mine"], 4)
 
     def test_a_checkpoint_has_no_place_for_them(self):
-        import scruple
 
-        model = mlp(torch.bfloat16)
+        model = mlp(BF16)
         opt = st.AdamW(model.parameters())
         for name, write in (
             ("mine", lambda: opt.state.update(mine=1)),
@@ -649,38 +535,23 @@ class Decay(Case):
     """AdamW's state in Adam stays decoupled, as in torch; Adam's in AdamW becomes so."""
 
     @needs_decoupled
-    def test_adamw_into_adam(self):
-        how = dict(lr=0.1, weight_decay=0.5)
-        for as_ in ("scruple", "torch"):
-            for kinds in (("AdamW", "Adam"), ("Adam", "AdamW")):
-                ps, qs, rs = (parameters() for _ in range(3))
-                opt = getattr(st, kinds[0])(ps, recipe="fp32", **how)
-                take_steps(opt, ps, 2)
-                other, theirs = getattr(st, kinds[1])(qs, recipe="fp32", **how), getattr(
-                    torch.optim, kinds[1]
-                )(rs, **how)
-                for p, q, r in zip(ps, qs, rs):
-                    with torch.no_grad():
-                        q.copy_(p), r.copy_(p)
-                other.load_state_dict(copy.deepcopy(opt.state_dict(as_=as_)))
-                theirs.load_state_dict(copy.deepcopy(opt.state_dict(as_="torch")))
-                self.assertIs(other.param_groups[0]["decoupled_weight_decay"], True)
-                take_steps(other, qs, 2, first=2), take_steps(theirs, rs, 2, first=2)
-                for q, r in zip(qs, rs):
-                    self.assertLess(float((q - r).detach().abs().max()), 2e-6, f"{kinds} {as_}")
+    @each(as_=("scruple", "torch"), kinds=(("AdamW", "Adam"), ("Adam", "AdamW")))
+    def test_adamw_into_adam(self, as_, kinds):
+        run = Run(kinds[0], FP32, recipe="fp32", lr=0.1, weight_decay=0.5).steps(2)
+        other = run.resumed(kinds[1], run.opt.state_dict(as_=as_), recipe="fp32")
+        theirs = run.resumed(getattr(torch.optim, kinds[1]), run.opt.state_dict(as_="torch"))
+        self.assertIs(other.opt.param_groups[0]["decoupled_weight_decay"], True)
+        self.assertNear(other.steps(2), theirs.steps(2), 2e-6)
 
     @needs_decoupled
     def test_of_one_group(self):
-        ps, qs = parameters(), parameters()
-        how = dict(lr=0.1, weight_decay=0.5)
-        opts = []
-        for kind, xs, more in ((st.Adam, ps, dict(recipe="fp32")), (torch.optim.Adam, qs, {})):
+        ps, qs, opts = parameters(), parameters(), []
+        for kind, xs, more in ((st.Adam, ps, WIDE), (torch.optim.Adam, qs, {})):
             groups = [dict(params=xs[:2], decoupled_weight_decay=True), dict(params=xs[2:])]
-            opts.append(kind(groups, **how, **more))
+            opts.append(kind(groups, lr=0.1, weight_decay=0.5, **more))
         for _ in range(2):
             take_steps(opts[0], ps, 2), take_steps(opts[1], qs, 2)
-            for p, q in zip(ps, qs):
-                self.assertLess(float((p - q).detach().abs().max()), 2e-6)
+            self.assertNear(ps, qs, 2e-6)
             for opt in opts:
                 opt.param_groups[0]["decoupled_weight_decay"] = False  # from the next step on
 
@@ -703,21 +574,12 @@ class Decay(Case):
 class AtConstruction(Case):
     def test_frozen_parameters_of_any_dtype(self):
         """As in QLoRA: nobody's business until they have a gradient."""
-        model = torch.nn.ParameterDict(
-            dict(
-                codes=torch.nn.Parameter(
-                    torch.zeros(5, dtype=torch.uint8, device=DEVICE), requires_grad=False
-                ),
-                wide=torch.nn.Parameter(
-                    torch.zeros(5, dtype=torch.float64, device=DEVICE), requires_grad=False
-                ),
-                lora=parameter(6, dtype=torch.bfloat16),
-            )
-        )
+        others = dict(codes=torch.uint8, wide=torch.float64)
+        others = {name: torch.zeros(5, dtype=dtype, device=DEVICE) for name, dtype in others.items()}
+        frozen = {name: torch.nn.Parameter(x, requires_grad=False) for name, x in others.items()}
+        model = torch.nn.ParameterDict({**frozen, "lora": parameter(6, dtype=BF16)})
         opt = st.AdamW(model.parameters(), lr=0.1)
-        for step in range(2):
-            give_gradients([model["lora"]], step)
-            opt.step()
+        take_steps(opt, [model["lora"]], 2)
         saved = opt.state_dict()
         self.assertEqual(list(saved["state"]), [list(model).index("lora")])
         opt.load_state_dict(saved)
@@ -725,18 +587,17 @@ class AtConstruction(Case):
         opt.load_master_state_dict(model, opt.master_state_dict(model))
         self.assertEqual(opt.master_state_dict(model)["codes"].dtype, torch.uint8)
         model["wide"].requires_grad_(True)
-        model["wide"].grad = torch.ones(5, dtype=torch.float64, device=DEVICE)
+        model["wide"].grad = torch.ones_like(model["wide"])
         with self.refused("float64"):
             opt.step()
         self.assertNotIn(model["wide"], opt.state)
 
     def test_without_memory(self):
-        p = torch.nn.Parameter(torch.empty(4, device="meta"))
-        opt = st.AdamW([p])
-        p.grad = torch.empty(4, device="meta")
+        run = Run(params=[torch.nn.Parameter(torch.empty(4, device="meta"))])
+        run.params[0].grad = torch.empty(4, device="meta")
         with self.refused("meta", "to_empty"):
-            opt.step()
-        self.assertEqual(len(opt.state), 0)
+            run.opt.step()
+        self.assertEqual(len(run.opt.state), 0)
 
     def test_repeated_parameters(self):
         """Its first place counts, and it is stepped once."""
@@ -756,7 +617,7 @@ class AtConstruction(Case):
 
     def test_a_group_that_asks_for_what_it_cannot_have(self):
         """Beside another in bf16, which could: now, and where it is asked for later."""
-        wide, narrow = parameter(300), parameter(300, dtype=torch.bfloat16)
+        wide, narrow = parameter(300), parameter(300, dtype=BF16)
         with self.refused("weights='bf16+8'", "cast_model"):
             st.AdamW([dict(params=[wide], weights="bf16+8"), dict(params=[narrow])])
         opt = st.AdamW([dict(params=[wide]), dict(params=[narrow])], lr=0.01)
@@ -770,7 +631,7 @@ class AtConstruction(Case):
 
     def test_mixed_dtypes_take_one_choice_of_weights(self):
         """fp32 ones beside those that it is for keep all of their bits."""
-        ps = [parameter(70, dtype=torch.bfloat16), parameter(70)]
+        ps = [parameter(70, dtype=BF16), parameter(70)]
         opt = st.AdamW([dict(params=ps[1:]), dict(params=ps[:1])], weights="bf16+16")
         take_steps(opt, ps, 1)
         self.assertEqual(opt.state[ps[0]]["extra"].dtype, torch.int16)
