@@ -1,7 +1,6 @@
-// Gradient accumulators in few bits, over the micro-batches of a step: how far the mean is off, that it is
-// right on average, and that small elements beside large ones keep their steps. Where another accumulator is
-// known to fail, the same experiment shows it. What was measured is in the test's properties
-// (--gtest_output=xml).
+// Gradient accumulators in few bits, over the micro-batches of a step: how far the mean is off, that it is right on
+// average, and that small elements beside large ones keep their steps. Where another accumulator is known to fail, the
+// same experiment shows it. What was measured is in the test's properties (--gtest_output=xml).
 #include <algorithm>
 
 #include "tests/support.h"
@@ -62,8 +61,7 @@ double error_of_mean(const Engine& engine, const Kind& kind, int n) {
   return std::sqrt(error / square);
 }
 
-// root8 gives codes to the small elements of uneven groups: of even ones it keeps a little less than
-// int8.
+// root8 gives codes to the small elements of uneven groups: of even ones it keeps a little less than int8.
 TEST(Accumulators, Root8ErrsAtMostTwiceAsMuchAsInt8InEvenGroups) {
   const Engine engine;
   for (const int n : {1, 4, 16, 64}) {

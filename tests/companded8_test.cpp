@@ -1,6 +1,5 @@
-// companded8, our 8-bit moments: each flaw of flash8 that it mends is a property here, and where another
-// format is known to fail the same experiment shows it, because a comparison in which nothing can lose shows
-// nothing.
+// companded8, our 8-bit moments: each flaw of flash8 that it mends is a property here, and where another format is
+// known to fail the same experiment shows it, because a comparison in which nothing can lose shows nothing.
 #include <algorithm>
 
 #include "tests/support.h"
@@ -93,8 +92,7 @@ TEST_F(Companded8, a_group_of_zeros_stays_zero_beside_others) {
 }
 
 // ---- Decay --------------------------------------------------------------------------------------
-// A few real gradients, then none: sqrt(v) of each element, relative to where it began, after 3 / (1 - beta2)
-// steps.
+// A few real gradients, then none: sqrt(v) of each element, relative to where it began, after 3 / (1 - beta2) steps.
 std::vector<double> decayed(const Engine& engine, const char* format, int rounding, double beta2,
                             std::size_t n) {
   const Optimizer adamw("adamw", {{"lr", 1e-3}, {"beta2", beta2}});

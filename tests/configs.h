@@ -111,8 +111,7 @@ inline std::vector<Config> moment_configs() {
   return list;
 }
 
-// Every weight and moment rounded so where its format can; false where that changes nothing of nearest
-// rounding.
+// Every weight and moment rounded so where its format can; false where that changes nothing of nearest rounding.
 inline bool set_rounding(Config& config, int rounding) {
   bool any = rounding == SCRUPLE_NEAREST;
   for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {

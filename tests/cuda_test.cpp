@@ -20,8 +20,7 @@ const float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_l
 
 std::int64_t length(const auto& list) { return static_cast<std::int64_t>(list.size()); }
 
-// ---- What to run
-// ------------------------------------------------------------------------------------------------
+// ---- What to run ----
 
 // Shifts and offsets are dealt out to the tensors in turn.
 struct Shape {
@@ -83,8 +82,7 @@ void values_of(float* out, std::size_t size, std::uint64_t which, Data data) {
   for (std::size_t i = which % 61; i < size; i += 173) out[i] = specials[(i + which) % 5];
 }
 
-// ---- The same work on both engines
-// ------------------------------------------------------------------------------------
+// ---- The same work on both engines ----
 
 // fp32 gradients for every tensor of a table and every step, made once per table: on the host and in the
 // memory of the engine under test, `shift` bytes past an alignment of 256.
@@ -287,8 +285,7 @@ class CudaErrors : public CudaOnly {};
 class CudaStream : public CudaOnly {};
 class CudaGraph : public CudaOnly {};
 
-// ---- Parity of the step
-// -----------------------------------------------------------------------------------------------
+// ---- Parity of the step ----
 
 void every_length_of(Lab& lab, bool busy, const std::vector<std::size_t>& shifts) {
   const Shape shape{every_length(), shifts};
@@ -656,8 +653,7 @@ TEST_F(CudaParity, EmptyTables) {
   }
 }
 
-// ---- Every format
-// -----------------------------------------------------------------------------------------------------
+// ---- Every format ----
 
 Config fp32_config(const std::string& name) {
   Config config;
@@ -942,8 +938,7 @@ TEST_F(CudaFormats, Folds) {
     }
 }
 
-// ---- Memory
-// -----------------------------------------------------------------------------------------------------------
+// ---- Memory ----
 
 void expect_same_planes(scruple_engine* device, const scruple_tensor& there, const scruple_tensor& here,
                         const std::string& name) {
@@ -1030,8 +1025,7 @@ TEST_F(CudaMemory, CopiesBetweenAnyTwoPlaces) {
   }
 }
 
-// ---- Norms
-// ------------------------------------------------------------------------------------------------------------
+// ---- Norms ----
 
 // Tensors with nothing but a gradient.
 std::vector<Tensor> gradients_only(scruple_engine* engine, const scruple_optimizer* optimizer, const Case& c,
@@ -1201,8 +1195,7 @@ TEST_F(CudaNorm, HugeAndTinyGradients) {
     }
 }
 
-// ---- The whole loop without the host
-// ----------------------------------------------------------------------------------
+// ---- The whole loop without the host ----
 
 // Everything that a loop keeps beside its tensors; no padding, so that memcmp compares it.
 struct State {
@@ -1325,8 +1318,7 @@ TEST_F(CudaLoop, AdvanceTakesAnyPart) {
   }
 }
 
-// ---- More than 2^31 elements
-// --------------------------------------------------------------------------------------
+// ---- More than 2^31 elements ----
 
 // The fixed tree of a norm, of one chunk of at most 65536 values.
 double chunk_sum(const float* x, std::size_t n) {
@@ -1463,8 +1455,7 @@ TEST_F(CudaBig, OverTwoToThe31Elements) {
   scruple_tensor_free(lab().device, &big);
 }
 
-// ---- Threads
-// ----------------------------------------------------------------------------------------------------------
+// ---- Threads ----
 
 TEST_F(CudaThreads, TwoHostThreadsShareAnEngine) {
   const Shape shape{{20000, 10, 70000, 129}};
@@ -1493,8 +1484,7 @@ TEST_F(CudaThreads, TwoEnginesSideBySide) {
   EXPECT_EQ(second.difference(), "");
 }
 
-// ---- Errors
-// -----------------------------------------------------------------------------------------------------------
+// ---- Errors ----
 
 void expect_message(std::initializer_list<std::string> parts) {
   const std::string message = scruple_last_error();
@@ -1611,8 +1601,7 @@ TEST_F(CudaErrors, TooLargeAnAllocation) {
 
 #define CUDA_OK(call) EXPECT_EQ((call), cudaSuccess) << #call
 
-// ---- Streams
-// ----------------------------------------------------------------------------------------------------------
+// ---- Streams ----
 
 // A stream that does not wait for the default one.
 struct Stream {
@@ -1727,8 +1716,7 @@ TEST_F(CudaStream, HostResultsAreWaitedFor) {
   CHECK_OK(scruple_engine_set_stream(lab().device, nullptr));
 }
 
-// ---- Graphs
-// -----------------------------------------------------------------------------------------------------------
+// ---- Graphs ----
 
 // What `queue` puts on the stream, to be replayed.
 struct Graph {

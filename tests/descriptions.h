@@ -1,5 +1,4 @@
-// A model of every part that GPT-2 does not have. What such models compute is compared with torch in
-// gradients_test.py.
+// A model of every part that GPT-2 does not have. What such models compute is compared with torch in gradients_test.py.
 #pragma once
 
 #include "train/model/families/gpt2.h"

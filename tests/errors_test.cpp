@@ -30,8 +30,7 @@ void expect_refused(scruple_status got, scruple_status want, std::initializer_li
 #define EXPECT_REFUSED(call, status, ...) expect_refused(call, status, {__VA_ARGS__}, #call)
 #define EXPECT_INVALID(call, ...) EXPECT_REFUSED(call, SCRUPLE_INVALID, __VA_ARGS__)
 
-// ---- Versions, registry
-// ----------------------------------------------------------------------------------------------
+// ---- Versions, registry ----
 
 TEST(Errors, VersionsAreThoseOfTheHeader) {
   EXPECT_STREQ(scruple_version(), SCRUPLE_VERSION);
@@ -135,8 +134,7 @@ TEST(Errors, FormatSizes) {
   }
 }
 
-// ---- Engines and optimizers
-// --------------------------------------------------------------------------------------------
+// ---- Engines and optimizers ----
 
 TEST(Errors, EnginesRefuseBadThreadsNamesAndOutputs) {
   scruple_engine* engine = nullptr;
@@ -215,8 +213,7 @@ TEST(Errors, OptimizersRefuseNullAndUnknownNames) {
   scruple_optimizer_destroy(nullptr);
 }
 
-// ---- Tensors
-// -----------------------------------------------------------------------------------------------------------
+// ---- Tensors ----
 
 TEST(Errors, TensorUseChangesNothingWhenItFails) {
   const Optimizer optimizer("adamw");
@@ -389,11 +386,9 @@ TEST(Errors, TheLibraryOwnsWhatItAllocatesAndNothingElse) {
   scruple_tensor_free(engine, &t);  // once more is harmless
 }
 
-// ---- The step
-// ----------------------------------------------------------------------------------------------------------
+// ---- The step ----
 
-// Two good tensors; a case spoils the table and the step must refuse it, write nothing, and work again
-// afterwards.
+// Two good tensors; a case spoils the table and the step must refuse it, write nothing, and work again afterwards.
 struct StepCase {
   StepCase() : optimizer("adamw"), a(optimizer, 300, "scruple", engine), b(optimizer, 300, "fp32", engine) {
     for (Tensor* t : {&a, &b}) {
@@ -541,8 +536,7 @@ TEST(Errors, FoundInfDoesNotHideAWrongTable) {
   EXPECT_INVALID(scruple_step(c.engine, c.table, 2, &options), "tensor 1", "weight");
 }
 
-// ---- Overlap
-// -----------------------------------------------------------------------------------------------------------
+// ---- Overlap ----
 
 TEST(Errors, PlanesThatAreWrittenMayNotOverlap) {
   const auto overlaps = [](const char* first, const char* second,
@@ -607,8 +601,7 @@ TEST(Errors, NeighboursAndSharedGradientsAreNoOverlap) {
   CHECK_OK(scruple_step(engine, table, 2, nullptr));
 }
 
-// ---- Norms, folds
-// ------------------------------------------------------------------------------------------------------
+// ---- Norms, folds ----
 
 TEST(Errors, NormsRefuseBadTables) {
   StepCase c;
@@ -667,8 +660,7 @@ TEST(Errors, FoldsRefuseWhatCannotBeFolded) {
   CHECK_OK(scruple_fold(engine, &into.row, &good, 1, 1, nullptr));
 }
 
-// ---- Messages
-// ----------------------------------------------------------------------------------------------------------
+// ---- Messages ----
 
 TEST(Errors, TheLastErrorBelongsToItsThread) {
   EXPECT_EQ(scruple_format_find("mine"), nullptr);

@@ -540,8 +540,7 @@ TEST(Exact, AmsgradKeepsItsMaximumInEveryRecipe) {
   EXPECT_EQ(tested, 2) << "adam and adamw";
 }
 
-// The square of the mean is 25 times the variance: a low-bit difference of two moments would have nothing
-// left.
+// The square of the mean is 25 times the variance: a low-bit difference of two moments would have nothing left.
 TEST(Exact, CenteredStepsAreThoseOfFp32InEveryRecipe) {
   const Engine engine;
   int tested = 0;
@@ -621,8 +620,7 @@ bool all_slots_fp32(const Tensor& tensor) {
   return true;
 }
 
-// The worst relative L2 error of the weight's way and of the slots after 20 steps of `parts` parts, by
-// recipe.
+// The worst relative L2 error of the weight's way and of the slots after 20 steps of `parts` parts, by recipe.
 std::map<std::string, double> parts_errors(const std::string& rule, int parts) {
   const Engine engine;
   const auto optimizer = accumulating(rule);

@@ -1,6 +1,5 @@
-// Properties that every format owes, checked through the ABI for every format x role x rounding in the
-// registry: codes survive a round trip, stated bounds hold, layouts are what they say, lengths and alignments
-// change nothing.
+// Properties that every format owes, checked through the ABI for every format x role x rounding in the registry: codes
+// survive a round trip, stated bounds hold, layouts are what they say, lengths and alignments change nothing.
 #include <algorithm>
 
 #include "formats/all.h"
@@ -33,8 +32,7 @@ bool is_split(const Case& c) {
 }
 bool named(const Case& c, const char* start) { return std::string(c.info.name).starts_with(start); }
 
-// The largest magnitude a format can hold: fp16 and flash8, whose scale is fp16, end at 65504; bf16 rounds to
-// infinity.
+// The largest magnitude a format can hold: fp16 and flash8, whose scale is fp16, end at 65504; bf16 rounds to infinity.
 double range(const Case& c) {
   if (named(c, "flash8")) return c.nonneg() ? 65504.0 * 65504.0 : 65504.0;
   return named(c, "fp16") ? 65504.0 : named(c, "bf16") ? 0x1.fep127 : 3.4e38;
@@ -117,8 +115,7 @@ TEST_F(Formats, every_16_bit_code_returns) {
   }
 }
 
-// Every visible half with a spread of extra bits: what decodes to a finite number in range comes back the
-// same.
+// Every visible half with a spread of extra bits: what decodes to a finite number in range comes back the same.
 TEST_F(Formats, every_visible_half_returns_with_its_extra_bits) {
   for (const Case& c : cases) {
     if (!is_split(c)) continue;
@@ -148,8 +145,7 @@ bool zero_of_fresh_planes(const Case& c, std::uint32_t code) {
   return named(c, "companded8") && c.nonneg() && code == 0;
 }
 
-// The codes of a group format whose magnitude exceeds the top level: the most negative number of two's
-// complement.
+// The codes of a group format whose magnitude exceeds the top level: the most negative number of two's complement.
 std::vector<bool> beyond_top(const std::vector<float>& levels) {
   const std::size_t half = levels.size() / 2;
   std::vector<bool> beyond(levels.size());
@@ -172,8 +168,7 @@ struct Scaled : Formats {
     }
     return values;
   }
-  // Groups that together hold every code that is ever written, each with the code of the largest value in
-  // front.
+  // Groups that together hold every code that is ever written, each with the code of the largest value in front.
   Tensor every_code(const Case& c, float scale) const {
     const std::vector<float> level = levels(c, scale);
     const std::vector<bool> beyond = beyond_top(level);
@@ -194,9 +189,8 @@ struct Scaled : Formats {
   }
 };
 
-// Groups that hold every code in turn beside the one of the largest magnitude, so that the scale comes back:
-// the codes are the same bits after decoding and encoding, the values the same within the rounding of the
-// scale.
+// Groups that hold every code in turn beside the one of the largest magnitude, so that the scale comes back: the codes
+// are the same bits after decoding and encoding, the values the same within the rounding of the scale.
 TEST_F(Scaled, every_code_returns) {
   for (const Case& c : cases) {
     if (!is_scaled(c) || c.rounding == SCRUPLE_DITHER) continue;
@@ -209,8 +203,7 @@ TEST_F(Scaled, every_code_returns) {
       std::size_t moved = 0;
       for (std::size_t i = 0; i < values.size(); ++i)
         moved += std::fabs(again[i] - values[i]) > 0x1p-20 * std::fabs(values[i]) ? 1 : 0;
-      // A stochastic coin may move a value that the scale's rounding put off its level, 1 time in 1,000 or
-      // so.
+      // A stochastic coin may move a value that the scale's rounding put off its level, 1 time in 1,000 or so.
       EXPECT_LE(moved, c.rounding == SCRUPLE_NEAREST ? 0 : 1 + values.size() / 200)
           << c.name() << " scale " << scale;
       Bytes expected = codes;
@@ -223,8 +216,7 @@ TEST_F(Scaled, every_code_returns) {
   }
 }
 
-// What is decoded and encoded at every step may not grow or shrink by itself: at most by an ulp of the scale
-// each time.
+// What is decoded and encoded at every step may not grow or shrink by itself: at most by an ulp of the scale each time.
 TEST_F(Scaled, re_encoding_does_not_drift) {
   constexpr int kPasses = 1000;
   for (const Case& c : cases) {
@@ -476,8 +468,7 @@ struct Shapes : Formats {
           << c.name() << " length " << n;
     }
   }
-  // Encodes and decodes n values with the planes, the source and the target at given distances from
-  // alignment.
+  // Encodes and decodes n values with the planes, the source and the target at given distances from alignment.
   void expect_shape(const Case& c, const std::vector<float>& data, std::size_t n, std::size_t codes_shift,
                     std::size_t aux_shift, std::size_t source_shift) const {
     const std::size_t padded_size = (n + 127) / 128 * 128 + 128;
@@ -683,8 +674,7 @@ TEST_F(Formats, golden_groups) {
       {"nf4",
        1,
        {2.0f, -2.0f, 0.0f, 1.0f, -1.0f, 0.16f, 0.07f, -0.08f, -0.1f, 1.7f, 1.74f},
-       // thresholds midway: 0.0398, 0.1203, -0.0455, -0.4600, -0.6106 (-1/2 lies above it), 0.5017, 0.8615 of
-       // 2
+       // thresholds midway: 0.0398, 0.1203, -0.0455, -0.4600, -0.6106 (-1/2 lies above it), 0.5017, 0.8615 of 2
        {15, 0, 7, 12, 2, 8, 7, 7, 6, 14, 15},
        2.0f,
        "the nearest of the 16 quantiles"},

@@ -130,8 +130,7 @@ scruple_measure_options measure_into(Outputs& out, double max_norm) {
   return options;
 }
 
-// ---- Measure
-// ------------------------------------------------------------------------------------------------------
+// ---- Measure ----
 
 TEST(Measure, EqualsNormAndClipFactor) {
   for (const std::string& name : cpu_engines())
@@ -148,7 +147,7 @@ TEST(Measure, EqualsNormAndClipFactor) {
           EXPECT_EQ(out.norm, norm) << kind.format;
           EXPECT_EQ(out.found_inf, 0.0f) << kind.format;
           EXPECT_EQ(out.clip, scruple_clip_factor(norm, max_norm)) << kind.format << " under " << max_norm;
-          EXPECT_EQ(out.clip<1, max_norm> 0 && max_norm < 1e9) << kind.format << " under " << max_norm;
+          EXPECT_EQ(out.clip < 1, (max_norm > 0 && max_norm < 1e9)) << kind.format << " under " << max_norm;
         }
       }
     }
@@ -266,8 +265,7 @@ TEST(Measure, RefusesWhatItMust) {
   EXPECT_EQ(out.clip, -7.0f);
 }
 
-// ---- What a step reads from memory
-// ------------------------------------------------------------------------------------
+// ---- What a step reads from memory ----
 
 TEST(StepOptions, ClipAndLossScaleAreAMultiplier) {
   const Engine engine(2);
@@ -456,8 +454,7 @@ TEST(ReadLr, IsTheLearningRateSet) {
   expect_invalid(scruple_optimizer_read_lr(nullptr, nullptr), "optimizer");
 }
 
-// ---- Advance
-// ----------------------------------------------------------------------------------------------------------
+// ---- Advance ----
 
 bool same(const scruple_scaler& a, const scruple_scaler& b) { return std::memcmp(&a, &b, sizeof a) == 0; }
 
@@ -509,8 +506,7 @@ TEST(Streams, ACpuEngineHasNone) {
   expect_invalid(scruple_engine_synchronize(nullptr), "engine");
 }
 
-// ---- The whole loop
-// ------------------------------------------------------------------------------------------------------
+// ---- The whole loop ----
 
 // Twenty steps, four of them spoilt, with everything in the engine's memory, and again with the host
 // deciding: norm, clip factor, scaler update, and a table whose step the host counts.

@@ -33,8 +33,7 @@ Kind kind(const char* format, int rounding) { return {scruple_format_find(format
 
 bool is_fp32(const Kind& k) { return info_of(k.format).code_bits == 32; }
 
-// ---- Norms
-// ----------------------------------------------------------------------------------------------------------
+// ---- Norms ----
 
 // A tensor with nothing but a gradient.
 Tensor with_gradient(const scruple_optimizer* optimizer, scruple_engine* engine, const Kind& k,
@@ -209,8 +208,7 @@ TEST(Norm, ClipsAsTorchDoes) {
   EXPECT_EQ(scruple_clip_factor(static_cast<double>(kNaN), 1.0), 1.0f);
 }
 
-// ---- Folds
-// ----------------------------------------------------------------------------------------------------------
+// ---- Folds ----
 
 scruple_array fp32_array(const std::vector<float>& values) {
   scruple_array array{};
@@ -307,8 +305,7 @@ TEST(Fold, ABf16AccumulatorErrsAsItsRoundingImplies) {
   }
 }
 
-// Over many seeds the mean of what is stored is the exact sum: the error of the mean falls with the root of
-// the seeds.
+// Over many seeds the mean of what is stored is the exact sum: the error of the mean falls with the root of the seeds.
 TEST(Fold, StochasticAndDitheredSumsAreUnbiased) {
   constexpr int kSeeds = 400, kFolds = 4;
   const Engine engine;

@@ -1,6 +1,5 @@
-// Every optimizer of the registry, in fp32, against a double-precision reference written from the papers
-// (reference.h), over sets of hyperparameters that the registry itself generates; and its defaults against
-// torch's.
+// Every optimizer of the registry, in fp32, against a double-precision reference written from the papers (reference.h),
+// over sets of hyperparameters that the registry itself generates; and its defaults against torch's.
 #include "tests/reference.h"
 #include "tests/support.h"
 
@@ -130,11 +129,10 @@ struct Trial {
   }
 };
 
-// What rounding to float may do, in units of 2^-24. A weight is rounded at most three times a
-// step (what decay keeps, its product, the sum). Everything else that is rounded
-// (constants, moments, the direction) is off by at most kUlps a step, times what cancellation makes of it,
-// and an error in a moment lives on: after t steps a moment, and the step taken along it, are off by kUlps (t
-// + 4) of the largest.
+// What rounding to float may do, in units of 2^-24. A weight is rounded at most three times a step (what decay keeps,
+// its product, the sum). Everything else that is rounded (constants, moments, the direction) is off by at most kUlps a
+// step, times what cancellation makes of it, and an error in a moment lives on: after t steps a moment, and the step
+// taken along it, are off by kUlps (t + 4) of the largest.
 constexpr double kUlp = 0x1p-24, kUlps = 2;
 
 struct Tracked {

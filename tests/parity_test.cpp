@@ -1,6 +1,5 @@
-// The same bits everywhere: every engine this machine can run, any number of threads, one call or many, whole
-// tensors or views, any alignment and any floating-point mode of the caller give planes that memcmp cannot
-// tell apart.
+// The same bits everywhere: every engine this machine can run, any number of threads, one call or many, whole tensors
+// or views, any alignment and any floating-point mode of the caller give planes that memcmp cannot tell apart.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,8 +18,7 @@ namespace {
 
 constexpr int kSteps = 5;
 
-// ---- What to run
-// ------------------------------------------------------------------------------------------------
+// ---- What to run ----
 
 enum class Calls { kTogether, kAlone, kViews };
 struct Shape {
@@ -37,8 +35,7 @@ std::vector<std::int64_t> small_sizes() {
   return sizes;
 }
 
-// ---- Tensors that walk through a config
-// ----------------------------------------------------------------------------
+// ---- Tensors that walk through a config ----
 
 // Values of a tensor or gradient: a window into one long list, so that making data costs nothing.
 std::vector<float> values_of(std::int64_t size, std::uint64_t which, Data data) {
@@ -76,8 +73,7 @@ struct Pack {
                                       SCRUPLE_ROLE_ACCUMULATOR) != 0;
   }
 
-  // Everything that the library computes happens here. `begin` and `advance` may run in any floating-point
-  // mode.
+  // Everything that the library computes happens here. `begin` and `advance` may run in any floating-point mode.
   void begin() {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       CHECK_OK(scruple_tensor_reset(engine, &tensors[i].row));
@@ -207,8 +203,7 @@ std::vector<GradientKind> gradient_kinds() {
   return {std::begin(kGradientKinds), std::end(kGradientKinds)};
 }
 
-// ---- The properties
-// -----------------------------------------------------------------------------------------------
+// ---- The properties ----
 
 TEST(Parity, EveryRuleRecipeRoundingAndGradientFormatAtEveryShortLength) {
   const auto all = workers();
@@ -306,8 +301,7 @@ TEST(Parity, EveryFormatInEveryRoleAndRounding) {
   }
 }
 
-// ---- Fused steps
-// ------------------------------------------------------------------------------------------------------
+// ---- Fused steps ----
 
 // Every rule in every recipe with the moments that recipes can hold in few bits: the defaults, and every
 // hyperparameter that is not a flag away from zero.
@@ -417,8 +411,7 @@ TEST(Parity, TwelveHundredSmallTensorsInOneCallEqualOneByOne) {
   }
 }
 
-// ---- The caller's floating-point mode
-// --------------------------------------------------------------------------------
+// ---- The caller's floating-point mode ----
 
 #if defined(__x86_64__)
 constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
@@ -500,8 +493,7 @@ TEST(Parity, NormsDoNotDependOnTheCallersFloatingPointMode) {
   }
 }
 
-// ---- Processes and threads
-// ---------------------------------------------------------------------------------------------
+// ---- Processes and threads ----
 
 TEST(Parity, AForkedChildCanStepWithItsParentsEngine) {
   const Engine engine(3);
@@ -546,8 +538,7 @@ TEST(Parity, TheEnvironmentForcesAUnitByName) {
   ASSERT_EQ(unsetenv("SCRUPLE_ENGINE"), 0);
 }
 
-// ---- Random numbers
-// ---------------------------------------------------------------------------------------------------
+// ---- Random numbers ----
 
 TEST(Parity, StochasticRoundingFollowsSeedIdStepAndOffset) {
   const Engine engine;
@@ -574,8 +565,7 @@ TEST(Parity, StochasticRoundingFollowsSeedIdStepAndOffset) {
   EXPECT_TRUE(std::equal(base.begin() + 32, base.end(), shard.begin(), shard.end() - 32));
 }
 
-// ---- Options of a call
-// -------------------------------------------------------------------------------------------------
+// ---- Options of a call ----
 
 TEST(Parity, FoundInfSkipsTheWholeCallAndWritesNothing) {
   const Engine engine(2);

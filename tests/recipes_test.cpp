@@ -1,6 +1,5 @@
-// Every recipe, and every weight and moment format by itself, follows the fp32 recipe over 200 steps as
-// closely as its formats' stated error bounds imply; and what a recipe or a format does not serve is refused
-// with what does.
+// Every recipe, and every weight and moment format by itself, follows the fp32 recipe over 200 steps as closely as its
+// formats' stated error bounds imply; and what a recipe or a format does not serve is refused with what does.
 #include <algorithm>
 
 #include "tests/support.h"
@@ -26,8 +25,7 @@ std::string recipe_name(int recipe) {
   return info.name;
 }
 
-// ---- The problem: gradients that breathe slowly and never change sign, weights of both signs, no decay
-// --------------
+// ---- The problem: gradients that breathe slowly and never change sign, weights of both signs, no decay ----
 
 const std::vector<float>& initial_weights() {
   static const std::vector<float> kWeights = [] {
@@ -112,8 +110,7 @@ double relative_l2(const std::vector<float>& got, const std::vector<float>& want
   return std::sqrt(error / way);
 }
 
-// ---- What a format's bound implies
-// -------------------------------------------------------------------------------
+// ---- What a format's bound implies ----
 
 // The largest |amplitude| among the `group` elements around i.
 double group_max(std::size_t i, std::int64_t group) {
@@ -186,8 +183,7 @@ double distance_bound(const Tensor& tensor) {
   return bound;
 }
 
-// ---- The properties
-// -----------------------------------------------------------------------------------------------
+// ---- The properties ----
 
 std::vector<float> weights_of(scruple_engine* engine, const Tensor& tensor) {
   return tensor.decode(engine, SCRUPLE_WEIGHT);
@@ -350,8 +346,7 @@ TEST(Recipes, MixedAndSplitKeepTheWeightsOfFp32ToTheBit) {
   }
 }
 
-// ---- What is refused, and sizes
-// -------------------------------------------------------------------------------------
+// ---- What is refused, and sizes ----
 
 TEST(Recipes, LpmmRefusesRulesWithASecondMomentAndListsThoseItServes) {
   for (int rule = 0; rule < scruple_rule_count(); ++rule) {

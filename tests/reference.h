@@ -1,6 +1,5 @@
-// Every optimizer in double precision, one element at a time, written from the papers and from the documented
-// behaviour of torch.optim, never from optim/. Found by the rule's name, so that a rule without one fails its
-// test.
+// Every optimizer in double precision, one element at a time, written from the papers and from the documented behaviour
+// of torch.optim, never from optim/. Found by the rule's name, so that a rule without one fails its test.
 #pragma once
 
 #include <algorithm>
@@ -113,8 +112,7 @@ inline void lion(Element& e, double g, const Hypers& h) {
   m = beta2 * m + (1 - beta2) * g;
 }
 
-// Duchi et al., 2011, in torch's form: lr_decay counts from the second step, the sum starts from a given
-// value.
+// Duchi et al., 2011, in torch's form: lr_decay counts from the second step, the sum starts from a given value.
 inline void adagrad(Element& e, double g, const Hypers& h) {
   ++e.t;
   g = with_decay(e, g, h);

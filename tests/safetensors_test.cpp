@@ -1,5 +1,4 @@
-// Safetensors files: what is written is read back, what is half written is not there, what is hostile is
-// refused.
+// Safetensors files: what is written is read back, what is half written is not there, what is hostile is refused.
 #include "io/safetensors.h"
 
 #include <gtest/gtest.h>

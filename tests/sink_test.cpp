@@ -577,7 +577,7 @@ TEST(Sink, ReleasedClipsEachTensorByItsOwnNorm) {
       CHECK_OK(scruple_norm(engine, &want.row(i), 1, &norm, nullptr));
       scruple_step_options step = SCRUPLE_STEP_OPTIONS_INIT;
       step.multiplier = scruple_clip_factor(norm, 2);
-      EXPECT_EQ(step.multiplier<1, want.row(i).size> 100);
+      EXPECT_EQ(step.multiplier < 1, (want.row(i).size > 100));
       CHECK_OK(scruple_step(engine, &want.row(i), 1, &step));
     }
     EXPECT_TRUE(same_bytes(model.bytes(), want.bytes()));

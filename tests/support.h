@@ -181,8 +181,7 @@ inline void bit_string_set(unsigned char* to, std::size_t i, int k, std::uint32_
   }
 }
 
-// A table row and the planes it points to, zeroed. `row` is what the ABI takes; its fields may be changed
-// freely.
+// A table row and the planes it points to, zeroed. `row` is what the ABI takes; its fields may be changed freely.
 struct Tensor {
   Tensor(const scruple_optimizer* optimizer, std::int64_t size) {
     row.optimizer = optimizer;
@@ -291,8 +290,7 @@ bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
-// SplitMix64 (Steele et al., OOPSLA 2014): the same numbers on every machine, unlike <random>'s
-// distributions.
+// SplitMix64 (Steele et al., OOPSLA 2014): the same numbers on every machine, unlike <random>'s distributions.
 struct Random {
   explicit Random(std::uint64_t seed) : state(seed) {}
   std::uint64_t next() {
