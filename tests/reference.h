@@ -9,6 +9,8 @@
 #include <map>
 #include <string>
 
+#include "tests/support.h"
+
 namespace reference {
 
 // Hyperparameters by name, all of them.
@@ -156,6 +158,15 @@ inline Update find(const std::string& rule) {
       {"rmsprop", detail::rmsprop}};
   const auto found = kAll.find(rule);
   return found == kAll.end() ? nullptr : found->second;
+}
+
+// As they are set.
+inline Hypers hypers_of(const scruple_optimizer* optimizer) {
+  Hypers hypers;
+  const scruple_tests::Rule rule = scruple_tests::rule_of(optimizer);
+  for (const scruple_hyper_info& hyper : rule.hypers)
+    CHECK_OK(scruple_optimizer_get(optimizer, hyper.name, &hypers[hyper.name]));
+  return hypers;
 }
 
 }  // namespace reference
