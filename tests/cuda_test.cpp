@@ -243,9 +243,7 @@ TEST_F(CudaParity, FoundInfSkipsTheWholeCall) {
     pair.take_gradients(1, gradients);
     for (const float flag : {1.0f, kNaN, -1.0f, 0x1p-149f, 0.0f, -0.0f}) {
       const DeviceCell<float> there(lab().device, flag);
-      scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-      options.found_inf = there.at();
-      CHECK_OK(scruple_step(lab().device, pair.twin->rows.data(), 3, &options));
+      CHECK_OK(try_step(lab().device, pair.twin->rows, {.found_inf = there.at()}));
       if (flag == 0) pair.step(On::kHost);
       ASSERT_EQ(pair.difference(), "") << recipe.name << ", flag " << flag;
     }
@@ -272,17 +270,15 @@ TEST_F(CudaParity, MultiplierClipLossScaleStepsAndLearningRateFromMemory) {
         host_steps = 41 * t * t;
         lr.set(host_lr);
         steps.set(host_steps);
-        scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-        options.multiplier = t == 2 ? -0.7f : 1.1f;
-        const float host_clip = 0.3f, host_scale = 1000.0f;
-        options.clip = t == 1 ? nullptr : &host_clip;
-        options.loss_scale = t == 2 ? nullptr : &host_scale;
-        options.steps = t == 3 ? nullptr : &host_steps;
-        CHECK_OK(scruple_step(lab().host, pair.rows.data(), 3, &options));
-        options.clip = t == 1 ? nullptr : clip.at();
-        options.loss_scale = t == 2 ? nullptr : loss_scale.at();
-        options.steps = t == 3 ? nullptr : steps.at();
-        CHECK_OK(scruple_step(lab().device, pair.twin->rows.data(), 3, &options));
+        const float multiplier = t == 2 ? -0.7f : 1.1f, host_clip = 0.3f, host_scale = 1000.0f;
+        const auto options = [&](const float* c, const float* scale, const std::int64_t* taken) {
+          return StepOptions{.multiplier = multiplier,
+                             .clip = t == 1 ? nullptr : c,
+                             .loss_scale = t == 2 ? nullptr : scale,
+                             .steps = t == 3 ? nullptr : taken};
+        };
+        pair.Table::step(options(&host_clip, &host_scale, &host_steps));
+        CHECK_OK(try_step(lab().device, pair.twin->rows, options(clip.at(), loss_scale.at(), steps.at())));
       }
       ASSERT_EQ(pair.difference(), "") << config.name << ", gradient " << kind.format << " " << kind.rounding;
     }

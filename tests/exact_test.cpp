@@ -163,12 +163,8 @@ std::unique_ptr<Optimizer> accumulating(const std::string& rule) {
   return optimizer;
 }
 
-scruple_step_options part_of(int part, int parts) {
-  scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-  options.multiplier = static_cast<float>(1.0 / parts);
-  options.part = part;
-  options.parts = parts;
-  return options;
+StepOptions part_of(int part, int parts) {
+  return {.multiplier = static_cast<float>(1.0 / parts), .part = part, .parts = parts};
 }
 
 bool all_slots_fp32(const Tensor& tensor) {
@@ -199,11 +195,11 @@ std::map<std::string, double> parts_errors(const std::string& rule, int parts) {
         sums[i].first += g;
         sums[i].second += g * g;
       }
-      const scruple_step_options options = part_of(part, parts);
+      const StepOptions options = part_of(part, parts);
       for (NamedRow& row : rows) {
         row.tensor.row.step = t;
         row.tensor.encode(engine, SCRUPLE_GRADIENT, gradient);
-        CHECK_OK(scruple_step(engine, &row.tensor.row, 1, &options));
+        CHECK_OK(try_step(engine, {row.tensor.row}, options));
       }
     }
     for (std::size_t i = 0; i < kElements; ++i) exact_step(rule, exact[i], sums[i], hypers);
@@ -252,8 +248,8 @@ TEST(Parts, AreRefusedBeforeAnythingChangesWhereMomentsAreNot) {
       const Bytes before = all_planes(tensor);
       for (const int parts : {2, 32, 128})
         for (const int part : {0, 1, parts - 1}) {
-          const scruple_step_options options = part_of(part, parts);
-          EXPECT_UNSUPPORTED(scruple_step(engine, &tensor.row, 1, &options), "fp32", "compressed");
+          const StepOptions options = part_of(part, parts);
+          EXPECT_UNSUPPORTED(try_step(engine, {tensor.row}, options), "fp32", "compressed");
           ASSERT_EQ(all_planes(tensor), before) << rule << " " << row.recipe;
         }
       refused.insert(row.recipe);

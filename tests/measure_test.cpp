@@ -59,9 +59,12 @@ struct Outputs {
   float found_inf = -7, clip = -7;
 };
 
-scruple_measure_options measure_into(Outputs& out, double max_norm) {
+scruple_measure_options measure_into(Outputs& out, double max_norm, const float* loss_scale = nullptr,
+                                     const std::int64_t* steps = nullptr) {
   scruple_measure_options options = SCRUPLE_MEASURE_OPTIONS_INIT;
   options.max_norm = max_norm;
+  options.loss_scale = loss_scale;
+  options.steps = steps;
   options.norm = &out.norm;
   options.found_inf = &out.found_inf;
   options.clip = &out.clip;
@@ -98,9 +101,7 @@ TEST(Measure, TheLossScaleDividesTheNorm) {
   const double norm = norm_of(engine, table.rows);
   for (const float scale : {1.0f, 65536.0f, 3000.0f, 0x1p-20f}) {
     Outputs out;
-    scruple_measure_options options = measure_into(out, 0.5);
-    options.loss_scale = &scale;
-    CHECK_OK(table.measure(options));
+    CHECK_OK(table.measure(measure_into(out, 0.5, &scale)));
     EXPECT_EQ(out.norm, norm / static_cast<double>(scale)) << scale;
     EXPECT_EQ(out.clip, scruple_clip_factor(norm / static_cast<double>(scale), 0.5)) << scale;
     EXPECT_EQ(out.found_inf, 0.0f);
@@ -134,9 +135,7 @@ TEST(Measure, FindsWhatIsNotFiniteAndLeavesItUnclipped) {
       table.fill(1, bad);
       const float scale = 512.0f;
       Outputs out;
-      scruple_measure_options options = measure_into(out, 1.0);
-      options.loss_scale = &scale;
-      CHECK_OK(table.measure(options));
+      CHECK_OK(table.measure(measure_into(out, 1.0, &scale)));
       EXPECT_EQ(out.found_inf, 1.0f) << kind.format << " " << bad;
       EXPECT_FALSE(std::isfinite(out.norm)) << kind.format << " " << bad;
       EXPECT_EQ(out.clip, 1.0f) << kind.format << " " << bad;
@@ -152,9 +151,7 @@ TEST(Measure, TheFlagIsAboutTheGradientsNotTheQuotient) {
                   std::vector<float>(static_cast<std::size_t>(tensor.row.size), 3e38f));
   const float scale = 0x1p-126f;
   Outputs out;
-  scruple_measure_options options = measure_into(out, 1.0);
-  options.loss_scale = &scale;
-  CHECK_OK(table.measure(options));
+  CHECK_OK(table.measure(measure_into(out, 1.0, &scale)));
   EXPECT_EQ(out.found_inf, 0.0f);
   EXPECT_TRUE(std::isfinite(out.norm));
 }
@@ -210,15 +207,11 @@ TEST(StepOptions, ClipAndLossScaleAreAMultiplier) {
         Measured by_pointer(engine, rule, recipe, kGradientKinds[0]),
             by_value(engine, rule, recipe, kGradientKinds[0]);
         for (int t = 1; t <= 2; ++t) {
-          scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
           for (Measured* table : {&by_pointer, &by_value}) table->at_step(t), table->fill(t);
-          options.multiplier = multiplier;
-          if (clips) options.clip = &clip;
-          if (scales) options.loss_scale = &scale;
-          by_pointer.step(&options);
-          options = SCRUPLE_STEP_OPTIONS_INIT;
-          options.multiplier = multiplier * (clips ? clip : 1.0f) / (scales ? scale : 1.0f);
-          by_value.step(&options);
+          by_pointer.step({.multiplier = multiplier,
+                           .clip = clips ? &clip : nullptr,
+                           .loss_scale = scales ? &scale : nullptr});
+          by_value.step({.multiplier = multiplier * (clips ? clip : 1.0f) / (scales ? scale : 1.0f)});
         }
         ASSERT_EQ(by_pointer.bytes(), by_value.bytes()) << rule << " " << recipe << ", mask " << mask;
       }
@@ -231,11 +224,7 @@ TEST(StepOptions, TheOrderOfTheProductIsTheDocumentedOne) {
   const auto stepped = [&](float multiplier, const float* clip, const float* scale) {
     Tensor tensor(sgd, 1, "fp32", engine);
     tensor.encode(engine, SCRUPLE_GRADIENT, {-1.0f});
-    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-    options.multiplier = multiplier;
-    options.clip = clip;
-    options.loss_scale = scale;
-    CHECK_OK(scruple_step(engine, &tensor.row, 1, &options));
+    CHECK_OK(try_step(engine, {tensor.row}, {.multiplier = multiplier, .clip = clip, .loss_scale = scale}));
     return tensor.decode(engine, SCRUPLE_WEIGHT)[0];
   };
   Random random(3);
@@ -268,16 +257,11 @@ TEST(StepOptions, StepsAreAddedToTheTensorsStep) {
           ASSERT_EQ(counted.bytes(), plain.bytes())
               << rule << ", fold into " << kind.format << " " << kind.rounding;
           Outputs a, b;
-          scruple_measure_options measure = measure_into(a, 1.0);
-          measure.steps = &taken;
-          CHECK_OK(counted.measure(measure));
+          CHECK_OK(counted.measure(measure_into(a, 1.0, nullptr, &taken)));
           CHECK_OK(plain.measure(measure_into(b, 1.0)));
           EXPECT_EQ(a.norm, b.norm) << rule << " " << kind.format << " " << kind.rounding;
-          scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-          options.steps = &taken;
-          counted.step(&options);
-          options.steps = nullptr;
-          plain.step(&options);
+          counted.step({.steps = &taken});
+          plain.step();
           ASSERT_EQ(counted.bytes(), plain.bytes())
               << rule << " " << recipe << ", rounding " << rounding << ", gradient " << kind.format << " "
               << kind.rounding << ", " << taken << " steps";
@@ -291,9 +275,7 @@ TEST(StepOptions, StepsMatter) {
   const auto after = [&](const char* rule, int rounding, std::int64_t steps, int array) {
     Measured table(engine, rule, "scruple", kGradientKinds[1], rounding);
     table.fill(1);
-    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-    options.steps = &steps;
-    table.step(&options);
+    table.step({.steps = &steps});
     return table.tensors.back().bytes(array);
   };
   EXPECT_NE(after("adamw", SCRUPLE_NEAREST, 0, SCRUPLE_WEIGHT),
@@ -314,11 +296,7 @@ TEST(StepOptions, AFlagSkipsWhateverElseIsGiven) {
   const Bytes before = table.bytes();
   const float flag = 1, nan = kNaN;
   const std::int64_t steps = 3;
-  scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-  options.found_inf = &flag;
-  options.clip = options.loss_scale = &nan;
-  options.steps = &steps;
-  table.step(&options);
+  table.step({.found_inf = &flag, .clip = &nan, .loss_scale = &nan, .steps = &steps});
   EXPECT_EQ(table.bytes(), before);
 }
 
@@ -335,7 +313,7 @@ TEST(StepOptions, FieldsBeyondStructSizeAreNotThere) {
     if (with_clip) options.clip = &clip;
     if (with_scale) options.loss_scale = &scale;
     if (with_steps) options.steps = &steps;
-    table.step(&options);
+    CHECK_OK(scruple_step(engine, table.rows.data(), length(table.rows), &options));
     return table.bytes();
   };
   const std::size_t whole = sizeof(scruple_step_options);
@@ -451,16 +429,9 @@ TEST(Loop, EqualsTheLoopThatTheHostRuns) {
         const float bad = n == 4 || n == 20 ? kInf : n == 5 || n == 13 ? kNaN : 0.0f;
 
         in_memory.fill(n, bad, &steps);
-        scruple_measure_options measure = measure_into(out, kMaxNorm);
-        measure.loss_scale = &scaler.scale;
-        measure.steps = &steps;
-        CHECK_OK(in_memory.measure(measure));
-        scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-        options.found_inf = &out.found_inf;
-        options.clip = &out.clip;
-        options.loss_scale = &scaler.scale;
-        options.steps = &steps;
-        in_memory.step(&options);
+        CHECK_OK(in_memory.measure(measure_into(out, kMaxNorm, &scaler.scale, &steps)));
+        in_memory.step(
+            {.found_inf = &out.found_inf, .clip = &out.clip, .loss_scale = &scaler.scale, .steps = &steps});
         CHECK_OK(scruple_advance(engine, &out.found_inf, &scaler, &steps));
 
         on_host.at_step(host_steps + 1);
@@ -469,9 +440,7 @@ TEST(Loop, EqualsTheLoopThatTheHostRuns) {
         const double norm =
             norm_of(engine, on_host.rows, &found_inf) / static_cast<double>(host_scaler.scale);
         if (found_inf == 0) {
-          options = SCRUPLE_STEP_OPTIONS_INIT;
-          options.multiplier = scruple_clip_factor(norm, kMaxNorm) / host_scaler.scale;
-          on_host.step(&options);
+          on_host.step({.multiplier = scruple_clip_factor(norm, kMaxNorm) / host_scaler.scale});
           ++host_steps;
         } else {
           ++skipped;

@@ -212,14 +212,12 @@ Bytes rough_walk(scruple_engine* engine, Config config, const Shape& shape, Data
   if (multiplier > 1) config.hypers.emplace_back("maximize", 1);
   Table table(engine, {config}, shape, data);
   const Gradients gradients(shape.sizes, 5, data);
-  scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-  options.multiplier = multiplier;
   table.begin();
   for (int t = 1; t <= 3; ++t) {
     table.at_step(t);
     table.take(t, gradients);
     for (Tensor& tensor : table.tensors) disturb(tensor, t);
-    table.step(&options);
+    table.step({.multiplier = multiplier});
   }
   return table.bytes();
 }
@@ -411,15 +409,12 @@ TEST(Parity, FoundInfSkipsTheWholeCallAndWritesNothing) {
   for (const Config& recipe : recipe_configs()) {
     Table table = begun(engine, recipe, shape), plain = begun(engine, recipe, shape);
     const Bytes before = table.bytes();
-    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
     for (const float flag : {1.0f, kNaN}) {
-      options.found_inf = &flag;
-      table.step(&options);
+      table.step({.found_inf = &flag});
       ASSERT_TRUE(same_bytes(before, table.bytes())) << recipe.name << ", flag " << flag;
     }
     const float clear = 0;
-    options.found_inf = &clear;
-    table.step(&options);
+    table.step({.found_inf = &clear});
     ASSERT_FALSE(same_bytes(before, table.bytes())) << recipe.name;
     plain.step();
     EXPECT_TRUE(same_bytes(table.bytes(), plain.bytes())) << recipe.name << ": a flag of 0 is no flag";
@@ -436,8 +431,6 @@ TEST(Parity, AMultiplierIsTheGradientsMultipliedBeforehand) {
         config = with_gradient(config, {format, SCRUPLE_NEAREST});
         Gradients multiplied = gradients;
         for (float& x : multiplied.values) x *= multiplier;
-        scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-        options.multiplier = multiplier;
         Table a(engine, {config}, shape), b(engine, {config}, shape);
         for (Table* table : {&a, &b}) {
           table->accumulates = false;
@@ -445,7 +438,7 @@ TEST(Parity, AMultiplierIsTheGradientsMultipliedBeforehand) {
           for (int t = 1; t <= 3; ++t) {
             table->at_step(t);
             table->take(t, table == &a ? gradients : multiplied);
-            table->step(table == &a ? &options : nullptr);
+            table->step({.multiplier = table == &a ? multiplier : 1.0f});
           }
         }
         for (std::size_t i = 0; i < 2; ++i)
@@ -464,7 +457,7 @@ TEST(Parity, OptionsOfAnOlderCallerAreReadAsFarAsTheyGo) {
   const float flag = 1;
   options.struct_size = offsetof(scruple_step_options, found_inf);
   options.found_inf = &flag;  // beyond struct_size: not there
-  table.step(&options);
+  CHECK_OK(scruple_step(engine, table.rows.data(), 1, &options));
   EXPECT_TRUE(same_bytes(want, table.bytes()));
 }
 

@@ -39,12 +39,6 @@ std::string one(const std::string& dtype, const std::string& shape, const std::s
   return file_of(R"({"a":)" + entry(dtype, shape, offsets) + "}", std::string(bytes, 'x'));
 }
 
-std::string repeated(std::string_view text, int times) {
-  std::string all;
-  for (int i = 0; i < times; ++i) all += text;
-  return all;
-}
-
 // ---- What is written is read back ----
 
 using SafetensorsWriting = Files;

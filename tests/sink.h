@@ -71,14 +71,12 @@ struct Model {
   }
   // A plain step, from gradient number n, of tensors [first, last).
   void step(int n, std::int64_t first, std::int64_t last, float multiplier = 1) {
-    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-    options.multiplier = multiplier;
     std::vector<scruple_tensor> stepped;
     for (std::int64_t i = first; i < last; ++i) {
       stepped.push_back(row(i));
       stepped.back().arrays[SCRUPLE_GRADIENT] = whole(i, n).gradient;
     }
-    CHECK_OK(scruple_step(engine, stepped.data(), length(stepped), &options));
+    CHECK_OK(try_step(engine, stepped, {.multiplier = multiplier}));
   }
 
   Bytes bytes(std::int64_t i, int array) {
@@ -111,7 +109,36 @@ struct Model {
   std::vector<std::size_t> begins;
 };
 
+struct SinkOptions {
+  scruple_policy policy = SCRUPLE_STORED;
+  int micro_batches = 1;
+  scruple_accumulation accumulation = SCRUPLE_ACCUMULATE_GRADIENTS;
+  double max_norm = 0, tensor_norm = 0, adagc = 0;
+  const double* adagc_norms = nullptr;
+  const scruple_scaler* scaler = nullptr;
+  const float* loss_scale = nullptr;
+  scruple_memory memory = {};
+  scruple_reduce reduce = {};
+
+  scruple_sink_options raw() const {
+    scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
+    options.policy = policy;
+    options.micro_batches = micro_batches;
+    options.accumulation = accumulation;
+    options.max_norm = max_norm;
+    options.tensor_norm = tensor_norm;
+    options.adagc = adagc;
+    options.adagc_norms = adagc_norms;
+    options.scaler = scaler;
+    options.loss_scale = loss_scale;
+    options.memory = memory;
+    options.reduce = reduce;
+    return options;
+  }
+};
+
 struct Sink {
+  Sink(Model& of, const SinkOptions& options) : Sink(of, options.raw()) {}
   Sink(Model& of, const scruple_sink_options& options) : model(of) {
     status = scruple_sink_create(model.engine, model.rows.data(), model.count(), &options, &handle);
   }
@@ -165,13 +192,6 @@ struct Sink {
   scruple_sink* handle = nullptr;
   scruple_status status;
 };
-
-inline scruple_sink_options options_of(scruple_policy policy, int micro_batches = 1) {
-  scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
-  options.policy = policy;
-  options.micro_batches = micro_batches;
-  return options;
-}
 
 // Memory that knows what was taken of it, and has a limit.
 struct Ledger {

@@ -10,28 +10,24 @@ namespace {
 TEST(SinkErrors, WhatAPolicyCannotDoIsRefusedWithTheWayOut) {
   const Engine engine;
   Model model(engine, config_of("adamw"));
-  const auto refused = [&](const scruple_sink_options& options, const std::vector<std::string>& parts) {
+  const auto refused = [&](const SinkOptions& options, const std::vector<std::string>& parts) {
     const Sink sink(model, options);
     expect_refused(sink.status, SCRUPLE_UNSUPPORTED, parts);
     EXPECT_EQ(sink.handle, nullptr);
   };
-  scruple_sink_options options = options_of(SCRUPLE_RELEASED);
-  options.max_norm = 1;
+  SinkOptions options{.policy = SCRUPLE_RELEASED, .max_norm = 1};
   refused(options, {"released", "max_norm", "tensor_norm", "adagc", "compressed"});
   for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_COMPRESSED}) {
-    options = options_of(policy);
-    options.tensor_norm = 1;
+    options = {.policy = policy, .tensor_norm = 1};
     refused(options, {"tensor_norm", "max_norm"});
-    options = options_of(policy);
-    options.adagc = 1.05;
+    options = {.policy = policy, .adagc = 1.05};
     refused(options, {"adagc", "max_norm"});
-    options = options_of(policy, 2);
-    options.accumulation = SCRUPLE_ACCUMULATE_ADAMA;
+    options = {.policy = policy, .micro_batches = 2, .accumulation = SCRUPLE_ACCUMULATE_ADAMA};
     refused(options, {"accumulation", "SCRUPLE_ACCUMULATE_GRADIENTS"});
   }
-  refused(options_of(SCRUPLE_RELEASED, 4), {"4 micro-batches", "momentum", "adama", "compressed"});
-  options = options_of(SCRUPLE_RELEASED, 4);
-  options.accumulation = SCRUPLE_ACCUMULATE_MOMENTUM;
+  refused(SinkOptions{.policy = SCRUPLE_RELEASED, .micro_batches = 4},
+          {"4 micro-batches", "momentum", "adama", "compressed"});
+  options = {.policy = SCRUPLE_RELEASED, .micro_batches = 4, .accumulation = SCRUPLE_ACCUMULATE_MOMENTUM};
   refused(options, {"tensor 0", "momentum", "adamw", "adama", "compressed"});
   options.accumulation = SCRUPLE_ACCUMULATE_ADAMA;
   options.adagc = 1.05;
@@ -46,8 +42,10 @@ TEST(SinkErrors, OptimizersThatCannotAccumulateInTheirMoments) {
   const Engine engine;
   const auto status = [&](const std::string& rule, const Hypers& hypers) {
     Model model(engine, config_of(rule, "fp32", hypers));
-    scruple_sink_options options = options_of(SCRUPLE_RELEASED, 2);
-    options.accumulation = rule.starts_with("sgd") ? SCRUPLE_ACCUMULATE_MOMENTUM : SCRUPLE_ACCUMULATE_ADAMA;
+    SinkOptions options{
+        .policy = SCRUPLE_RELEASED,
+        .micro_batches = 2,
+        .accumulation = rule.starts_with("sgd") ? SCRUPLE_ACCUMULATE_MOMENTUM : SCRUPLE_ACCUMULATE_ADAMA};
     return Sink(model, options).status;
   };
   for (const Rule& rule : rules())
@@ -69,8 +67,8 @@ TEST(SinkErrors, OptimizersThatCannotAccumulateInTheirMoments) {
 TEST(SinkErrors, HyperparametersAreLookedAtAgainWhenAPartArrives) {
   const Engine engine;
   Model model(engine, config_of("sgd", "fp32", {{"momentum", 0.9}}));
-  scruple_sink_options options = options_of(SCRUPLE_RELEASED, 2);
-  options.accumulation = SCRUPLE_ACCUMULATE_MOMENTUM;
+  SinkOptions options{
+      .policy = SCRUPLE_RELEASED, .micro_batches = 2, .accumulation = SCRUPLE_ACCUMULATE_MOMENTUM};
   Sink sink(model, options);
   model.optimizer().set("nesterov", 1);
   const Bytes before = model.bytes();
@@ -143,7 +141,7 @@ TEST(SinkErrors, PiecesThatAreWrongChangeNothing) {
   for (const scruple_policy policy : kPolicies) {
     const Config config = config_of("adamw", "scruple");
     Model model(engine, config), want(engine, config);
-    Sink sink(model, options_of(policy)), steady(want, options_of(policy));
+    Sink sink(model, SinkOptions{.policy = policy}), steady(want, SinkOptions{.policy = policy});
     const scruple_piece all = model.whole(4, 1);
     const auto piece = [&](std::int64_t first, std::int64_t size) {
       return Model::part_of(all, first, size);
@@ -188,7 +186,8 @@ TEST(SinkErrors, AnEndThatFailsCanBeTakenAgain) {
   const Config config =
       with_gradient(config_of("sgd", "fp32", {{"momentum", 0.9}}), {"int8", SCRUPLE_DITHER});
   Model model(engine, config), want(engine, config);
-  Sink sink(model, options_of(SCRUPLE_STORED, 2)), steady(want, options_of(SCRUPLE_STORED, 2));
+  Sink sink(model, SinkOptions{.policy = SCRUPLE_STORED, .micro_batches = 2}),
+      steady(want, SinkOptions{.policy = SCRUPLE_STORED, .micro_batches = 2});
   for (Sink* each : {&sink, &steady}) {
     each->backward(1);
     for (std::int64_t i = 0; i < 5; ++i) CHECK_OK(each->add(each->model.whole(i, 2)));
@@ -208,8 +207,7 @@ TEST(SinkErrors, AnEndThatFailsCanBeTakenAgain) {
 TEST(SinkErrors, MeasuringInPieces) {
   const Engine engine;
   Model model(engine, config_of("adamw"));
-  scruple_sink_options options = options_of(SCRUPLE_RELEASED);
-  options.tensor_norm = 1;
+  SinkOptions options{.policy = SCRUPLE_RELEASED, .tensor_norm = 1};
   Sink sink(model, options);
   const scruple_piece all = model.whole(4, 1), low = Model::part_of(all, 0, 1280),
                       high = Model::part_of(all, 1280, 2500 - 1280);

@@ -40,7 +40,7 @@ TEST_P(Sinks, PoliciesAndPiecesGiveTheBitsOfPlainSteps) {
     for (const scruple_policy policy : kPolicies)
       for (const bool pieces : {false, true}) {
         Model model(engine, config);
-        Sink sink(model, options_of(policy));
+        Sink sink(model, SinkOptions{.policy = policy});
         ASSERT_EQ(sink.status, SCRUPLE_OK) << scruple_last_error();
         for (int t = 1; t <= 3; ++t) pieces ? sink.backward_in_pieces(t) : sink.backward(t);
         EXPECT_TRUE(same_bytes(model.bytes(), want))
@@ -58,8 +58,7 @@ TEST_P(Sinks, TilesGiveTheBitsOfWholeInEveryAccumulator) {
     for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_COMPRESSED})
       for (const bool pieces : {false, true}) {
         Model model(engine, with_gradient(config_of("adamw", "scruple"), kind));
-        scruple_sink_options options = options_of(policy, 3);
-        options.max_norm = 1;
+        SinkOptions options{.policy = policy, .micro_batches = 3, .max_norm = 1};
         Sink sink(model, options);
         for (int n = 1; n <= 6; ++n) pieces ? sink.backward_in_pieces(n) : sink.backward(n);
         if (want.empty()) want = model.bytes();
@@ -78,7 +77,7 @@ TEST_P(Sinks, ZerosKeepTheirSign) {
     CHECK_OK(scruple_encode(engine, &model.row(0), SCRUPLE_WEIGHT, minus.data()));
     std::vector<float> g(256, -0.0f);
     std::fill_n(g.begin(), 128, 0.0f);
-    Sink sink(model, options_of(policy));
+    Sink sink(model, SinkOptions{.policy = policy});
     sink.backward_of(0, g);
     if (want.empty()) want = model.bytes();
     EXPECT_TRUE(same_bytes(model.bytes(), want)) << policy;
@@ -91,7 +90,7 @@ TEST_P(Sinks, ZerosKeepTheirSign) {
 TEST_P(Sinks, FourMicroBatchesAreOneStepOfTheMean) {
   const Config config = config_of("adamw", "scruple");
   Model model(engine, config), want(engine, config);
-  Sink sink(model, options_of(SCRUPLE_STORED, 4));
+  Sink sink(model, SinkOptions{.policy = SCRUPLE_STORED, .micro_batches = 4});
   for (int n = 0; n < 4; ++n) sink.backward(n);
   for (std::int64_t i = 0; i < want.count(); ++i) {
     std::vector<float> mean(static_cast<std::size_t>(want.row(i).size), 0.0f);
@@ -108,7 +107,7 @@ TEST_P(Sinks, FourMicroBatchesAreOneStepOfTheMean) {
 TEST_P(Sinks, Int8AccumulatorsKeepTheirBound) {
   const Config config = with_gradient(config_of("sgd", "fp32", {{"lr", 0.0}}), {"int8", SCRUPLE_NEAREST});
   Model model(engine, config, kSizes, true);
-  Sink sink(model, options_of(SCRUPLE_COMPRESSED, 4));
+  Sink sink(model, SinkOptions{.policy = SCRUPLE_COMPRESSED, .micro_batches = 4});
   for (int n = 0; n < 4; ++n) sink.backward(n);
   const scruple_format_info info = info_of(scruple_format_find("int8"));
   for (std::int64_t i = 0; i < model.count(); ++i) {
@@ -137,9 +136,8 @@ TEST_P(Sinks, EverythingAtOnceEqualsThePlainCalls) {
     scruple_scaler scaler = scruple_scaler_dynamic();
     scaler.scale = 64;
     scaler.interval = 1;
-    scruple_sink_options options = options_of(SCRUPLE_COMPRESSED, 4);
-    options.max_norm = 0.01;
-    options.scaler = &scaler;
+    SinkOptions options{
+        .policy = SCRUPLE_COMPRESSED, .micro_batches = 4, .max_norm = 0.01, .scaler = &scaler};
     Sink sink(model, options);
     for (int t = 1; t <= 3; ++t) {
       for (scruple_tensor& row : plain.rows) row.folds = 0, row.step = t;
@@ -154,9 +152,7 @@ TEST_P(Sinks, EverythingAtOnceEqualsThePlainCalls) {
       const double norm = norm_of(engine, plain.rows);
       const float scale = static_cast<float>(64 << (t - 1));
       const float clip = scruple_clip_factor(norm / static_cast<double>(scale), 0.01);
-      scruple_step_options step = SCRUPLE_STEP_OPTIONS_INIT;
-      step.multiplier = clip / scale;
-      CHECK_OK(scruple_step(engine, plain.rows.data(), plain.count(), &step));
+      CHECK_OK(try_step(engine, plain.rows, {.multiplier = clip / scale}));
       const scruple_sink_report report = sink.read();
       EXPECT_EQ(report.norm, norm / static_cast<double>(scale));
       EXPECT_EQ(report.clip, clip);
@@ -176,9 +172,7 @@ TEST_P(Sinks, AnOverflowSkipsTheWholeStepAndNothingElse) {
       const Config config = with_gradient(config_of("adamw", "scruple"), {format, SCRUPLE_NEAREST});
       Model model(engine, config), clean(engine, config);
       scruple_scaler scaler = scruple_scaler_dynamic();
-      scruple_sink_options options = options_of(policy, 2);
-      options.max_norm = 1;
-      options.scaler = &scaler;
+      SinkOptions options{.policy = policy, .micro_batches = 2, .max_norm = 1, .scaler = &scaler};
       Sink sink(model, options), steady(clean, options);
       EXPECT_EQ(read(engine, scruple_sink_loss_scale(sink)), 65536.0f);
       for (Sink* each : {&sink, &steady}) each->backward(1), each->backward(2);
@@ -212,8 +206,7 @@ TEST_P(Sinks, AReleasedOverflowSkipsItsTensorAlone) {
     Model model(engine, config), want(engine, config);
     scruple_scaler scaler = scruple_scaler_dynamic();
     scaler.scale = 1024;
-    scruple_sink_options options = options_of(SCRUPLE_RELEASED);
-    options.scaler = &scaler;
+    SinkOptions options{.policy = SCRUPLE_RELEASED, .scaler = &scaler};
     Sink sink(model, options);
     EXPECT_EQ(scruple_sink_measures(sink), 1);
     const Bytes before = model.bytes(4, SCRUPLE_WEIGHT), moments = model.bytes(4, SCRUPLE_SLOT);
@@ -259,7 +252,7 @@ TEST_P(Sinks, ATensorWithoutGradientIsLeftAloneAndCountsNoStep) {
     const std::vector<std::vector<std::int64_t>> present = {{0, 2, 4}, {0, 4}, {0, 2},
                                                             {2, 3},    {},     {0, 2, 3, 4}};
     Model model(engine, config), want(engine, config, kSizes, true);
-    Sink sink(model, options_of(policy));
+    Sink sink(model, SinkOptions{.policy = policy});
     for (int t = 0; t < 6; ++t) {
       for (const std::int64_t i : present[static_cast<std::size_t>(t)]) {
         CHECK_OK(sink.add(model.whole(i, t)));
@@ -284,8 +277,7 @@ TEST_P(Sinks, ATensorWithoutGradientIsLeftAloneAndCountsNoStep) {
 TEST_P(Sinks, TensorsAtDifferentStepsAreClippedAndSkippedTogether) {
   const Config config = with_gradient(config_of("adamw", "scruple"), {"int8", SCRUPLE_DITHER});
   Model model(engine, config);
-  scruple_sink_options options = options_of(SCRUPLE_COMPRESSED);
-  options.max_norm = 1;
+  SinkOptions options{.policy = SCRUPLE_COMPRESSED, .max_norm = 1};
   Sink sink(model, options);
   sink.backward_of(0, sink.model.values(1, 0));
   sink.backward(2);
@@ -314,8 +306,7 @@ TEST_P(Sinks, TensorsAtDifferentStepsAreClippedAndSkippedTogether) {
 TEST_P(Sinks, ReleasedClipsEachTensorByItsOwnNorm) {
   const Config config = config_of("sgd", "fp32", {{"lr", 0.5}});
   Model model(engine, config), want(engine, config);
-  scruple_sink_options options = options_of(SCRUPLE_RELEASED);
-  options.tensor_norm = 2;
+  SinkOptions options{.policy = SCRUPLE_RELEASED, .tensor_norm = 2};
   Sink sink(model, options);
   sink.backward(1);
   for (std::int64_t i = 0; i < want.count(); ++i) {
@@ -331,8 +322,7 @@ TEST_P(Sinks, ReleasedClipsEachTensorByItsOwnNorm) {
 TEST_P(Sinks, AdaGcFollowsItsFormula) {
   const Config config = config_of("sgd", "fp32", {{"lr", 1.0}});
   Model model(engine, config, {300, 700});
-  scruple_sink_options options = options_of(SCRUPLE_RELEASED);
-  options.adagc = 1.05;
+  SinkOptions options{.policy = SCRUPLE_RELEASED, .adagc = 1.05};
   auto sink = std::make_unique<Sink>(model, options);
   std::vector<std::vector<double>> w;
   for (std::int64_t i = 0; i < 2; ++i) {
@@ -361,7 +351,7 @@ TEST_P(Sinks, AdaGcFollowsItsFormula) {
     if (t != 20) continue;  // save, and go on in another sink
     std::vector<double> norms(2);
     CHECK_OK(scruple_sink_read_tensors(*sink, nullptr, norms.data()));
-    scruple_sink_options resumed = options;
+    SinkOptions resumed = options;
     resumed.adagc_norms = norms.data();
     sink = std::make_unique<Sink>(model, resumed);
   }
@@ -378,8 +368,7 @@ TEST_P(Sinks, AdaGcFollowsItsFormula) {
 
 TEST_P(Sinks, AnOverflowLeavesNoTraceInAdaGc) {
   Model model(engine, config_of("adamw"), {300});
-  scruple_sink_options options = options_of(SCRUPLE_RELEASED);
-  options.adagc = 1.05;
+  SinkOptions options{.policy = SCRUPLE_RELEASED, .adagc = 1.05};
   Sink sink(model, options);
   sink.backward(1);
   double before = 0, after = 0;
@@ -399,9 +388,7 @@ TEST_P(Sinks, MeasuredPiecesClipAsTheWhole) {
   Bytes want;
   for (const bool pieces : {false, true}) {
     Model model(engine, config, {200000, 70000});
-    scruple_sink_options options = options_of(SCRUPLE_RELEASED);
-    options.tensor_norm = 100;
-    options.adagc = 1.05;
+    SinkOptions options{.policy = SCRUPLE_RELEASED, .tensor_norm = 100, .adagc = 1.05};
     Sink sink(model, options);
     for (int t = 1; t <= 3; ++t) pieces ? sink.backward_in_pieces(t, 65536) : sink.backward(t);
     if (!pieces) want = model.bytes();
@@ -416,8 +403,8 @@ TEST_P(Sinks, MomentumAccumulationIsTheStepOfTheMean) {
   for (const char* rule : {"sgd", "sgdw"}) {
     const Config config = config_of(rule, "fp32", {{"lr", 0.125}, {"momentum", 0.5}, {"weight_decay", 0.25}});
     Model model(engine, config, {300}), want(engine, config, {300});
-    scruple_sink_options options = options_of(SCRUPLE_RELEASED, 4);
-    options.accumulation = SCRUPLE_ACCUMULATE_MOMENTUM;
+    SinkOptions options{
+        .policy = SCRUPLE_RELEASED, .micro_batches = 4, .accumulation = SCRUPLE_ACCUMULATE_MOMENTUM};
     const std::vector<float> start(300, 1.0f);
     for (Model* each : {&model, &want})
       CHECK_OK(scruple_encode(engine, &each->row(0), SCRUPLE_WEIGHT, start.data()));
@@ -450,8 +437,8 @@ TEST_P(Sinks, AdamAFollowsItsFormula) {
     const double decay = rule[4] == 'w' ? 0.1 : 0;
     const Config config = config_of(rule, "fp32", {{"lr", 0.01}, {"weight_decay", decay}});
     Model model(engine, config, {500});
-    scruple_sink_options options = options_of(SCRUPLE_RELEASED, 4);
-    options.accumulation = SCRUPLE_ACCUMULATE_ADAMA;
+    SinkOptions options{
+        .policy = SCRUPLE_RELEASED, .micro_batches = 4, .accumulation = SCRUPLE_ACCUMULATE_ADAMA};
     Sink sink(model, options);
     const std::vector<float> start = model.decoded(0, SCRUPLE_WEIGHT);
     std::vector<double> w(start.begin(), start.end()), m(500), v(500);
@@ -491,8 +478,7 @@ TEST_P(Sinks, WeightsMoveWithTheLastMicroBatchAlone) {
     if (config.rule.starts_with("sgd")) config.hypers = {{"momentum", 0.9}};
     set_rounding(config, SCRUPLE_STOCHASTIC);
     config = with_gradient(config, kGradientKinds[0]);
-    scruple_sink_options options = options_of(SCRUPLE_RELEASED, 3);
-    options.accumulation = mode_of(config.rule);
+    SinkOptions options{.policy = SCRUPLE_RELEASED, .micro_batches = 3, .accumulation = mode_of(config.rule)};
     Model model(engine, config), tiled(engine, config);
     Sink sink(model, options), tiles(tiled, options);
     ASSERT_EQ(sink.status, SCRUPLE_OK) << config.name << ": " << scruple_last_error();
@@ -512,8 +498,8 @@ TEST_P(Sinks, WeightsMoveWithTheLastMicroBatchAlone) {
 TEST_P(Sinks, AReleasedTensorMayMissMicroBatchesButNotTheLast) {
   const Config config = config_of("adamw", "fp32");
   Model model(engine, config, {300, 300});
-  scruple_sink_options options = options_of(SCRUPLE_RELEASED, 2);
-  options.accumulation = SCRUPLE_ACCUMULATE_ADAMA;
+  SinkOptions options{
+      .policy = SCRUPLE_RELEASED, .micro_batches = 2, .accumulation = SCRUPLE_ACCUMULATE_ADAMA};
   Sink sink(model, options);
   sink.backward(8), sink.backward(9);
   const std::vector<float> before = model.decoded(1, SCRUPLE_SLOT);
@@ -538,8 +524,7 @@ TEST_P(Sinks, AccumulatorsLiveAsLongAsThePolicySays) {
   const auto with = [&](scruple_policy policy, int micro_batches, const auto& visit) {
     Model model(engine, config);
     Ledger ledger(engine);
-    scruple_sink_options options = options_of(policy, micro_batches);
-    options.memory = ledger.memory();
+    SinkOptions options{.policy = policy, .micro_batches = micro_batches, .memory = ledger.memory()};
     {
       Sink sink(model, options);
       visit(model, ledger, sink);
@@ -586,7 +571,7 @@ TEST_P(Sinks, TakesALossScaleThatTheCallerKeeps) {
   for (const scruple_policy policy : {SCRUPLE_COMPRESSED, SCRUPLE_RELEASED}) {
     scruple_scaler fixed{};
     CHECK_OK(scruple_scaler_static(64, &fixed));
-    scruple_sink_options own = options_of(policy), callers = own;
+    SinkOptions own = SinkOptions{.policy = policy}, callers = own;
     own.scaler = &fixed;
     const DeviceCell<float> cell(engine, fixed.scale);
     callers.loss_scale = cell.at();
@@ -606,9 +591,7 @@ TEST_P(Sinks, TakesALossScaleThatTheCallerKeeps) {
 
 TEST_P(Sinks, AddsTheSquaresThatOtherProcessesHold) {
   Others others{engine};
-  scruple_sink_options options = options_of(SCRUPLE_COMPRESSED);
-  options.max_norm = 1;
-  options.reduce = {&others, Others::add};
+  SinkOptions options{.policy = SCRUPLE_COMPRESSED, .max_norm = 1, .reduce = {&others, Others::add}};
   Model alone(engine, config_of("adamw")), shared(engine, config_of("adamw"));
   Sink a(alone, options), b(shared, options);
   a.backward(1);

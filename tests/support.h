@@ -384,6 +384,20 @@ inline Bytes all_planes(const Tensor& tensor) {
   return all;
 }
 
+// The fields of scruple_step_options, to be named where they are not the defaults.
+struct StepOptions {
+  float multiplier = 1;
+  const float *found_inf = nullptr, *clip = nullptr, *loss_scale = nullptr;
+  const std::int64_t* steps = nullptr;
+  int part = 0, parts = 1;
+};
+inline scruple_status try_step(scruple_engine* engine, const std::vector<scruple_tensor>& rows,
+                               const StepOptions& o = {}) {
+  const scruple_step_options options = {sizeof options, o.multiplier, o.found_inf, o.clip,
+                                        o.loss_scale,   o.steps,      o.part,      o.parts};
+  return scruple_step(engine, rows.data(), length(rows), &options);
+}
+
 inline void step(scruple_engine* engine, const Tensor& tensor) {
   CHECK_OK(scruple_step(engine, &tensor.row, 1, nullptr));
 }

@@ -136,9 +136,7 @@ struct Table {
     for (std::size_t i = 0; i < rows.size(); ++i)
       CHECK_OK(scruple_encode(engine, &rows[i], SCRUPLE_GRADIENT, static_cast<float*>(first[i].codes)));
   }
-  void step(const scruple_step_options* options = nullptr) {
-    CHECK_OK(scruple_step(engine, rows.data(), length(rows), options));
-  }
+  void step(const StepOptions& options = {}) { CHECK_OK(try_step(engine, rows, options)); }
 
   void at_step(std::int64_t t) {
     for (scruple_tensor& row : rows) row.step = t;

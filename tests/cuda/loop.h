@@ -27,12 +27,11 @@ inline void queue_step(scruple_engine* engine, const std::vector<scruple_tensor>
   measure.found_inf = &state->found_inf;
   measure.clip = &state->clip;
   CHECK_OK(scruple_measure(engine, rows.data(), length(rows), &measure));
-  scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-  options.found_inf = &state->found_inf;
-  options.clip = &state->clip;
-  options.loss_scale = &state->scaler.scale;
-  options.steps = &state->steps;
-  CHECK_OK(scruple_step(engine, rows.data(), length(rows), &options));
+  CHECK_OK(try_step(engine, rows,
+                    {.found_inf = &state->found_inf,
+                     .clip = &state->clip,
+                     .loss_scale = &state->scaler.scale,
+                     .steps = &state->steps}));
   CHECK_OK(scruple_advance(engine, &state->found_inf, &state->scaler, &state->steps));
 }
 

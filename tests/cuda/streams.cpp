@@ -150,9 +150,7 @@ struct Graph {
 // One call of the same size that writes nothing, so that the engine has its memory.
 void warm(const Pair& pair) {
   const DeviceCell<float> skip(pair.device, 1.0f);
-  scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-  options.found_inf = skip.at();
-  CHECK_OK(scruple_step(pair.device, pair.twin->rows.data(), length(pair.rows), &options));
+  CHECK_OK(try_step(pair.device, pair.twin->rows, {.found_inf = skip.at()}));
   CHECK_OK(scruple_engine_synchronize(pair.device));
 }
 
@@ -209,13 +207,11 @@ TEST_F(CudaGraph, AReplayedStepFollowsLearningRateAndStep) {
       CHECK_OK(scruple_optimizer_read_lr(*pair.device_optimizers[0], &cells.at()->lr));
       pair.take_gradients(1, gradients, On::kDevice);  // step 1, and the device adds
       warm(pair);
-      scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-      options.steps = &cells.at()->steps;
       const std::vector<scruple_tensor> captured = pair.twin->rows;
       {
         const Graph graph(stream, [&] {
-          std::vector<scruple_tensor> table = captured;  // the table need not outlive the call
-          CHECK_OK(scruple_step(lab().device, table.data(), length(table), &options));
+          const std::vector<scruple_tensor> table = captured;  // it need not outlive the call
+          CHECK_OK(try_step(lab().device, table, {.steps = &cells.at()->steps}));
         });
         for (int t = 1; t <= steps; ++t) {
           pair.take_gradients(t, gradients, On::kDevice);
