@@ -8,9 +8,7 @@ namespace scruple_tests {
 namespace {
 
 void every_length_of(Lab& lab, bool busy, const std::vector<std::size_t>& shifts) {
-  const Shape shape{every_length(), shifts};
-  const int steps = steps_of(10);
-  DeviceGradients gradients(lab.device, shape.sizes, steps + 1, Data::kNormal, shifts[0] % 4);
+  Course course(lab, {every_length(), shifts}, 10, Data::kNormal, shifts[0] % 4);
   const std::vector<int> roundings =
       quick() ? std::vector<int>{SCRUPLE_STOCHASTIC}
               : std::vector<int>{SCRUPLE_NEAREST, SCRUPLE_STOCHASTIC, SCRUPLE_TRUNCATE};
@@ -18,8 +16,7 @@ void every_length_of(Lab& lab, bool busy, const std::vector<std::size_t>& shifts
     for (const int rounding : roundings) {
       Config rounded = recipe;
       if (!set_rounding(rounded, rounding) && !quick()) continue;
-      for (const GradientKind& kind : gradient_kinds())
-        expect_same(lab, with_gradient(rounded, kind), shape, gradients, steps);
+      for (const GradientKind& kind : gradient_kinds()) course.expect_same(with_gradient(rounded, kind));
     }
 }
 TEST_F(CudaParity, EveryLengthRuleRecipeRoundingAndGradient) { every_length_of(lab(), true, {0}); }
@@ -54,21 +51,17 @@ TEST_F(CudaParity, LargeTensors) {
 TEST_F(CudaParity, OneTensorAlone) {
   for (const std::int64_t size : {1, 64, 257, 5000, 70001}) {
     if (quick() && size != 257) continue;
-    const Shape shape{{size}, {0}, {5}};
-    const int steps = steps_of(10);
-    DeviceGradients gradients(lab().device, shape.sizes, steps + 1);
-    for (const Config& recipe : recipe_configs()) expect_same(lab(), recipe, shape, gradients, steps);
+    Course course(lab(), {{size}, {0}, {5}}, 10);
+    for (const Config& recipe : recipe_configs()) course.expect_same(recipe);
   }
 }
 
 TEST_F(CudaParity, AThousandTensors) {
-  const Shape shape{many_sizes(), {0, 1, 4}};
-  const int steps = steps_of(10);
-  DeviceGradients gradients(lab().device, shape.sizes, steps + 1);
+  Course course(lab(), {many_sizes(), {0, 1, 4}}, 10);
   std::size_t turn = 0;
   for (const Config& recipe : recipe_configs()) {
     const GradientKind& kind = kGradientKinds[turn++ % std::size(kGradientKinds)];
-    expect_same(lab(), with_gradient(recipe, kind), shape, gradients, steps);
+    course.expect_same(with_gradient(recipe, kind));
   }
 }
 
@@ -116,16 +109,14 @@ TEST_F(CudaParity, FiveStepsHereAndFiveThereAreTenOnEither) {
 }
 
 TEST_F(CudaParity, NonFiniteGradientsAndSubnormalData) {
-  const Shape shape{{1, 5, 63, 64, 65, 200, 1025, 3000, 4099}, {0, 1}};
-  const int steps = steps_of(4);
   for (const Data data : {Data::kNonFinite, Data::kSubnormal}) {
-    DeviceGradients gradients(lab().device, shape.sizes, steps + 1, data);
+    Course course(lab(), {{1, 5, 63, 64, 65, 200, 1025, 3000, 4099}, {0, 1}}, 4, data);
     for (const Config& recipe : recipe_configs())
       for (const int rounding : {SCRUPLE_NEAREST, SCRUPLE_STOCHASTIC})
         for (const GradientKind& kind : gradient_kinds()) {
           Config config = recipe;
           if (!set_rounding(config, rounding) || (quick() && rounding != SCRUPLE_NEAREST)) continue;
-          expect_same(lab(), with_gradient(config, kind), shape, gradients, steps, data);
+          course.expect_same(with_gradient(config, kind));
         }
   }
 }
@@ -133,16 +124,14 @@ TEST_F(CudaParity, NonFiniteGradientsAndSubnormalData) {
 // Moments so small that the GPU's own root and division are not enough; without eps every bit of them shows. Sixteen
 // neighbours share a scale, so that a thread has only such.
 TEST_F(CudaParity, SmallMomentsWithoutEps) {
-  const Shape shape{{4096, 4099}, {0}};
-  const int steps = steps_of(4);
-  DeviceGradients gradients(lab().device, shape.sizes, steps + 1, Data::kManyScales);
+  Course course(lab(), {{4096, 4099}, {0}}, 4, Data::kManyScales);
   for (const Config& recipe : recipe_configs(false)) {
     Config config = recipe;
     const Optimizer optimizer(config.rule.c_str());
     double eps = 0;
     if (scruple_optimizer_get(optimizer, "eps", &eps) != SCRUPLE_OK) continue;
     config.hypers.emplace_back("eps", 0.0);
-    expect_same(lab(), with_gradient(config, kGradientKinds[0]), shape, gradients, steps, Data::kManyScales);
+    course.expect_same(with_gradient(config, kGradientKinds[0]));
   }
 }
 

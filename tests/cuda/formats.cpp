@@ -13,12 +13,10 @@ Config fp32_with(const Case& c) {
 }
 
 TEST_F(CudaFormats, EveryFormatInEveryRoleAndRounding) {
-  const Shape shape{some_lengths(), {0, 1, 16}};
-  const int steps = steps_of(4);
-  DeviceGradients gradients(lab().device, shape.sizes, steps + 1);
+  Course course(lab(), {some_lengths(), {0, 1, 16}}, 4);
   const std::vector<Case> cases = all_cases();
-  for (const Case& c : cases) expect_same(lab(), fp32_with(c), shape, gradients, steps);  // alone among fp32
-  for (const scruple_format* format : formats())  // wherever it can stand
+  for (const Case& c : cases) course.expect_same(fp32_with(c));  // alone among fp32
+  for (const scruple_format* format : formats())                 // wherever it can stand
     for (int rounding = SCRUPLE_NEAREST; rounding <= SCRUPLE_WIDE; ++rounding) {
       Config config = config_of("adamw");
       config.name = "";
@@ -27,14 +25,12 @@ TEST_F(CudaFormats, EveryFormatInEveryRoleAndRounding) {
           put(config, c.array, c.format, c.rounding);
           config.name += c.name() + "; ";
         }
-      if (!config.name.empty()) expect_same(lab(), config, shape, gradients, steps);
+      if (!config.name.empty()) course.expect_same(config);
     }
 }
 
 TEST_F(CudaFormats, MixturesThatNoRecipeNames) {
-  const Shape shape{some_lengths(), {0, 3, 0}};
-  const int steps = steps_of(4);
-  DeviceGradients gradients(lab().device, shape.sizes, steps + 1);
+  Course course(lab(), {some_lengths(), {0, 3, 0}}, 4);
   struct Mixture {
     const char *weight, *moment, *nonneg;
   };
@@ -53,7 +49,7 @@ TEST_F(CudaFormats, MixturesThatNoRecipeNames) {
       put(config, SCRUPLE_SLOT + 1, scruple_format_find(m.nonneg), SCRUPLE_NEAREST);
       set_rounding(config, rounding);
       config = with_gradient(config, kGradientKinds[turn++ % std::size(kGradientKinds)]);
-      expect_same(lab(), config, shape, gradients, steps);
+      course.expect_same(config);
     }
 }
 
@@ -115,11 +111,9 @@ std::vector<Config> mixtures_by_lot() {
   return mixtures;
 }
 TEST_F(CudaFormats, MixturesByLot) {
-  const Shape shape{some_lengths(), {0, 1, 6}};
-  const int steps = steps_of(4);
   for (const Data data : {Data::kNormal, Data::kNonFinite}) {
-    DeviceGradients gradients(lab().device, shape.sizes, steps + 1, data);
-    for (const Config& config : mixtures_by_lot()) expect_same(lab(), config, shape, gradients, steps, data);
+    Course course(lab(), {some_lengths(), {0, 1, 6}}, 4, data);
+    for (const Config& config : mixtures_by_lot()) course.expect_same(config);
   }
 }
 TEST_F(CudaFormats, MomentsOfNonFiniteGradients) {

@@ -261,14 +261,6 @@ TEST(CudaErrorsAnywhere, AnUnavailableEngineSaysWhy) {
   }
 }
 
-TEST(CudaErrorsAnywhere, CpuEnginesHaveNoStreams) {
-  const Engine engine;
-  int dummy = 0;
-  EXPECT_INVALID(scruple_engine_set_stream(engine, &dummy), "stream");
-  CHECK_OK(scruple_engine_set_stream(engine, nullptr));
-  CHECK_OK(scruple_engine_synchronize(engine));
-}
-
 TEST_F(CudaErrors, DevicesThatDoNotExist) {
   for (const char* name :
        {"cuda:99", "cuda:x", "cuda:", "cuda:-1", "cuda:0x", "cuda: 0", "cuda:99999999999999999999"}) {

@@ -129,6 +129,24 @@ inline void expect_same(Lab& lab, const Config& config, const Shape& shape, Devi
   const std::string difference = pair.difference();
   ASSERT_TRUE(difference.empty()) << config.name << ", after " << steps << " steps: " << difference;
 }
+// A shape, and the steps that configs take in it.
+struct Course {
+  Course(Lab& on, const Shape& of, int most_steps, Data kind = Data::kNormal, std::size_t shift = 0)
+      : lab(on),
+        shape(of),
+        steps(steps_of(most_steps)),
+        data(kind),
+        gradients(on.device, of.sizes, steps + 1, kind, shift) {}
+  void expect_same(const Config& config) {
+    scruple_tests::expect_same(lab, config, shape, gradients, steps, data);
+  }
+
+  Lab& lab;
+  Shape shape;
+  int steps;
+  Data data;
+  DeviceGradients gradients;
+};
 // Side by side in one table, each with steps of its own.
 inline void expect_same_in_one_table(Lab& lab, const std::vector<Config>& configs, std::int64_t largest) {
   Shape shape{{}, {0, 3}};
