@@ -138,9 +138,7 @@ TEST_F(Errors, EnginesRefuseBadThreadsNamesAndOutputs) {
   EXPECT_GE(scruple_engine_threads(made), 1);
   scruple_engine_destroy(made);
   ASSERT_EQ(unsetenv("SCRUPLE_ENGINE"), 0);
-  for (int e = 0; e < scruple_engine_count(); ++e) {
-    scruple_engine_info info{};
-    CHECK_OK(scruple_engine_at(e, &info));
+  for (const scruple_engine_info& info : engines()) {
     if (info.available != 0) continue;
     EXPECT_NE(std::string(info.reason), "");
     EXPECT_REFUSED(scruple_engine_create(info.name, 1, &made), SCRUPLE_UNAVAILABLE, info.name);

@@ -52,90 +52,91 @@ std::vector<NamedRow> in_every_recipe(const Optimizer& optimizer, const Engine& 
   return rows;
 }
 
+// visit(rule, rows) for every rule that has this flag, with it on, in every recipe; low-bit formats are refused. How many
+// rules there were.
+int for_exact(const Engine& engine, const char* flag, const Hypers& more, const auto& visit) {
+  int tested = 0;
+  for (const Rule& rule : rules()) {
+    if (!rule.has(flag)) continue;
+    Optimizer optimizer(rule.name, more);
+    optimizer.set(flag, 1);
+    expect_low_bits_refused(engine, optimizer);
+    std::vector<NamedRow> rows = in_every_recipe(optimizer, engine);
+    EXPECT_GE(rows.size(), 6u) << rule.name;
+    visit(rule.name, rows);
+    ++tested;
+  }
+  return tested;
+}
+
 // A maximum of noisy values ratchets upwards: of this one, in every recipe, nothing is noisy.
 TEST(Exact, AmsgradKeepsItsMaximumInEveryRecipe) {
   const Engine engine;
-  int tested = 0;
-  for (const Rule& each : rules()) {
-    const std::string& rule = each.name;
-    Optimizer optimizer(rule);
-    if (!has_hyper(optimizer, "amsgrad")) continue;
-    optimizer.set("amsgrad", 1);
-    ++tested;
-    expect_low_bits_refused(engine, optimizer);
-    std::vector<NamedRow> rows = in_every_recipe(optimizer, engine);
-    EXPECT_GE(rows.size(), 6u) << rule;
-    Random random(11);
-    std::vector<double> scales(kElements);
-    for (double& s : scales) s = 1e-3 * random.lognormal(1);
-    std::vector<float> gradient(kElements);
-    for (std::int64_t t = 1; t <= 3000; ++t) {
-      for (std::size_t i = 0; i < kElements; ++i)
-        gradient[i] = static_cast<float>(scales[i] * random.normal());
-      for (NamedRow& row : rows) {
-        row.tensor.row.step = t;
-        row.tensor.encode(engine, SCRUPLE_GRADIENT, gradient);
-        step(engine, row.tensor);
-      }
-    }
-    const int largest = SCRUPLE_SLOT + 2;
-    const std::vector<float> exact = rows[0].tensor.decode(engine, largest);
-    for (const NamedRow& row : rows) {
-      const std::vector<float> got = row.tensor.decode(engine, largest);
-      double mean = 0, mean_root = 0;
-      for (std::size_t i = 0; i < kElements; ++i) {
-        const double ratio = static_cast<double>(got[i]) / static_cast<double>(exact[i]);
-        mean += ratio / static_cast<double>(kElements);
-        mean_root += std::sqrt(ratio) / static_cast<double>(kElements);
-      }
-      record(rule + " " + row.recipe + " maximum", mean);
-      EXPECT_NEAR(mean, 1, 0.05) << rule << " " << row.recipe;
-      EXPECT_NEAR(mean_root, 1, 0.05) << rule << " " << row.recipe;
-    }
-  }
+  const int tested =
+      for_exact(engine, "amsgrad", {}, [&](const std::string& rule, std::vector<NamedRow>& rows) {
+        Random random(11);
+        std::vector<double> scales(kElements);
+        for (double& s : scales) s = 1e-3 * random.lognormal(1);
+        std::vector<float> gradient(kElements);
+        for (std::int64_t t = 1; t <= 3000; ++t) {
+          for (std::size_t i = 0; i < kElements; ++i)
+            gradient[i] = static_cast<float>(scales[i] * random.normal());
+          for (NamedRow& row : rows) {
+            row.tensor.row.step = t;
+            row.tensor.encode(engine, SCRUPLE_GRADIENT, gradient);
+            step(engine, row.tensor);
+          }
+        }
+        const int largest = SCRUPLE_SLOT + 2;
+        const std::vector<float> exact = rows[0].tensor.decode(engine, largest);
+        for (const NamedRow& row : rows) {
+          const std::vector<float> got = row.tensor.decode(engine, largest);
+          double mean = 0, mean_root = 0;
+          for (std::size_t i = 0; i < kElements; ++i) {
+            const double ratio = static_cast<double>(got[i]) / static_cast<double>(exact[i]);
+            mean += ratio / static_cast<double>(kElements);
+            mean_root += std::sqrt(ratio) / static_cast<double>(kElements);
+          }
+          record(rule + " " + row.recipe + " maximum", mean);
+          EXPECT_NEAR(mean, 1, 0.05) << rule << " " << row.recipe;
+          EXPECT_NEAR(mean_root, 1, 0.05) << rule << " " << row.recipe;
+        }
+      });
   EXPECT_EQ(tested, 2) << "adam and adamw";
 }
 
 // The square of the mean is 25 times the variance: a low-bit difference of two moments would have nothing left.
 TEST(Exact, CenteredStepsAreThoseOfFp32InEveryRecipe) {
   const Engine engine;
-  int tested = 0;
-  for (const Rule& each : rules()) {
-    const std::string& rule = each.name;
-    Optimizer optimizer(rule);
-    if (!has_hyper(optimizer, "centered")) continue;
-    optimizer.set("centered", 1);
-    optimizer.set("lr", 1e-3);
-    ++tested;
-    expect_low_bits_refused(engine, optimizer);
-    std::vector<NamedRow> rows = in_every_recipe(optimizer, engine);
-    EXPECT_GE(rows.size(), 6u) << rule;
-    std::vector<std::pair<double, double>> range(rows.size(), {1e300, 0});  // of step / fp32's step
-    Random random(12);
-    std::vector<float> gradient(kElements), exact;
-    for (std::int64_t t = 1; t <= 1000; ++t) {
-      for (float& g : gradient) g = static_cast<float>(1 + 0.2 * random.normal());
-      for (std::size_t r = 0; r < rows.size(); ++r) {
-        Tensor& tensor = rows[r].tensor;
-        tensor.row.step = t;
-        tensor.encode(engine, SCRUPLE_WEIGHT, std::vector<float>(kElements));
-        tensor.encode(engine, SCRUPLE_GRADIENT, gradient);
-        step(engine, tensor);
-        const std::vector<float> got = tensor.decode(engine, SCRUPLE_WEIGHT);
-        if (r == 0) exact = got;
-        for (std::size_t i = 0; i < kElements; ++i) {
-          const double ratio = static_cast<double>(got[i]) / static_cast<double>(exact[i]);
-          range[r] = {std::min(range[r].first, ratio), std::max(range[r].second, ratio)};
+  const Hypers lr = {{"lr", 1e-3}};
+  const int tested =
+      for_exact(engine, "centered", lr, [&](const std::string& rule, std::vector<NamedRow>& rows) {
+        std::vector<std::pair<double, double>> range(rows.size(), {1e300, 0});  // of step / fp32's step
+        Random random(12);
+        std::vector<float> gradient(kElements), exact;
+        for (std::int64_t t = 1; t <= 1000; ++t) {
+          for (float& g : gradient) g = static_cast<float>(1 + 0.2 * random.normal());
+          for (std::size_t r = 0; r < rows.size(); ++r) {
+            Tensor& tensor = rows[r].tensor;
+            tensor.row.step = t;
+            tensor.encode(engine, SCRUPLE_WEIGHT, std::vector<float>(kElements));
+            tensor.encode(engine, SCRUPLE_GRADIENT, gradient);
+            step(engine, tensor);
+            const std::vector<float> got = tensor.decode(engine, SCRUPLE_WEIGHT);
+            if (r == 0) exact = got;
+            for (std::size_t i = 0; i < kElements; ++i) {
+              const double ratio = static_cast<double>(got[i]) / static_cast<double>(exact[i]);
+              range[r] = {std::min(range[r].first, ratio), std::max(range[r].second, ratio)};
+            }
+          }
         }
-      }
-    }
-    for (std::size_t r = 0; r < rows.size(); ++r) {
-      record(rule + " " + rows[r].recipe + " least", range[r].first);
-      record(rule + " " + rows[r].recipe + " most", range[r].second);
-      EXPECT_GE(range[r].first, 0.5) << rule << " " << rows[r].recipe;
-      EXPECT_LE(range[r].second, 2.0) << rule << " " << rows[r].recipe;
-    }
-  }
+        for (std::size_t r = 0; r < rows.size(); ++r) {
+          record(rule + " " + rows[r].recipe + " least", range[r].first);
+          record(rule + " " + rows[r].recipe + " most", range[r].second);
+          EXPECT_GE(range[r].first, 0.5) << rule << " " << rows[r].recipe;
+          EXPECT_LE(range[r].second, 2.0) << rule << " " << rows[r].recipe;
+        }
+      });
   EXPECT_EQ(tested, 1) << "rmsprop";
 }
 

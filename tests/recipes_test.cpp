@@ -88,7 +88,7 @@ void set_up(Optimizer& optimizer, scruple_engine* engine) {
 
 // How far from where the reference went, over how far it went.
 double distance(const std::vector<float>& got, const std::vector<float>& want,
-                   const std::vector<float>& origin) {
+                const std::vector<float>& origin) {
   std::vector<double> way, wanted_way;
   for (std::size_t i = 0; i < got.size(); ++i) {
     way.push_back(static_cast<double>(got[i]) - static_cast<double>(origin[i]));
@@ -246,9 +246,9 @@ TEST(Recipes, EverySlotInEveryFormatFollowsFp32WithinItsBound) {
           tensor.use(a, format, rounding);
           train(engine, tensor);
           SCOPED_TRACE(rule.name + " " + slot + " " + info_of(format).name + " " + std::to_string(rounding));
-          EXPECT_LE(distance(tensor.decode(engine, a), reference.decode(engine, a),
-                                std::vector<float>(kElements)),
-                    moment_bound(tensor, a));
+          EXPECT_LE(
+              distance(tensor.decode(engine, a), reference.decode(engine, a), std::vector<float>(kElements)),
+              moment_bound(tensor, a));
           EXPECT_LE(distance(weights_of(engine, tensor), weights_of(engine, reference), initial_weights()),
                     distance_bound(tensor));
         }

@@ -73,14 +73,16 @@ struct Engine {
   scruple_engine* handle = nullptr;
 };
 
+inline std::vector<scruple_engine_info> engines() {
+  std::vector<scruple_engine_info> all(static_cast<std::size_t>(scruple_engine_count()));
+  for (std::size_t i = 0; i < all.size(); ++i) CHECK_OK(scruple_engine_at(static_cast<int>(i), &all[i]));
+  return all;
+}
 // The CPU engines that this machine can run, the plainest first: those whose memory is the host's.
 inline std::vector<std::string> cpu_engines() {
   std::vector<std::string> names;
-  for (int i = 0; i < scruple_engine_count(); ++i) {
-    scruple_engine_info info{};
-    CHECK_OK(scruple_engine_at(i, &info));
+  for (const scruple_engine_info& info : engines())
     if (info.available != 0 && std::string(info.name).starts_with("cpu")) names.emplace_back(info.name);
-  }
   return names;
 }
 
@@ -293,11 +295,7 @@ inline void bit_string_set(unsigned char* to, std::size_t i, int k, std::uint32_
 
 // A table row and the planes it points to, zeroed. `row` is what the ABI takes; its fields may be changed freely.
 struct Tensor {
-  Tensor(const scruple_optimizer* optimizer, std::int64_t size) {
-    row.optimizer = optimizer;
-    row.size = size;
-    row.step = 1;
-  }
+  Tensor(const scruple_optimizer* optimizer, std::int64_t size) : row(row_of(optimizer, size)) {}
   // All arrays in a recipe's formats, slots at their initial value.
   Tensor(const scruple_optimizer* optimizer, std::int64_t size, const char* recipe, scruple_engine* engine)
       : Tensor(optimizer, size) {

@@ -248,11 +248,7 @@ TEST(CudaErrorsAnywhere, AnUnavailableEngineSaysWhy) {
   const std::string reason = why_unavailable("cuda");
   if (reason.empty()) GTEST_SKIP() << "it is available here";
   bool listed = false;
-  for (int i = 0; i < scruple_engine_count(); ++i) {
-    scruple_engine_info info{};
-    CHECK_OK(scruple_engine_at(i, &info));
-    listed = listed || std::string(info.name) == "cuda";
-  }
+  for (const scruple_engine_info& info : engines()) listed = listed || std::string(info.name) == "cuda";
   if (!listed) GTEST_SKIP() << reason;
   for (const char* name : {"cuda", "cuda:0"}) {
     scruple_engine* engine = nullptr;
