@@ -24,11 +24,12 @@ check racecheck cuda_test "$sharing"
 # The trainer's kernels, and the trainer on tiny models: of each family in 16 bits, with graphs and copies beside the
 # layers; of one for races, which shared memory alone can have: the kernels' own tests show those.
 if [ -x "$folder/cuda_trainer_test" ]; then
-  for test in attention_test layers_test; do check memcheck $test '*'; done
+  for test in attention_test layers_test heads_test; do check memcheck $test '*'; done
   check memcheck cuda_trainer_test '*OddSizes:CudaTrainer.GraphsGive*:*Offloading*'
-  check initcheck cuda_trainer_test '*OddSizes:*Recomputation*'
+  check initcheck cuda_trainer_test '*OddSizes'
+  check initcheck trainer_test '*Recomputation*/cuda'
   check racecheck attention_test '*SameBytesTwice'
-  check racecheck layers_test '*'
+  for test in layers_test heads_test; do check racecheck $test '*'; done
   check racecheck cuda_trainer_test '*OddSizes'
 fi
 exit $status

@@ -1,7 +1,6 @@
-// Gradient accumulators in few bits, over the micro-batches of a step: how far the mean is off, that it is
-// right on average, and that small elements beside large ones keep their steps. Where another accumulator is
-// known to fail, the same experiment shows it. What was measured is in the test's properties
-// (--gtest_output=xml).
+// Gradient accumulators in few bits, over the micro-batches of a step: how far the mean is off, that it is right on
+// average, and that small elements beside large ones keep their steps. Where another accumulator is known to fail, the
+// same experiment shows it. What was measured is in the test's properties (--gtest_output=xml).
 #include <algorithm>
 
 #include "tests/support.h"
@@ -19,19 +18,6 @@ struct Kind {
 constexpr Kind kFp32 = {"fp32", SCRUPLE_NEAREST, "fp32"};
 constexpr Kind kInt8 = {"int8", SCRUPLE_DITHER, "int8_dither"};
 constexpr Kind kRoot8 = {"root8", SCRUPLE_STOCHASTIC, "root8"};
-
-void record(const std::string& name, double value) {
-  testing::Test::RecordProperty(name, std::to_string(value));
-}
-
-// tensor's gradient += g / n, in its own format.
-void fold(const Engine& engine, Tensor& tensor, const std::vector<float>& g, int n) {
-  scruple_array incoming{};
-  incoming.format = scruple_format_find("fp32");
-  incoming.codes = const_cast<float*>(g.data());
-  CHECK_OK(scruple_fold(engine, &tensor.row, &incoming, 1, static_cast<float>(1.0 / n), nullptr));
-  ++tensor.row.folds;
-}
 
 Tensor accumulator(const Optimizer& optimizer, const Kind& kind, std::size_t size) {
   Tensor tensor(optimizer, static_cast<std::int64_t>(size));
@@ -51,19 +37,12 @@ double error_of_mean(const Engine& engine, const Kind& kind, int n) {
   for (int i = 0; i < n; ++i) {
     const std::vector<float> g = random.normals(kElements, 1e-4);
     for (std::size_t e = 0; e < kElements; ++e) exact[e] += static_cast<double>(g[e]) / n;
-    fold(engine, tensor, g, n);
+    fold(engine, tensor, g, static_cast<float>(1.0 / n));
   }
-  const std::vector<float> mean = tensor.decode(engine, SCRUPLE_GRADIENT);
-  double error = 0, square = 0;
-  for (std::size_t e = 0; e < kElements; ++e) {
-    error += std::pow(static_cast<double>(mean[e]) - exact[e], 2);
-    square += exact[e] * exact[e];
-  }
-  return std::sqrt(error / square);
+  return relative_l2(tensor.decode(engine, SCRUPLE_GRADIENT), exact);
 }
 
-// root8 gives codes to the small elements of uneven groups: of even ones it keeps a little less than
-// int8.
+// root8 gives codes to the small elements of uneven groups: of even ones it keeps a little less than int8.
 TEST(Accumulators, Root8ErrsAtMostTwiceAsMuchAsInt8InEvenGroups) {
   const Engine engine;
   for (const int n : {1, 4, 16, 64}) {
@@ -111,7 +90,7 @@ double mean_step(const Engine& engine, const Kind& kind) {
       std::vector<float> g(kElements);
       for (std::size_t i = 0; i < kElements; ++i)
         g[i] = static_cast<float>(u.scales[i] * (random.normal() + (i % 2 == 0 ? 1 : -1)));
-      fold(engine, tensor, g, kMicroBatches);
+      fold(engine, tensor, g, static_cast<float>(1.0 / kMicroBatches));
     }
     tensor.encode(engine, SCRUPLE_WEIGHT, std::vector<float>(kElements));
     step(engine, tensor);
@@ -179,7 +158,7 @@ Worst worst_bias(const Engine& engine, const Kind& kind, int folds) {
   for (int draw = 1; draw <= kDraws; ++draw) {
     tensor.row.step = draw;
     tensor.row.folds = 0;
-    for (const std::vector<float>& part : parts) fold(engine, tensor, part, folds);
+    for (const std::vector<float>& part : parts) fold(engine, tensor, part, static_cast<float>(1.0 / folds));
     const std::vector<float> got = tensor.decode(engine, SCRUPLE_GRADIENT);
     for (std::size_t i = 0; i < x.size(); ++i) {
       const double error = static_cast<double>(got[i]) - exact[i];
@@ -228,7 +207,7 @@ double kept_in_bf16(const Engine& engine, int rounding) {
       g[i] = static_cast<float>(scales[i] * (0.5 + random.uniform()));
       exact[i] += static_cast<double>(g[i]) / kParts;
     }
-    fold(engine, tensor, g, kParts);
+    fold(engine, tensor, g, static_cast<float>(1.0 / kParts));
   }
   const std::vector<float> got = tensor.decode(engine, SCRUPLE_GRADIENT);
   double kept = 0;

@@ -1,32 +1,20 @@
 // Attention on the GPU against a reference in double precision. How far a result may be off is summed along
 // with it: every rounding to 16 bits, and fp32 arithmetic, in proportion to what they round.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <gtest/gtest.h>
-
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <random>
 #include <sstream>
 #include <string>
 #include <vector>
 
+#include "tests/cuda/arrays.h"
 #include "train/cuda/attention.h"
 
 namespace scruple::train::cuda {
 namespace {
 
-using Bytes = std::vector<unsigned char>;
-using Doubles = std::vector<double>;
-
-constexpr Precision kPrecisions[] = {Precision::fp32, Precision::bf16, Precision::fp16};
 constexpr int kWidths[] = {16, 40, 64, 80, 96, 128, 192};
 constexpr int kLengths[] = {1, 7, 63, 64, 65, 127, 128, 129, 200, 257};
-constexpr std::size_t kGuard = 256;  // bytes after an array, that nobody may write or use
-
-void expect(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
 
 int size_of(Precision precision) { return precision == Precision::fp32 ? 4 : 2; }
 // Half a unit in the last place of 1.
@@ -35,64 +23,6 @@ double rounding_of(Precision precision) {
 }
 // Half of the smallest number.
 double underflow_of(Precision precision) { return precision == Precision::fp16 ? 0x1p-25 : 0; }
-
-template <class T>
-void write(Bytes& to, std::size_t i, T value) {
-  std::memcpy(to.data() + i * sizeof(T), &value, sizeof(T));
-}
-template <class T>
-T read(const Bytes& from, std::size_t i) {
-  T value;
-  std::memcpy(&value, from.data() + i * sizeof(T), sizeof(T));
-  return value;
-}
-void set(Bytes& to, Precision precision, std::size_t i, double value) {
-  switch (precision) {
-    case Precision::fp32: return write(to, i, static_cast<float>(value));
-    case Precision::bf16: return write(to, i, __float2bfloat16(static_cast<float>(value)));
-    case Precision::fp16: return write(to, i, __float2half(static_cast<float>(value)));
-  }
-}
-double get(const Bytes& from, Precision precision, std::size_t i) {
-  switch (precision) {
-    case Precision::fp32: return read<float>(from, i);
-    case Precision::bf16: return __bfloat162float(read<__nv_bfloat16>(from, i));
-    default: return __half2float(read<__half>(from, i));
-  }
-}
-
-// An array in device memory; kGuard bytes follow it.
-class Array {
- public:
-  explicit Array(std::size_t bytes, int fill = 0xff) : bytes_(bytes) {
-    expect(cudaMalloc(&data_, bytes + kGuard));
-    refill(fill);
-  }
-  explicit Array(const Bytes& from) : Array(from.size()) {
-    expect(cudaMemcpy(data_, from.data(), bytes_, cudaMemcpyHostToDevice));
-  }
-  Array(const Array&) = delete;
-  ~Array() { cudaFree(data_); }
-  void refill(int fill) {
-    fill_ = fill;
-    expect(cudaMemset(data_, fill, bytes_ + kGuard));
-  }
-  void* data() const { return data_; }
-  // What it holds; nothing was written after it.
-  Bytes bytes() const {
-    Bytes all(bytes_ + kGuard);
-    expect(cudaMemcpy(all.data(), data_, all.size(), cudaMemcpyDeviceToHost));
-    EXPECT_TRUE(std::all_of(all.begin() + static_cast<std::ptrdiff_t>(bytes_), all.end(),
-                            [&](unsigned char byte) { return byte == fill_; }));
-    all.resize(bytes_);
-    return all;
-  }
-
- private:
-  std::size_t bytes_;
-  int fill_ = 0;
-  void* data_ = nullptr;
-};
 
 enum class Documents { none, several, single };  // single: of one token each
 
@@ -159,7 +89,7 @@ Outputs compute(const Case& c, const Inputs& inputs, int fill) {
   attend(shape, qkv.data(), y.data(), static_cast<float*>(log_sums.data()), nullptr);
   attend_backward(shape, qkv.data(), y.data(), static_cast<const float*>(log_sums.data()), dy.data(),
                   dqkv.data(), workspace.data(), nullptr);
-  expect(cudaDeviceSynchronize());
+  must(cudaDeviceSynchronize());
   workspace.bytes();
   return {y.bytes(), log_sums.bytes(), dqkv.bytes()};
 }
@@ -285,13 +215,7 @@ void expect_right(const Case& c) {
   expect_close("dqkv", outputs.dqkv, c.precision, reference.dqkv);
 }
 
-class AttentionTest : public testing::Test {
- protected:
-  void SetUp() override {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) GTEST_SKIP() << "no CUDA device";
-  }
-};
+class AttentionTest : public NeedsGpu {};
 
 // Every width and length; sequences, groups and documents take turns.
 TEST_F(AttentionTest, MatchesReference) {
@@ -300,7 +224,7 @@ TEST_F(AttentionTest, MatchesReference) {
   };
   constexpr Heads kHeads[] = {{2, 1, 1}, {1, 2, 1}, {1, 4, 1}, {3, 2, 2}, {1, 4, 2}};
   int turn = 0;
-  for (const Precision precision : kPrecisions)
+  for (const Precision precision : kTypes)
     for (const int width : kWidths)
       for (const int length : kLengths) {
         const Heads heads = kHeads[turn % 5];
@@ -312,7 +236,7 @@ TEST_F(AttentionTest, MatchesReference) {
 
 // Every group with every kind of documents, where rows go over several tiles.
 TEST_F(AttentionTest, GroupsAndDocuments) {
-  for (const Precision precision : kPrecisions)
+  for (const Precision precision : kTypes)
     for (const int width : {40, 64, 80, 128})
       for (const auto documents : {Documents::none, Documents::several, Documents::single})
         for (const int kv_heads : {1, 2, 4}) expect_right({precision, 2, 200, 4, kv_heads, width, documents});
@@ -320,13 +244,13 @@ TEST_F(AttentionTest, GroupsAndDocuments) {
 
 // More (sequence, head) pairs than a section of blocks has.
 TEST_F(AttentionTest, ManyPairs) {
-  for (const Precision precision : kPrecisions)
+  for (const Precision precision : kTypes)
     for (const int kv_heads : {14, 1})
       expect_right({precision, 5, 140, 14, kv_heads, 64, Documents::several});
 }
 
 TEST_F(AttentionTest, SameBytesTwice) {
-  for (const Precision precision : kPrecisions)
+  for (const Precision precision : kTypes)
     for (const int width : kWidths) {
       const Case c{precision, 2, 200, 4, 2, width, Documents::several};
       const Inputs inputs(c);
@@ -338,7 +262,7 @@ TEST_F(AttentionTest, SameBytesTwice) {
 }
 
 TEST_F(AttentionTest, LargeScoresStayFinite) {
-  for (const Precision precision : kPrecisions)
+  for (const Precision precision : kTypes)
     for (const int width : kWidths) {
       const Case c{precision, 1, 129, 2, 1, width, Documents::several, 30};
       const Outputs outputs = compute(c, Inputs(c), 0xff);
@@ -350,7 +274,7 @@ TEST_F(AttentionTest, LargeScoresStayFinite) {
 }
 
 TEST_F(AttentionTest, NothingToDo) {
-  for (const Precision precision : kPrecisions) {
+  for (const Precision precision : kTypes) {
     attend({precision, 0, 64, 2, 2, 64, nullptr}, nullptr, nullptr, nullptr, nullptr);
     attend({precision, 3, 0, 2, 2, 64, nullptr}, nullptr, nullptr, nullptr, nullptr);
     attend_backward({precision, 0, 64, 2, 2, 64, nullptr}, nullptr, nullptr, nullptr, nullptr, nullptr,

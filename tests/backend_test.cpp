@@ -159,44 +159,27 @@ TEST(CheckSetup, ABatchHasFewerRowsThanAnIntCanCount) {
 class BackendTest : public ::testing::TestWithParam<scruple_policy> {};
 
 TEST_P(BackendTest, TrainsInItsOwnMemoryAndFormats) {
-  const std::vector<std::uint8_t> text(100, 'a');
-  const Windows windows(text, 8);
   arena.most = 0;
   {
     Job job = job_of(GetParam());
     if (GetParam() == SCRUPLE_COMPRESSED) job.gradients.micro_batches = 2;
-    Ledger ledger;
-    Trainer trainer(job, ledger);
-    for (const scruple_tensor& row : trainer.state().table()) {
+    Training training(job);
+    for (const scruple_tensor& row : training.state().table()) {
       EXPECT_TRUE(arena.has(row.arrays[SCRUPLE_WEIGHT].codes));
       EXPECT_TRUE(arena.has(row.arrays[SCRUPLE_WEIGHT].aux));
     }
-    const double before = trainer.validate(windows, 1);
-    for (int step = 0; step < 20; ++step) trainer.step(windows);
+    const double before = training.validate(1);
+    training.take(20);
     // Each step keeps 7/8 of every weight.
-    const double kept = std::pow(0.875, 40), after = trainer.validate(windows, 1);
+    const double kept = std::pow(0.875, 40), after = training.validate(1);
     EXPECT_NEAR(after / before, kept, 0.03 * kept);
     std::int64_t counted = 0;
-    for (const Ledger::Entry& entry : ledger.entries())
+    for (const Ledger::Entry& entry : training.counted.entries())
       if (entry.kind != "activations" && entry.kind != "workspace") counted += entry.peak;
-    EXPECT_GT(ledger.peak("gradients"), 0);
+    EXPECT_GT(training.counted.peak("gradients"), 0);
     EXPECT_EQ(arena.most, counted) << "all planes, gradients and accumulators";
   }
   EXPECT_TRUE(arena.given.empty()) << "planes, accumulators and gradients go back where they came from";
-}
-
-// Weights, extra bits, moments and scales.
-std::vector<std::byte> planes_of(Trainer& trainer) {
-  std::vector<std::byte> all;
-  for (const scruple_tensor& row : trainer.state().table()) {
-    const io::TensorState form = stored_form("t", {row.size}, row);
-    for (std::size_t a = 0; a < form.arrays.size(); ++a)
-      for (std::size_t p = 0; p < form.arrays[a].planes.size(); ++p) {
-        const std::span<std::byte> plane = plane_of(row, form, a, p);
-        all.insert(all.end(), plane.begin(), plane.end());
-      }
-  }
-  return all;
 }
 
 Job with_momentum(const char* recipe = "scruple") {
@@ -209,32 +192,27 @@ Job with_momentum(const char* recipe = "scruple") {
 using BackendFiles = scruple_tests::Files;
 
 TEST_F(BackendFiles, EveryPlaneIsCopiedToACheckpointAndBackAndTheRunGoesOnToTheBit) {
-  const std::vector<std::uint8_t> text(100, 'a');
-  const Windows windows(text, 8);
-  Ledger ledger;
-  Trainer whole(with_momentum(), ledger);
-  for (int step = 0; step < 4; ++step) whole.step(windows);
+  Training whole(with_momentum());
+  whole.take(4);
   {
-    Trainer first(with_momentum(), ledger);
-    for (int step = 0; step < 2; ++step) first.step(windows);
+    Training first(with_momentum());
+    first.take(2);
     arena.read_bytes = 0;
     save(first, "scruple", {}, path("run"), 0);
-    EXPECT_EQ(arena.read_bytes, static_cast<std::int64_t>(planes_of(first).size()));
+    EXPECT_EQ(arena.read_bytes, static_cast<std::int64_t>(first.planes().size()));
   }
   const io::Checkpoint saved(io::find_checkpoint(path("run")));
   arena.written_bytes = 0;
-  Trainer second(with_momentum(), ledger, &saved);
-  EXPECT_EQ(arena.written_bytes, static_cast<std::int64_t>(planes_of(second).size()));
-  for (int step = 0; step < 2; ++step) second.step(windows);
-  EXPECT_EQ(planes_of(second), planes_of(whole));
+  Training second(with_momentum(), &saved);
+  EXPECT_EQ(arena.written_bytes, static_cast<std::int64_t>(second.planes().size()));
+  second.take(2);
+  EXPECT_EQ(second.planes(), whole.planes());
 }
 
 // Recipes have changed: moments are decoded and encoded.
 TEST_F(BackendFiles, MomentsOfAnotherFormatAreTakenUp) {
-  const std::vector<std::uint8_t> text(100, 'a');
-  Ledger ledger;
-  Trainer first(with_momentum(), ledger);
-  first.step(Windows(text, 8));
+  Training first(with_momentum());
+  first.step();
   save(first, "scruple", {}, path("run"), 0);
   const io::Checkpoint saved(io::find_checkpoint(path("run")));
   Job job = with_momentum();
@@ -243,7 +221,7 @@ TEST_F(BackendFiles, MomentsOfAnotherFormatAreTakenUp) {
     row.arrays[SCRUPLE_WEIGHT + 1] = {format_named("fp32"), nullptr, nullptr, SCRUPLE_NEAREST, 0};
     return row;
   };
-  Trainer second(job, ledger, &saved);
+  Training second(job, &saved);
   for (std::size_t p = 0; p < first.state().table().size(); ++p) {
     const scruple_tensor &a = first.state().table()[p], &b = second.state().table()[p];
     std::vector<float> want(static_cast<std::size_t>(a.size)), got(want.size());

@@ -6,57 +6,10 @@
 #include <cstring>
 
 #include "include/scruple/scruple.h"
-#include "io/checkpoint.h"
-#include "io/crc32.h"
-#include "tests/files.h"
+#include "tests/checkpoints.h"
 
 namespace scruple_tests {
 namespace {
-
-using namespace scruple;
-
-// Sizes around blocks; packed codes, scales, extra bits, no elements. The planes are written out here, so that what
-// the library makes of a format's name is compared with them.
-io::Manifest sample() {
-  io::Manifest manifest;
-  manifest.library = SCRUPLE_VERSION;
-  manifest.recipe = "a \"recipe\"";
-  manifest.step = 12;
-  manifest.groups = {{"adamw", ~std::uint64_t{0}, {{"lr", 1e-4}, {"eps", 1e-8}}}, {"lion", 0, {}}};
-  manifest.loss_scale = io::LossScale{65536, 2, 0.5, 2000, 17};
-  manifest.trainer = {{"--set", "a=1\nb=2"}, {"\xc3\xa9", ""}, {"zeros", std::string("a\0b", 3)}};
-  std::uint32_t id = 0;
-  for (const std::vector<std::int64_t>& shape :
-       std::vector<std::vector<std::int64_t>>{{5, 128}, {3}, {}, {0, 4}, {129}, {4, 100, 3}}) {
-    io::TensorState tensor;
-    tensor.name = "t" + std::to_string(id);
-    tensor.shape = shape;
-    tensor.group = id % 2;
-    tensor.id = id++;
-    tensor.step = 13;
-    if (id == 2) tensor.adagc_norm = 0.1;
-    const std::int64_t n = tensor.elements(), packed = (n * 12 + 7) / 8;
-    const std::int64_t groups = (n + 63) / 64;
-    tensor.arrays = {{"weight",
-                      "bf16+8",
-                      "nearest",
-                      {{"codes", io::Dtype::bf16, shape, 256, {}}, {"extra", io::Dtype::u8, {n}, 128, {}}}},
-                     {"exp_avg",
-                      "int12",
-                      "stochastic",
-                      {{"codes", io::Dtype::u8, {packed}, 192, {}},
-                       {"scale", io::Dtype::f32, n <= 1 ? shape : std::vector{groups}, 8, {}}}}};
-    manifest.tensors.push_back(tensor);
-  }
-  return manifest;
-}
-
-std::string data_of(const io::TensorState& tensor, const io::Array& array, const io::Plane& plane) {
-  std::string data(static_cast<std::size_t>(plane.bytes()), '\0');
-  std::uint32_t state = io::crc32(io::plane_name(tensor, array, plane));
-  for (char& byte : data) byte = static_cast<char>((state = state * 1664525u + 1013904223u) >> 24);
-  return data;
-}
 
 // The manifest as a caller of the ABI says it.
 struct Given {
@@ -139,14 +92,6 @@ class Checkpoints : public Files {
     write_all(writer, manifest, part);
     expect(SCRUPLE_OK, scruple_checkpoint_commit(writer.get()), "");
   }
-  static void write_by_io(const std::string& folder, const io::Manifest& manifest, std::size_t files = 1) {
-    std::string data;
-    io::write_checkpoint(folder, manifest, files, [&](std::size_t t, std::size_t a, std::size_t p) {
-      const io::TensorState& tensor = manifest.tensors[t];
-      data = data_of(tensor, tensor.arrays[a], tensor.arrays[a].planes[p]);
-      return bytes_of(data);
-    });
-  }
   static Reader open(const std::string& folder) {
     scruple_checkpoint* checkpoint = nullptr;
     expect(SCRUPLE_OK, scruple_checkpoint_open(folder.c_str(), &checkpoint), "");
@@ -166,7 +111,7 @@ class Checkpoints : public Files {
 };
 
 TEST_F(Checkpoints, AreByteForByteThoseOfTheOtherDoor) {
-  const io::Manifest manifest = sample();
+  const io::Manifest manifest = sample(SCRUPLE_VERSION);
   for (const std::size_t files : {1u, 3u, 9u})
     for (const std::size_t part : {1u, 100u, 1u << 20}) {
       std::filesystem::remove_all(path("io"));
@@ -186,7 +131,7 @@ TEST_F(Checkpoints, AreByteForByteThoseOfTheOtherDoor) {
 
 // In 0.1.0 decay_lr was max_lr: who still says so writes what everyone reads, and what 0.1.0 wrote is read so.
 TEST_F(Checkpoints, TakeAHyperparametersOldName) {
-  io::Manifest manifest = sample();
+  io::Manifest manifest = sample(SCRUPLE_VERSION);
   manifest.groups[0].hyperparameters = {{"max_lr", 0.5}};
   save(path("now"), manifest);
   write_by_io(path("then"), manifest);
@@ -202,7 +147,7 @@ TEST_F(Checkpoints, TakeAHyperparametersOldName) {
 }
 
 TEST_F(Checkpoints, RefuseAHyperparameterByBothItsNames) {
-  io::Manifest manifest = sample();
+  io::Manifest manifest = sample(SCRUPLE_VERSION);
   manifest.groups[0].hyperparameters = {{"decay_lr", 0.5}, {"max_lr", 0.5}};
   refuse_begin(*Given(manifest).get(), "\"decay_lr\" stands twice");
   write_by_io(path("c"), manifest);
@@ -210,7 +155,7 @@ TEST_F(Checkpoints, RefuseAHyperparameterByBothItsNames) {
 }
 
 TEST_F(Checkpoints, SayWhatIsInThem) {
-  const io::Manifest manifest = sample();
+  const io::Manifest manifest = sample(SCRUPLE_VERSION);
   save(path("run/checkpoints/step-00000012"), manifest, 2);
   const Reader checkpoint = open(path("run"));
   const scruple_checkpoint_contents& found = *scruple_checkpoint_manifest(checkpoint.get());
@@ -253,7 +198,7 @@ TEST_F(Checkpoints, SayWhatIsInThem) {
 }
 
 TEST_F(Checkpoints, AreReadInAnyParts) {
-  const io::Manifest manifest = sample();
+  const io::Manifest manifest = sample(SCRUPLE_VERSION);
   save(path("c"), manifest, 3);
   const Reader checkpoint = open(path("c"));
   for (std::size_t t = 0; t < manifest.tensors.size(); ++t)
@@ -285,15 +230,15 @@ TEST_F(Checkpoints, AreReadInAnyParts) {
   expect(SCRUPLE_INVALID, scruple_checkpoint_read(checkpoint.get(), 0, 0, 0, 0, &byte, -1), "bytes");
   expect(SCRUPLE_INVALID, scruple_checkpoint_read(checkpoint.get(), 0, 0, 0, 0, nullptr, 1), "to is null");
   expect(SCRUPLE_INVALID, scruple_checkpoint_read(checkpoint.get(), -1, 0, 0, 0, &byte, 1), "tensor -1");
-  expect(SCRUPLE_INVALID, scruple_checkpoint_read(checkpoint.get(), 6, 0, 0, 0, &byte, 1), "there are 6");
+  expect(SCRUPLE_INVALID, scruple_checkpoint_read(checkpoint.get(), 7, 0, 0, 0, &byte, 1), "there are 7");
   expect(SCRUPLE_INVALID, scruple_checkpoint_read(checkpoint.get(), 0, 2, 0, 0, &byte, 1), "array 2");
   expect(SCRUPLE_INVALID, scruple_checkpoint_read(checkpoint.get(), 0, 0, 2, 0, &byte, 1), "plane 2");
   expect(SCRUPLE_INVALID, scruple_checkpoint_read(nullptr, 0, 0, 0, 0, &byte, 1), "checkpoint is null");
-  expect(SCRUPLE_INVALID, scruple_checkpoint_verify(checkpoint.get(), 6), "tensor 6");
+  expect(SCRUPLE_INVALID, scruple_checkpoint_verify(checkpoint.get(), 7), "tensor 7");
 }
 
 TEST_F(Checkpoints, DamageIsFoundWhereItIsReadInOrder) {
-  const io::Manifest manifest = sample();
+  const io::Manifest manifest = sample(SCRUPLE_VERSION);
   save(path("c"), manifest);
   std::string bad = content("c/model.safetensors");
   const std::size_t at = bad.find(
@@ -320,12 +265,12 @@ TEST_F(Checkpoints, DamageIsFoundWhereItIsReadInOrder) {
 }
 
 TEST_F(Checkpoints, FilesThatAreCutWhileTheyAreReadAreAnError) {
-  const io::Manifest manifest = sample();
+  const io::Manifest manifest = sample(SCRUPLE_VERSION);
   save(path("c"), manifest);
   const Reader checkpoint = open(path("c"));
   std::filesystem::resize_file(path("c/model.safetensors"),
                                std::filesystem::file_size(path("c/model.safetensors")) / 2);
-  expect(SCRUPLE_FILE, scruple_checkpoint_verify(checkpoint.get(), 5), "was shortened");
+  expect(SCRUPLE_FILE, scruple_checkpoint_verify(checkpoint.get(), 6), "was shortened");
 }
 
 TEST_F(Checkpoints, WhatIsNoneIsRefused) {
@@ -333,7 +278,7 @@ TEST_F(Checkpoints, WhatIsNoneIsRefused) {
   refuse_open(path("c.partial-1-0"), SCRUPLE_INVALID, "did not end");
   std::filesystem::create_directory(path("c.partial-1-0"));
   refuse_open(path("c"), SCRUPLE_INVALID, "c.partial-1-0 beside it");
-  save(path("c"), sample());
+  save(path("c"), sample(SCRUPLE_VERSION));
   const std::string good = content("c/manifest.json");
   const auto with = [&](const std::string& what, const std::string& by) {
     std::string text = good;
@@ -373,7 +318,7 @@ TEST_F(Checkpoints, WhatIsNoneIsRefused) {
 }
 
 TEST_F(Checkpoints, WhatNoFileCanHoldIsRefusedBeforeAnythingIsWritten) {
-  const io::Manifest good = sample();
+  const io::Manifest good = sample(SCRUPLE_VERSION);
   const auto refuse = [&](const auto& change, const std::string& words) {
     io::Manifest manifest = good;
     change(manifest);
@@ -404,7 +349,7 @@ TEST_F(Checkpoints, WhatNoFileCanHoldIsRefusedBeforeAnythingIsWritten) {
     refuse_begin(given.contents, words);
   };
   refuse_c([](Given& g) { g.contents.recipe = nullptr; }, "recipe is null");
-  refuse_c([](Given& g) { g.contents.tensors = nullptr; }, "6 tensors at null");
+  refuse_c([](Given& g) { g.contents.tensors = nullptr; }, "7 tensors at null");
   refuse_c([](Given& g) { g.contents.tensor_count = -1; }, "-1 tensors");
   refuse_c([](Given& g) { g.tensors[0].name = nullptr; }, "name is null");
   refuse_c([](Given& g) { g.tensors[0].shape = nullptr; }, "dimensions at null");
@@ -423,7 +368,7 @@ TEST_F(Checkpoints, WhatNoFileCanHoldIsRefusedBeforeAnythingIsWritten) {
 }
 
 TEST_F(Checkpoints, OnlyACheckpointIsReplaced) {
-  const io::Manifest manifest = sample();
+  const io::Manifest manifest = sample(SCRUPLE_VERSION);
   save(path("c"), manifest, 2);
   save(path("c/"), manifest, 1);
   EXPECT_EQ(files(), 1u);
@@ -448,7 +393,7 @@ TEST_F(Checkpoints, OnlyACheckpointIsReplaced) {
 }
 
 TEST_F(Checkpoints, AppearWithCommitAlone) {
-  const io::Manifest manifest = sample();
+  const io::Manifest manifest = sample(SCRUPLE_VERSION);
   {
     const Writer writer = begin(path("c"), manifest);
     write_all(writer, manifest, 1000);
@@ -465,7 +410,7 @@ TEST_F(Checkpoints, AppearWithCommitAlone) {
   expect(SCRUPLE_OK, write(0, 0, 0, 1000), "");
   expect(SCRUPLE_INVALID, write(0, 0, 0, 281), "280 are missing, and 281 were given");
   expect(SCRUPLE_INVALID, scruple_checkpoint_commit(writer.get()), "lacks 280");
-  expect(SCRUPLE_INVALID, write(6, 0, 0, 1), "no plane 0 of array 0 of tensor 6");
+  expect(SCRUPLE_INVALID, write(7, 0, 0, 1), "no plane 0 of array 0 of tensor 7");
   for (const int index : {-1, 2}) {
     expect(SCRUPLE_INVALID, write(0, index, 0, 1), "there is no plane");
     expect(SCRUPLE_INVALID, write(0, 0, index, 1), "there is no plane");

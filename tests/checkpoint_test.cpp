@@ -1,21 +1,18 @@
 // Checkpoints: what is saved comes back, in any number of files; no bit flips unnoticed; hostile manifests are
 // refused; files of every version load.
-#include "io/checkpoint.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
 
-#include "io/crc32.h"
 #include "io/json.h"
 #include "tests/allocations.h"
-#include "tests/files.h"
+#include "tests/checkpoints.h"
 
 namespace scruple_tests {
 namespace {
 
-using namespace scruple::io;
+using namespace io;
 
 // ---- Checksums and JSON ----
 
@@ -75,57 +72,6 @@ TEST(Json, WhatIsNotJsonIsRefused) {
 
 // ---- What is saved comes back ----
 
-// Planes whose bytes follow from their names.
-std::string data_of(const TensorState& tensor, const Array& array, const Plane& plane) {
-  std::string data(static_cast<std::size_t>(plane.bytes()), '\0');
-  std::uint32_t state = crc32(plane_name(tensor, array, plane));
-  for (char& byte : data) byte = static_cast<char>((state = state * 1664525u + 1013904223u) >> 24);
-  return data;
-}
-
-// Sizes around blocks; packed codes, scales, extra bits, no elements.
-Manifest sample() {
-  Manifest manifest;
-  manifest.library = "0.1.0";
-  manifest.recipe = "a \"recipe\"";
-  manifest.step = 12;
-  manifest.groups = {{"adamw", ~std::uint64_t{0}, {{"lr", 0.1}, {"eps", 1e-8}}}, {"lion", 0, {}}};
-  manifest.loss_scale = LossScale{65536, 2, 0.5, 2000, 17};
-  manifest.trainer = {{"--set", "a=1\nb=2"}, {"\xc3\xa9", ""}};
-  std::uint32_t id = 0;
-  for (const std::vector<std::int64_t>& shape :
-       std::vector<std::vector<std::int64_t>>{{5, 128}, {3}, {}, {0, 4}, {129}, {2, 64}, {4, 100, 3}}) {
-    TensorState tensor;
-    tensor.name = "t" + std::to_string(id);
-    tensor.shape = shape;
-    tensor.group = id % 2;
-    tensor.id = id++;
-    tensor.step = 13;
-    if (id == 2) tensor.adagc_norm = 0.1;
-    const std::int64_t n = tensor.elements(), twelve = (n * 12 + 7) / 8;
-    tensor.arrays = {
-        {"weight",
-         "bf16+8",
-         "nearest",
-         {{"codes", Dtype::bf16, shape, 256, {}}, {"extra", Dtype::u8, {n}, 128, {}}}},
-        {"exp_avg",
-         "int12",
-         "stochastic",
-         {{"codes", Dtype::u8, {twelve}, 192, {}}, {"scale", Dtype::f32, {(n + 63) / 64}, 8, {}}}}};
-    manifest.tensors.push_back(tensor);
-  }
-  return manifest;
-}
-
-void save(const std::string& folder, const Manifest& manifest, std::size_t shards = 1) {
-  std::string data;
-  write_checkpoint(folder, manifest, shards, [&](std::size_t t, std::size_t a, std::size_t p) {
-    const TensorState& tensor = manifest.tensors[t];
-    data = data_of(tensor, tensor.arrays[a], tensor.arrays[a].planes[p]);
-    return bytes_of(data);
-  });
-}
-
 void expect_sample(const std::string& folder, const Manifest& want) {
   const Checkpoint checkpoint(folder);
   const Manifest& got = checkpoint.manifest();
@@ -169,19 +115,20 @@ TEST_F(Checkpoints, ComeBackFromAnyNumberOfFiles) {
   for (const std::size_t shards : {1u, 2u, 3u, 5u, 8u, 13u, 20u}) {
     SCOPED_TRACE(shards);
     const std::string folder = path("c" + std::to_string(shards));
-    save(folder, manifest, shards);
+    write_by_io(folder, manifest, shards);
     expect_sample(folder, manifest);
     EXPECT_EQ(Checkpoint(folder).manifest().files.size(), shards);
   }
   EXPECT_EQ(files(), 7u) << "nothing else is left";
-  expect_words(message_of([&] { save(path("many"), manifest, 200); }), "choose fewer",
+  expect_words(message_of([&] { write_by_io(path("many"), manifest, 200); }), "choose fewer",
                "more shards than blocks");
-  expect_words(message_of([&] { save(path("many"), manifest, 257); }), "1 to 256", "more shards than files");
-  expect_words(message_of([&] { save(path("none"), manifest, 0); }), "1 to 256", "no shards");
+  expect_words(message_of([&] { write_by_io(path("many"), manifest, 257); }), "1 to 256",
+               "more shards than files");
+  expect_words(message_of([&] { write_by_io(path("none"), manifest, 0); }), "1 to 256", "no shards");
 }
 
 TEST_F(Checkpoints, ShardsAreCutWhereNoGroupIs) {
-  save(path("c"), sample(), 13);
+  write_by_io(path("c"), sample(), 13);
   const Checkpoint checkpoint(path("c"));
   std::size_t cut = 0;
   for (const TensorState& tensor : checkpoint.manifest().tensors)
@@ -198,7 +145,7 @@ TEST_F(Checkpoints, ShardsAreCutWhereNoGroupIs) {
 }
 
 TEST_F(Checkpoints, EveryPlaneIsAPlainTensor) {
-  save(path("c"), sample());
+  write_by_io(path("c"), sample());
   const Safetensors file(path("c/model.safetensors"));
   EXPECT_EQ(file.at("t0").dtype, Dtype::bf16);
   EXPECT_EQ(file.at("t0").shape, (std::vector<std::int64_t>{5, 128}));
@@ -209,9 +156,9 @@ TEST_F(Checkpoints, EveryPlaneIsAPlainTensor) {
 
 TEST_F(Checkpoints, OneReplacesAnotherOfItsName) {
   Manifest manifest = sample();
-  save(path("c"), manifest, 3);
+  write_by_io(path("c"), manifest, 3);
   manifest.step = 99;
-  save(path("c"), manifest);
+  write_by_io(path("c"), manifest);
   expect_sample(path("c"), manifest);
   EXPECT_EQ(files(), 1u);
 }
@@ -242,7 +189,7 @@ std::string damage(const std::string& folder) {
 TEST_F(Checkpoints, AnyFlippedBitIsFound) {
   Manifest manifest = sample();
   manifest.tensors.resize(3);
-  save(path("c"), manifest, 2);
+  write_by_io(path("c"), manifest, 2);
   for (const char* name :
        {"c/manifest.json", "c/model-00001-of-00002.safetensors", "c/model-00002-of-00002.safetensors"}) {
     const std::string good = content(name);
@@ -262,7 +209,7 @@ TEST_F(Checkpoints, AnyFlippedBitIsFound) {
 }
 
 TEST_F(Checkpoints, TheDamagedTensorIsNamed) {
-  save(path("c"), sample());
+  write_by_io(path("c"), sample());
   std::string bad = content("c/model.safetensors");
   bad.back() = static_cast<char>(bad.back() ^ 1);
   put(bad, "c/model.safetensors");
@@ -277,7 +224,7 @@ TEST_F(Checkpoints, TheDamagedTensorIsNamed) {
 
 // Where one is damaged, the message says which others of the run are not.
 TEST_F(Checkpoints, WhatElseARunHasIsSaid) {
-  for (const int step : {1, 2, 3, 4}) save(path("run/" + step_name(step)), sample());
+  for (const int step : {1, 2, 3, 4}) write_by_io(path("run/" + step_name(step)), sample());
   const auto spoil = [&](int step) { put("{", ("run/" + step_name(step) + "/manifest.json").c_str()); };
   spoil(4);
   spoil(2);
@@ -295,7 +242,7 @@ TEST_F(Checkpoints, WhatElseARunHasIsSaid) {
 }
 
 TEST_F(Checkpoints, FilesThatAreCutLongerOrMissingAreRefused) {
-  save(path("c"), sample());
+  write_by_io(path("c"), sample());
   for (const char* name : {"c/manifest.json", "c/model.safetensors"}) {
     const std::string good = content(name);
     for (std::size_t size = good.size(); size-- > 0;) {
@@ -308,7 +255,7 @@ TEST_F(Checkpoints, FilesThatAreCutLongerOrMissingAreRefused) {
     expect_words(damage(path("c")), path(name), "missing");
     put(good, name);
   }
-  save(path("d"), [] {
+  write_by_io(path("d"), [] {
     Manifest other = sample();
     other.step = 13;
     return other;
@@ -341,12 +288,6 @@ std::string with(const std::string& what, const std::string& by) {
   const std::size_t at = text.find(what);
   EXPECT_NE(at, text.npos) << what;
   return sealed(text.replace(at, what.size(), by));
-}
-
-std::string repeated(std::string_view text, int times) {
-  std::string all;
-  for (int i = 0; i < times; ++i) all += text;
-  return all;
 }
 
 struct Hostile {
@@ -656,13 +597,13 @@ TEST_F(Versions, AHyperparametersNameIsHandedOnAsItStands) {
 // While version 1 is the one that is written, it is written like this to the byte.
 TEST_F(Versions, TheFirstIsWritten) {
   ASSERT_EQ(kCheckpointVersion, 1u) << "keep TheFirstLoads, and freeze the new version beside it";
-  save(path("v1"), version1());
+  write_by_io(path("v1"), version1());
   EXPECT_EQ(content("v1/manifest.json"), kVersion1Manifest);
   EXPECT_EQ(content("v1/model.safetensors"), from_hex(kVersion1File));
 }
 
 TEST_F(Versions, ANewerOneIsRefusedWithWhatItNeeds) {
-  save(path("c"), version1());
+  write_by_io(path("c"), version1());
   std::string text = content("c/manifest.json");
   text.replace(text.find(":1,\"library\":\"0.1.0\""), 20, ":2,\"library\":\"7.8.9\"");
   put(text.substr(0, text.find("\"crc32\"")) + "\"blake9\":1,\nwhatever", "c/manifest.json");

@@ -1,6 +1,5 @@
-// companded8, our 8-bit moments: each flaw of flash8 that it mends is a property here, and where another
-// format is known to fail the same experiment shows it, because a comparison in which nothing can lose shows
-// nothing.
+// companded8, our 8-bit moments: each flaw of flash8 that it mends is a property here, and where another format is
+// known to fail the same experiment shows it, because a comparison in which nothing can lose shows nothing.
 #include <algorithm>
 
 #include "tests/support.h"
@@ -92,17 +91,23 @@ TEST_F(Companded8, a_group_of_zeros_stays_zero_beside_others) {
   }
 }
 
+// AdamW's arrays in fp32, but for its moments.
+Tensor with_moments(const Optimizer& adamw, std::size_t n, const char* exp_avg, const char* exp_avg_sq,
+                    int rounding) {
+  Tensor t(adamw, static_cast<std::int64_t>(n));
+  t.use(SCRUPLE_WEIGHT, "fp32");
+  t.use(kExpAvg, exp_avg, exp_avg == std::string("fp32") ? SCRUPLE_NEAREST : rounding);
+  t.use(kExpAvgSq, exp_avg_sq, rounding);
+  t.use(SCRUPLE_GRADIENT, "fp32");
+  return t;
+}
+
 // ---- Decay --------------------------------------------------------------------------------------
-// A few real gradients, then none: sqrt(v) of each element, relative to where it began, after 3 / (1 - beta2)
-// steps.
+// A few real gradients, then none: sqrt(v) of each element, relative to where it began, after 3 / (1 - beta2) steps.
 std::vector<double> decayed(const Engine& engine, const char* format, int rounding, double beta2,
                             std::size_t n) {
   const Optimizer adamw("adamw", {{"lr", 1e-3}, {"beta2", beta2}});
-  Tensor t(adamw, static_cast<std::int64_t>(n));
-  t.use(SCRUPLE_WEIGHT, "fp32");
-  t.use(kExpAvg, "fp32");
-  t.use(kExpAvgSq, format, rounding);
-  t.use(SCRUPLE_GRADIENT, "fp32");
+  Tensor t = with_moments(adamw, n, "fp32", format, rounding);
   Random random(3);
   std::vector<double> scale(n);
   for (double& s : scale) s = 1e-4 * random.lognormal(1);
@@ -157,11 +162,7 @@ TEST_F(Companded8, flash8_stalls_in_the_same_experiment) {
 double largest_update(const Engine& engine, const char* format, int rounding, double density) {
   constexpr std::size_t n = 16 * kGroup;
   const Optimizer adamw("adamw", {{"lr", 1.0}, {"beta1", 0.9}, {"beta2", 0.999}, {"weight_decay", 0.0}});
-  Tensor t(adamw, static_cast<std::int64_t>(n));
-  t.use(SCRUPLE_WEIGHT, "fp32");
-  t.use(kExpAvg, format, rounding);
-  t.use(kExpAvgSq, format, rounding);
-  t.use(SCRUPLE_GRADIENT, "fp32");
+  Tensor t = with_moments(adamw, n, format, format, rounding);
   Random random(17);
   std::vector<double> scale(n);
   for (double& s : scale) s = random.lognormal(2);
@@ -205,11 +206,7 @@ struct Followed {
 Followed follow(const Engine& engine, int rounding) {
   constexpr std::size_t n = 4096;
   const Optimizer adamw("adamw", {{"lr", 0.0}, {"beta1", 0.98}, {"beta2", 0.999}});
-  Tensor t(adamw, static_cast<std::int64_t>(n));
-  t.use(SCRUPLE_WEIGHT, "fp32");
-  t.use(kExpAvg, "companded8", rounding);
-  t.use(kExpAvgSq, "companded8", rounding);
-  t.use(SCRUPLE_GRADIENT, "fp32");
+  Tensor t = with_moments(adamw, n, "companded8", "companded8", rounding);
   Followed f{};
   for (; t.row.step <= 1000; ++t.row.step) {
     const float g = t.row.step <= 300 ? 0.05f : 0.02f;

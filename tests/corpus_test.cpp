@@ -1,5 +1,4 @@
-// The grammar: that its entropy is what samples show, that lines tell their choices, that seeds decide
-// everything.
+// The grammar: that its entropy is what samples show, that lines tell their choices, that seeds decide everything.
 #include "train/text/corpus.h"
 
 #include <gtest/gtest.h>
@@ -90,8 +89,7 @@ TEST(Corpus, LinesTellTheirChoicesInOneWay) {
   }
 }
 
-// Why that holds for every line, drawn or not: words of a class differ, and stay different with an s behind
-// them.
+// Why that holds for every line, drawn or not: words of a class differ, and stay different with an s behind them.
 TEST(Corpus, WordsOfAClassCannotBeMistaken) {
   for (const std::uint64_t seed : kSeeds) {
     const Grammar grammar(seed);
@@ -114,9 +112,8 @@ TEST(Corpus, WordsOfAClassCannotBeMistaken) {
   }
 }
 
-// The sample's ratio of sums against the exact ratio of means. Its standard error, by the delta method: the
-// deviation of (nats - entropy * bytes) over lines, over the square root of their number and the mean
-// length.
+// The sample's ratio of sums against the exact ratio of means. Its standard error, by the delta method: the deviation
+// of (nats - entropy * bytes) over lines, over the square root of their number and the mean length.
 TEST(Corpus, SurpriseConvergesToEntropy) {
   for (const std::uint64_t seed : kSeeds) {
     const Grammar grammar(seed);

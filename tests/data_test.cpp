@@ -53,14 +53,20 @@ Cutting isolated(std::int64_t context) {
   return {.context = context, .layout = Layout::packed, .isolate = true};
 }
 
+// Lines of JSON.
+std::string line(const std::string& text) { return R"({"text": ")" + text + "\"}\n"; }
+std::string line(const std::string& prompt, const std::string& completion) {
+  return R"({"prompt": ")" + prompt + R"(", "completion": ")" + completion + "\"}\n";
+}
+
 class DataTest : public Files {
  protected:
-  // The words with which this is refused.
-  std::string refused(const std::string& path, const Cutting& cutting, const Reading& reading = {}) {
-    return message_of([&] { Data(path, cutting, reading); });
+  static void expect_refused(const std::string& words, const std::string& path, const Cutting& cutting,
+                             const Reading& reading = {}) {
+    expect_words(message_of([&] { Data(path, cutting, reading); }), words, path);
   }
-  std::string refused_line(const std::string& line, const Cutting& cutting = padded(8)) {
-    return refused(put("{\"text\": \"fine\"}\n\n" + line + "\n", "notes.jsonl"), cutting);
+  std::string refused_line(const std::string& given) {
+    return message_of([&] { Data(put(line("fine") + "\n" + given + "\n", "notes.jsonl"), padded(8)); });
   }
 };
 
@@ -138,10 +144,10 @@ TEST_F(DataTest, AFolderIsReadInTheOrderOfItsPaths) {
 
 TEST_F(DataTest, APackedWindowCountsCompletionsAlone) {
   const std::string file =
-      put("{\"prompt\": \"AB\", \"completion\": \"cd\"}\n"
-          "{\"text\": \"efg\"}\n"
-          "{\"completion\": \"i\", \"more\": [{\"completion\": \"x\", \"text\": 1}], \"prompt\": \"H\"}\n"
-          "{\"text\": \"jklmnopqrstuvwxyz\"}\n",
+      put(line("AB", "cd") + line("efg") +
+              R"({"completion": "i", "more": [{"completion": "x", "text": 1}], "prompt": "H"})"
+              "\n" +
+              line("jklmnopqrstuvwxyz"),
           "notes.jsonl");
   const Data data(file, packed(12), {.end = kEnd});  // ABcd|efg|Hi|jklmnopqrstuvwxyz|
   const Windows windows = data.training();
@@ -153,9 +159,7 @@ TEST_F(DataTest, APackedWindowCountsCompletionsAlone) {
 
 TEST_F(DataTest, IsolatedDocumentsKnowWhereTheyBegin) {
   const std::string file =
-      put("{\"text\": \"ABC\"}\n{\"prompt\": \"DE\", \"completion\": \"fg\"}\n{\"text\": \"H\"}\n"
-          "{\"text\": \"IJKLMNOPQRSTUVW\"}\n",
-          "notes.jsonl");
+      put(line("ABC") + line("DE", "fg") + line("H") + line("IJKLMNOPQRSTUVW"), "notes.jsonl");
   const Data data(file, isolated(9), {.end = kEnd});  // ABC|DEfg|H|IJKLMNOPQRSTUVW|
   EXPECT_TRUE(data.training().isolates());
   const Window first = read(data.training(), 0), second = read(data.training(), 3);
@@ -177,8 +181,7 @@ TEST_F(DataTest, IsolatedAndPaddedCountTheSameTargets) {
   std::string lines;
   for (int i = 1; i < 30; ++i) {
     const std::string text(static_cast<std::size_t>(i % 7 + 1), static_cast<char>('A' + i % 26));
-    lines += i % 3 == 0 ? R"({"prompt": ")" + text + R"(", "completion": "zz"})" + "\n"
-                        : R"({"text": ")" + text + "\"}\n";
+    lines += i % 3 == 0 ? line(text, "zz") : line(text);
   }
   const std::string file = put(lines, "notes.jsonl");
   const auto counting = [](const Windows& windows, std::int64_t from) {
@@ -243,11 +246,7 @@ TEST_F(DataTest, PromptsArePaddedUnlessAskedOtherwise) {
 }
 
 TEST_F(DataTest, WithoutAnEndTokenTheCompletionAloneCounts) {
-  const Data data(
-      put("{\"prompt\": \"AB\", \"completion\": \"c\"}\n{\"prompt\": \"A\", \"completion\": \"\"}\n"
-          "{\"prompt\": \"\", \"completion\": \"xyz\"}\n",
-          "notes.jsonl"),
-      {.context = 4});
+  const Data data(put(line("AB", "c") + line("A", "") + line("", "xyz"), "notes.jsonl"), {.context = 4});
   EXPECT_EQ(data.left_out(), 1);
   EXPECT_EQ(shown(read(data.training(), 0).targets), ".c..");
   EXPECT_EQ(shown(read(data.validation(), 0).targets), "yz..");
@@ -256,7 +255,7 @@ TEST_F(DataTest, WithoutAnEndTokenTheCompletionAloneCounts) {
 TEST_F(DataTest, EachEpochSeesEveryDocumentOnce) {
   for (const std::int64_t count : {1, 2, 3, 5, 16, 17, 100, 1000}) {
     std::string lines;
-    for (std::int64_t i = 0; i <= count; ++i) lines += "{\"text\": \"ab\"}\n";
+    for (std::int64_t i = 0; i <= count; ++i) lines += line("ab");
     Cutting cutting = padded(4);
     cutting.validation_share = 1e-9;  // one
     const Data data(put(lines, "notes.jsonl"), cutting);
@@ -280,9 +279,7 @@ TEST_F(DataTest, EachEpochSeesEveryDocumentOnce) {
 }
 
 TEST_F(DataTest, EveryOrderOfThreeIsAsLikelyAsAnother) {
-  const Data data(
-      put("{\"text\": \"ab\"}\n{\"text\": \"cd\"}\n{\"text\": \"ef\"}\n{\"text\": \"gh\"}\n", "notes.jsonl"),
-      padded(4));
+  const Data data(put(line("ab") + line("cd") + line("ef") + line("gh"), "notes.jsonl"), padded(4));
   const Windows windows = data.training();
   std::vector<int> seen(27);
   constexpr int kEpochs = 6000;
@@ -301,7 +298,7 @@ TEST_F(DataTest, EveryOrderOfThreeIsAsLikelyAsAnother) {
 
 TEST_F(DataTest, TheOrderFollowsFromSeedAndIndexAlone) {
   std::string lines;
-  for (int i = 0; i < 50; ++i) lines += "{\"text\": \"ab\"}\n";
+  for (int i = 0; i < 50; ++i) lines += line("ab");
   const Data data(put(lines, "notes.jsonl"), padded(4)), again(path("notes.jsonl"), padded(4));
   const Windows windows = data.training();
   std::vector<std::int64_t> forward, backward;
@@ -324,11 +321,10 @@ TEST_F(DataTest, TheValidationShareIsTheLast) {
   cutting.validation_share = 0.001;
   EXPECT_EQ(Data(path("text"), cutting).validation().count(), 1);
   cutting.validation_share = 0.995;
-  expect_words(refused(path("text"), cutting),
-               "leaves 5 tokens to train on, and --context 10 takes at least 11", "too large a share");
+  expect_refused("leaves 5 tokens to train on, and --context 10 takes at least 11", path("text"), cutting);
   for (const double share : {0.0, 1.0, -1.0, std::nan("")}) {
     cutting.validation_share = share;
-    expect_words(refused(path("text"), cutting), "is not between 0 and 1", "a share that is none");
+    expect_refused("is not between 0 and 1", path("text"), cutting);
   }
   // For every size the default is what it has always been.
   for (const int size : {22, 39, 40, 41, 219, 220, 221, 240, 1999, 2000})
@@ -339,24 +335,21 @@ TEST_F(DataTest, TheValidationShareIsTheLast) {
 }
 
 TEST_F(DataTest, TooLittleIsRefused) {
-  expect_words(refused(put("0123456789", "text"), {.context = 5}),
-               "text has 10 bytes, and training and validation take at least 12 at --context 5", "bytes");
-  expect_words(refused(put("", "text"), {.context = 5}), "text has 0 bytes", "empty");
-  expect_words(refused(put("", "empty.jsonl"), {.context = 5}), "empty.jsonl has 0 bytes", "an empty jsonl");
-  expect_words(
-      refused(put("{\"prompt\": \"a\", \"completion\": \"b\"}", "one.jsonl"), {.context = 5}),
+  expect_refused("text has 10 bytes, and training and validation take at least 12 at --context 5",
+                 put("0123456789", "text"), {.context = 5});
+  expect_refused("text has 0 bytes", put("", "text"), {.context = 5});
+  expect_refused("empty.jsonl has 0 bytes", put("", "empty.jsonl"), {.context = 5});
+  expect_refused(
       "one.jsonl has 1 document with something to learn at --context 5, and training and validation take at "
       "least one each",
-      "one document");
-  expect_words(refused(put("{\"prompt\": \"long\", \"completion\": \"b\"}\n", "none.jsonl"), {.context = 2}),
-               "none.jsonl has 0 documents with something to learn at --context 2 (1 were left out)",
-               "no document");
+      put("{\"prompt\": \"a\", \"completion\": \"b\"}", "one.jsonl"), {.context = 5});
+  expect_refused("none.jsonl has 0 documents with something to learn at --context 2 (1 were left out)",
+                 put("{\"prompt\": \"long\", \"completion\": \"b\"}\n", "none.jsonl"), {.context = 2});
   std::filesystem::create_directory(path("bare"));
-  expect_words(refused(path("bare"), {.context = 5}), "bare has no *.txt, *.md, *.jsonl or *.ndjson file",
-               "no file");
-  expect_words(refused(path("missing"), {.context = 5}), "missing", "no such file");
-  expect_words(refused(path("missing.jsonl"), {.context = 5}), "missing.jsonl", "no such file");
-  expect_words(refused(path("missing.bin"), {.context = 5}), "missing.bin", "no such file");
+  expect_refused("bare has no *.txt, *.md, *.jsonl or *.ndjson file", path("bare"), {.context = 5});
+  expect_refused("missing", path("missing"), {.context = 5});
+  expect_refused("missing.jsonl", path("missing.jsonl"), {.context = 5});
+  expect_refused("missing.bin", path("missing.bin"), {.context = 5});
 }
 
 // ---- Tokens ----
@@ -374,13 +367,12 @@ TEST_F(DataTest, FilesOfTokensStayMapped) {
     EXPECT_EQ(window.targets, (Numbers{9, kNoTarget, 4, 5}));
     EXPECT_EQ(window.starts, (Numbers{0, 0, 2, 2}));
     EXPECT_LT(data.memory(), 500);
-    expect_words(refused(path("tokens.bin"), packed(4), {.vocabulary = 9 + 247}), "no error", "all fit");
+    expect_refused("no error", path("tokens.bin"), packed(4), {.vocabulary = 9 + 247});
     write_tokens(path("wide.bin"), form, {1, 2, 3, 300, 5}, vocabulary);
-    expect_words(refused(path("wide.bin"), packed(1)),
-                 "wide.bin: token 3 is number 300, and the model's vocabulary has 256",
-                 "a token that is too large");
+    expect_refused("wide.bin: token 3 is number 300, and the model's vocabulary has 256", path("wide.bin"),
+                   packed(1));
   }
-  expect_words(refused(put("abc", "odd.bin"), packed(1)), "no whole number of 16-bit tokens", "half a token");
+  expect_refused("no whole number of 16-bit tokens", put("abc", "odd.bin"), packed(1));
 }
 
 TEST_F(DataTest, ATokenizersTextIsTokensAndAnEnd) {
@@ -393,10 +385,7 @@ TEST_F(DataTest, ATokenizersTextIsTokensAndAnEnd) {
   EXPECT_EQ(read(data.training(), 0).targets, Numbers{4});
   EXPECT_EQ(read(data.validation(), 0).targets, Numbers{8});
   // A prompt has what stands before a text, the completion goes on without a mark of its own.
-  const std::string file =
-      put("{\"prompt\": \"a\", \"completion\": \"b a\"}\n{\"prompt\": \"a\", \"completion\": \" b</s>\"}\n"
-          "{\"text\": \"b\"}\n",
-          "notes.jsonl");
+  const std::string file = put(line("a", "b a") + line("a", " b</s>") + line("b"), "notes.jsonl");
   const Data notes(file, {.context = 6}, reading);
   EXPECT_EQ(read(notes.training(), 0).tokens, (Numbers{7, 4, 3, 4, 8, 0}));
   EXPECT_EQ(read(notes.training(), 0).targets, (Numbers{-1, 3, 4, 8, -1, -1}));
@@ -405,12 +394,10 @@ TEST_F(DataTest, ATokenizersTextIsTokensAndAnEnd) {
   EXPECT_EQ(read(notes.validation(), 0).targets, (Numbers{5, 8, -1, -1, -1, -1}));
   Reading small = reading;
   small.vocabulary = 5;
-  expect_words(refused(file, {.context = 6}, small),
-               "the end token is number 8, and the model's vocabulary has 5", "an end that is too large");
+  expect_refused("the end token is number 8, and the model's vocabulary has 5", file, {.context = 6}, small);
   small.end = {};
-  expect_words(refused(file, {.context = 6}, small),
-               "notes.jsonl, line 1: one of its tokens is number 7, and the model's vocabulary has 5",
-               "a token that is too large");
+  expect_refused("notes.jsonl, line 1: one of its tokens is number 7, and the model's vocabulary has 5", file,
+                 {.context = 6}, small);
 }
 
 TEST_F(DataTest, TokensTakeAsManyBitsAsTheVocabulary) {
@@ -431,8 +418,7 @@ TEST_F(DataTest, BrokenUtf8IsReplacedAndCounted) {
   const Data text(put("a\xFF\xC3 a a a", "text"), packed(1), reading);
   EXPECT_EQ(text.replaced(), 2);
   EXPECT_EQ(read(text.training(), 0).targets, Numbers{6});
-  const Data lines(put("{\"text\": \"a\xFF\"}\n{\"text\": \"a a a\xC3\"}", "notes.jsonl"), packed(1),
-                   reading);
+  const Data lines(put(line("a\xFF") + line("a a a\xC3"), "notes.jsonl"), packed(1), reading);
   EXPECT_EQ(lines.replaced(), 2);
   EXPECT_EQ(Data(put("\xFF\xFF\xFF\xFF", "bytes"), packed(1)).replaced(), 0);  // bytes may be any
 }
@@ -444,38 +430,32 @@ TEST_F(DataTest, WhatIsNoTextIsRefused) {
   for (const std::string begin :
        {"PAR1", "ARROW1", "PK\x03\x04", "\x1F\x8B", "\xFD\x37zXZ", "\x28\xB5\x2F\xFD", "%PDF-", "BZh11AY&SY"})
     for (const Reading& reading : {Reading{}, with_words})
-      EXPECT_NE(refused(put(begin + rest, "data"), packed(4), reading).find("data is a"), std::string::npos)
-          << begin;
-  EXPECT_NE(refused(put("PAR1" + rest, "data.parquet"), packed(4))
-                .find("is a Parquet file, and a text was expected; "
-                      "write its rows as *.jsonl"),
-            std::string::npos);
-  EXPECT_NE(refused(put("\xFF\xFF\xFF\xFF" + rest, "data.arrow"), packed(4)).find("is an Arrow stream"),
-            std::string::npos);
+      expect_refused("data is a", put(begin + rest, "data"), packed(4), reading);
+  expect_refused("is a Parquet file, and a text was expected; write its rows as *.jsonl",
+                 put("PAR1" + rest, "data.parquet"), packed(4));
+  expect_refused("is an Arrow stream", put("\xFF\xFF\xFF\xFF" + rest, "data.arrow"), packed(4));
   // Lines of JSON by each of their names, and a text that begins as they do.
-  const std::string lines = "{\"text\": \"aaaa\"}\n{\"text\": \"bbbbbb\"}\n";
+  const std::string lines = line("aaaa") + line("bbbbbb");
   for (const char* const name : {"a.jsonl", "a.ndjson", "a.JSONL"})
     EXPECT_EQ(Data(put(lines, name), packed(4)).size(), 10) << name;
   // JSON in one piece, or lines of it under another name.
   for (const char* const text :
        {"\n [{\"text\": \"a\"}, {\"text\": \"b\"}]", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n"}) {
-    EXPECT_NE(refused(put(text, "notes.json"), packed(4)).find("one {\"text\": ...} per line"),
-              std::string::npos);
+    expect_refused("one {\"text\": ...} per line", put(text, "notes.json"), packed(4));
     EXPECT_NO_THROW(Data(put(text, "notes.txt"), packed(4)));
   }
   // Bytes are bytes; of a text a tokenizer's reader wants UTF-8.
   const std::string binary = put("aaaaaaaaa" + rest, "binary");
   EXPECT_NO_THROW(Data(binary, packed(4)));
-  EXPECT_NE(refused(binary, packed(4), with_words).find("has a NUL byte at byte 9, so it is no text"),
-            std::string::npos);
+  expect_refused("has a NUL byte at byte 9, so it is no text", binary, packed(4), with_words);
 }
 
 TEST_F(DataTest, LongTextsShowTheirProgress) {
   Tokenizer tokenizer = marked();
   std::string text, lines;
   while (text.size() < 1'000'000) text += "a b ";
-  for (int i = 0; i < 3; ++i) lines += "{\"text\": \"" + text + "\"}\n";
-  for (int i = 0; i < 1000; ++i) lines += "{\"text\": \"a\"}\n";
+  for (int i = 0; i < 3; ++i) lines += line(text);
+  for (int i = 0; i < 1000; ++i) lines += line("a");
   std::filesystem::create_directory(path("texts"));
   put(text, "texts/a.txt");
   put(lines, "texts/b.jsonl");
@@ -496,16 +476,14 @@ TEST_F(DataTest, WhatDoesNotFitIntoMemoryIsRefused) {
   Tokenizer tokenizer = marked();
   put(std::string(3 << 20, 'a'), "text");
   const Reading reading = {.tokenizer = &tokenizer, .vocabulary = 9, .limit = 4 << 20};
-  expect_words(refused(path("text"), packed(4), reading), "a text of 3 MiB takes about 4 times that",
-               "a text");
+  expect_refused("a text of 3 MiB takes about 4 times that", path("text"), packed(4), reading);
   std::string lines;
-  for (int i = 0; i < 3000; ++i) lines += "{\"text\": \"" + std::string(1000, 'a') + "\"}\n";
+  for (int i = 0; i < 3000; ++i) lines += line(std::string(1000, 'a'));
   put(lines, "notes.jsonl");
-  expect_words(refused(path("notes.jsonl"), packed(4), {.limit = 1 << 20}),
-               "what is read up to here takes more than the 1 MiB", "many lines");
+  expect_refused("what is read up to here takes more than the 1 MiB", path("notes.jsonl"), packed(4),
+                 {.limit = 1 << 20});
   put("{\"text\": \"" + std::string(1 << 20, 'a') + "\"}", "notes.jsonl");
-  expect_words(refused(path("notes.jsonl"), packed(4), {.limit = 2 << 20}),
-               "notes.jsonl, line 1: a text of 1 MiB", "a long line");
+  expect_refused("notes.jsonl, line 1: a text of 1 MiB", path("notes.jsonl"), packed(4), {.limit = 2 << 20});
 }
 
 // ---- What a resumed run compares ----
@@ -514,13 +492,12 @@ TEST_F(DataTest, TheChecksumIsOfTokensAndMasks) {
   const auto crc = [&](const std::string& lines) {
     return Data(put(lines, "notes.jsonl"), packed(2), {.end = kEnd}).crc32();
   };
-  const std::uint32_t one = crc("{\"text\": \"abcd\"}\n{\"text\": \"efgh\"}\n");
+  const std::uint32_t one = crc(line("abcd") + line("efgh"));
   EXPECT_EQ(one, crc("{\"more\": 1, \"text\": \"\\u0061bcd\"}\r\n\n{\"text\": \"efgh\"}"));
-  EXPECT_NE(one, crc("{\"text\": \"abcd\"}\n{\"text\": \"efgi\"}\n"));
-  EXPECT_NE(one, crc("{\"text\": \"abcd|efgh\"}\n"));                                           // documents
-  EXPECT_NE(one, crc("{\"prompt\": \"ab\", \"completion\": \"cd\"}\n{\"text\": \"efgh\"}\n"));  // masks
-  EXPECT_NE(crc("{\"prompt\": \"ab\", \"completion\": \"cdef\"}\n"),
-            crc("{\"prompt\": \"abc\", \"completion\": \"def\"}\n"));
+  EXPECT_NE(one, crc(line("abcd") + line("efgi")));
+  EXPECT_NE(one, crc(line("abcd|efgh")));                // documents
+  EXPECT_NE(one, crc(line("ab", "cd") + line("efgh")));  // masks
+  EXPECT_NE(crc(line("ab", "cdef")), crc(line("abc", "def")));
 }
 
 // ---- Hostile lines ----

@@ -18,17 +18,12 @@ inline std::string engine_under_test() {
 inline bool is_cuda(const std::string& engine) { return engine.rfind("cuda", 0) == 0; }
 
 // SCRUPLE_TEST_QUICK=1: every rule and recipe, but few of everything else; for compute-sanitizer.
-inline bool quick() {
-  const char* value = std::getenv("SCRUPLE_TEST_QUICK");
-  return value != nullptr && *value != 0 && *value != '0';
-}
+inline bool quick() { return is_set("SCRUPLE_TEST_QUICK"); }
 
 // Why this machine cannot run an engine, in the registry's words; "" where it can.
 inline std::string why_unavailable(const std::string& engine) {
   const std::string family = engine.substr(0, engine.find(':'));
-  for (int i = 0; i < scruple_engine_count(); ++i) {
-    scruple_engine_info info{};
-    CHECK_OK(scruple_engine_at(i, &info));
+  for (const scruple_engine_info& info : engines()) {
     if (family != info.name) continue;
     if (info.available != 0) return "";
     return info.reason == nullptr || *info.reason == 0 ? "no reason given" : info.reason;
@@ -133,9 +128,7 @@ class Twin {
   void download(std::vector<Tensor>& tensors) {
     fetch();
     for (const Place& place : places_) {
-      Plane& plane =
-          tensors[place.tensor]
-              .planes[static_cast<std::size_t>(place.array)][static_cast<std::size_t>(place.plane)];
+      Plane& plane = const_cast<Plane&>(plane_of(tensors, place));
       std::memcpy(plane.memory.data(), image_.data() + place.at, plane.memory.size());
     }
   }

@@ -1,5 +1,4 @@
-// Configs of every family, as Hugging Face writes them: what description they make, and what is refused and
-// how.
+// Configs of every family, as Hugging Face writes them: what description they make, and what is refused and how.
 #include "train/model/families/families.h"
 
 #include <gtest/gtest.h>

@@ -1,8 +1,7 @@
-// flash8 against FlashOptim's formulas (2602.23349, section 3.2), written out here a second time:
-// hand-checked vectors, random groups to the code, and reading of a state that others wrote. Groups of 32, s
-// = max(absmax, 1e-12) as fp16.
-//   signed        x = m / s, y = 2x / (1 + |x|), code = floor(127 y + 1/2);  m = s y / (2 - |y|), y = code /
-//   127 non-negative  of sqrt(v): code = floor(255 sqrt(v) / s + 1/2);           v = (s code / 255)^2
+// flash8 against FlashOptim's formulas (2602.23349, section 3.2), written out here a second time: hand-checked vectors,
+// random groups to the code, and reading of a state that others wrote. Groups of 32, s = max(absmax, 1e-12) as fp16.
+//   signed        x = m / s, y = 2x / (1 + |x|), code = floor(127 y + 1/2);  m = s y / (2 - |y|), y = code / 127
+//   non-negative  of sqrt(v): code = floor(255 sqrt(v) / s + 1/2);           v = (s code / 255)^2
 #include <algorithm>
 
 #include "tests/support.h"
@@ -63,8 +62,7 @@ unsigned half_code(double x) {
   return x >= 65520 ? 0x7c00u : best;
 }
 
-// A code from the formula in double. `sure` is false within rounding of fp32 of the point where the code
-// changes.
+// A code from the formula in double. `sure` is false within rounding of fp32 of the point where the code changes.
 int formula(int array, double value, double absmax, bool* sure) {
   const double s = std::max(array == kExpAvg ? absmax : std::sqrt(absmax), static_cast<double>(1e-12f));
   const double x = array == kExpAvg ? value / s : std::sqrt(value) / s;

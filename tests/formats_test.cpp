@@ -1,6 +1,5 @@
-// Properties that every format owes, checked through the ABI for every format x role x rounding in the
-// registry: codes survive a round trip, stated bounds hold, layouts are what they say, lengths and alignments
-// change nothing.
+// Properties that every format owes, checked through the ABI for every format x role x rounding in the registry: codes
+// survive a round trip, stated bounds hold, layouts are what they say, lengths and alignments change nothing.
 #include <algorithm>
 
 #include "formats/all.h"
@@ -33,8 +32,7 @@ bool is_split(const Case& c) {
 }
 bool named(const Case& c, const char* start) { return std::string(c.info.name).starts_with(start); }
 
-// The largest magnitude a format can hold: fp16 and flash8, whose scale is fp16, end at 65504; bf16 rounds to
-// infinity.
+// The largest magnitude a format can hold: fp16 and flash8, whose scale is fp16, end at 65504; bf16 rounds to infinity.
 double range(const Case& c) {
   if (named(c, "flash8")) return c.nonneg() ? 65504.0 * 65504.0 : 65504.0;
   return named(c, "fp16") ? 65504.0 : named(c, "bf16") ? 0x1.fep127 : 3.4e38;
@@ -64,19 +62,19 @@ void set_scales(Tensor& t, const Case& c, float scale) {
 // ---- The registry -------------------------------------------------------------------------------
 TEST_F(Formats, registry_rows_are_consistent) {
   ASSERT_GE(cases.size(), static_cast<std::size_t>(scruple_format_count()));
-  for (int i = 0; i < scruple_format_count(); ++i) {
-    const scruple_format_info info = info_of(scruple_format_at(i));
-    EXPECT_EQ(scruple_format_find(info.name), scruple_format_at(i));
+  for (const scruple_format* format : formats()) {
+    const scruple_format_info info = info_of(format);
+    EXPECT_EQ(scruple_format_find(info.name), format);
     EXPECT_NE(info.roles, 0u) << info.name;
     EXPECT_NE(info.roundings & 1u << SCRUPLE_NEAREST, 0u) << info.name << " must round to nearest";
     EXPECT_DOUBLE_EQ(info.bits_per_value,
                      info.code_bits + static_cast<double>(info.aux_bits) / info.group_size);
-    const bool served = std::any_of(cases.begin(), cases.end(),
-                                    [&](const Case& c) { return c.format == scruple_format_at(i); });
+    const bool served =
+        std::any_of(cases.begin(), cases.end(), [&](const Case& c) { return c.format == format; });
     EXPECT_TRUE(served) << info.name << " serves no array";
     for (std::int64_t n : {0, 1, 31, 32, 33, 1000}) {
       std::int64_t codes = -1, aux = -1;
-      CHECK_OK(scruple_format_bytes(scruple_format_at(i), n, &codes, &aux));
+      CHECK_OK(scruple_format_bytes(format, n, &codes, &aux));
       const std::int64_t groups = (n + info.group_size - 1) / info.group_size;
       EXPECT_EQ(codes, (n * info.code_bits + 7) / 8) << info.name;
       EXPECT_EQ(aux, (groups * info.aux_bits + 7) / 8) << info.name;
@@ -117,8 +115,7 @@ TEST_F(Formats, every_16_bit_code_returns) {
   }
 }
 
-// Every visible half with a spread of extra bits: what decodes to a finite number in range comes back the
-// same.
+// Every visible half with a spread of extra bits: what decodes to a finite number in range comes back the same.
 TEST_F(Formats, every_visible_half_returns_with_its_extra_bits) {
   for (const Case& c : cases) {
     if (!is_split(c)) continue;
@@ -148,8 +145,7 @@ bool zero_of_fresh_planes(const Case& c, std::uint32_t code) {
   return named(c, "companded8") && c.nonneg() && code == 0;
 }
 
-// The codes of a group format whose magnitude exceeds the top level: the most negative number of two's
-// complement.
+// The codes of a group format whose magnitude exceeds the top level: the most negative number of two's complement.
 std::vector<bool> beyond_top(const std::vector<float>& levels) {
   const std::size_t half = levels.size() / 2;
   std::vector<bool> beyond(levels.size());
@@ -172,8 +168,7 @@ struct Scaled : Formats {
     }
     return values;
   }
-  // Groups that together hold every code that is ever written, each with the code of the largest value in
-  // front.
+  // Groups that together hold every code that is ever written, each with the code of the largest value in front.
   Tensor every_code(const Case& c, float scale) const {
     const std::vector<float> level = levels(c, scale);
     const std::vector<bool> beyond = beyond_top(level);
@@ -194,9 +189,8 @@ struct Scaled : Formats {
   }
 };
 
-// Groups that hold every code in turn beside the one of the largest magnitude, so that the scale comes back:
-// the codes are the same bits after decoding and encoding, the values the same within the rounding of the
-// scale.
+// Groups that hold every code in turn beside the one of the largest magnitude, so that the scale comes back: the codes
+// are the same bits after decoding and encoding, the values the same within the rounding of the scale.
 TEST_F(Scaled, every_code_returns) {
   for (const Case& c : cases) {
     if (!is_scaled(c) || c.rounding == SCRUPLE_DITHER) continue;
@@ -209,8 +203,7 @@ TEST_F(Scaled, every_code_returns) {
       std::size_t moved = 0;
       for (std::size_t i = 0; i < values.size(); ++i)
         moved += std::fabs(again[i] - values[i]) > 0x1p-20 * std::fabs(values[i]) ? 1 : 0;
-      // A stochastic coin may move a value that the scale's rounding put off its level, 1 time in 1,000 or
-      // so.
+      // A stochastic coin may move a value that the scale's rounding put off its level, 1 time in 1,000 or so.
       EXPECT_LE(moved, c.rounding == SCRUPLE_NEAREST ? 0 : 1 + values.size() / 200)
           << c.name() << " scale " << scale;
       Bytes expected = codes;
@@ -223,8 +216,7 @@ TEST_F(Scaled, every_code_returns) {
   }
 }
 
-// What is decoded and encoded at every step may not grow or shrink by itself: at most by an ulp of the scale
-// each time.
+// What is decoded and encoded at every step may not grow or shrink by itself: at most by an ulp of the scale each time.
 TEST_F(Scaled, re_encoding_does_not_drift) {
   constexpr int kPasses = 1000;
   for (const Case& c : cases) {
@@ -451,33 +443,21 @@ struct Shapes : Formats {
   // What an array of n values must hold: the codes and scales of the same values padded with zeros, and zero
   // bits after the last code.
   void expect_same_as_padded(const Case& c, const Tensor& t, const Tensor& padded, std::size_t n) const {
-    const int width = c.info.code_bits;
-    const Plane &codes = t.codes(c.array), &aux = t.aux(c.array);
-    const std::size_t whole = n * static_cast<std::size_t>(width) / 8;
-    ASSERT_TRUE(whole == 0 || std::memcmp(codes.data(), padded.codes(c.array).data(), whole) == 0)
+    const auto expect_same = [&](const Plane& plane, const Plane& of_padded, int bits_each) {
+      const std::size_t bits = n * static_cast<std::size_t>(bits_each), whole = bits / 8;
+      ASSERT_TRUE(whole == 0 || std::memcmp(plane.data(), of_padded.data(), whole) == 0) << c.name() << n;
+      if (whole < plane.size) {
+        ASSERT_EQ(plane.data()[whole], of_padded.data()[whole] & ((1 << bits % 8) - 1))
+            << c.name() << " length " << n;
+      }
+    };
+    expect_same(t.codes(c.array), padded.codes(c.array), c.info.code_bits);
+    const Plane& aux = t.aux(c.array);
+    if (!is_scaled(c)) return expect_same(aux, padded.aux(c.array), c.info.aux_bits);
+    ASSERT_TRUE(aux.size == 0 || std::memcmp(aux.data(), padded.aux(c.array).data(), aux.size) == 0)
         << c.name() << n;
-    if (whole < codes.size) {
-      const int used = static_cast<int>(n * static_cast<std::size_t>(width) % 8), mask = (1 << used) - 1;
-      ASSERT_EQ(codes.data()[whole], padded.codes(c.array).data()[whole] & mask)
-          << c.name() << " length " << n;
-    }
-    if (is_scaled(c) || c.info.aux_bits == 0) {
-      ASSERT_TRUE(aux.size == 0 || std::memcmp(aux.data(), padded.aux(c.array).data(), aux.size) == 0)
-          << c.name() << n;
-      return;
-    }
-    const std::size_t whole_aux = n * static_cast<std::size_t>(c.info.aux_bits) / 8;
-    ASSERT_TRUE(whole_aux == 0 || std::memcmp(aux.data(), padded.aux(c.array).data(), whole_aux) == 0)
-        << c.name() << n;
-    if (whole_aux < aux.size) {
-      const int used = static_cast<int>(n * static_cast<std::size_t>(c.info.aux_bits) % 8),
-                mask = (1 << used) - 1;
-      ASSERT_EQ(aux.data()[whole_aux], padded.aux(c.array).data()[whole_aux] & mask)
-          << c.name() << " length " << n;
-    }
   }
-  // Encodes and decodes n values with the planes, the source and the target at given distances from
-  // alignment.
+  // Encodes and decodes n values with the planes, the source and the target at given distances from alignment.
   void expect_shape(const Case& c, const std::vector<float>& data, std::size_t n, std::size_t codes_shift,
                     std::size_t aux_shift, std::size_t source_shift) const {
     const std::size_t padded_size = (n + 127) / 128 * 128 + 128;
@@ -669,73 +649,44 @@ TEST_F(Formats, the_visible_half_of_a_master_copy_is_the_rounded_format) {
   }
 }
 
-struct GoldenGroup {
-  const char* format;
-  int array;
-  std::vector<float> in;
-  std::vector<std::uint32_t> codes;
-  float scale;
-  const char* why;
+using Floats = std::vector<float>;
+using Codes = std::vector<std::uint32_t>;
+
+struct GoldenGroups : Formats {
+  void expect_group(const char* format, int array, const Floats& in, const Codes& codes, float scale,
+                    const char* why) const {
+    Tensor t(adamw, length(in));
+    t.use(array, format);
+    t.encode(engine, array, in);
+    const int width = info_of(t.row.arrays[array].format).code_bits;
+    for (std::size_t i = 0; i < in.size(); ++i)
+      EXPECT_EQ(bit_string_get(t.codes(array).data(), i, width), codes[i])
+          << format << ": " << why << ", value " << in[i];
+    float stored = 0;
+    std::memcpy(&stored, t.aux(array).data(), 4);
+    EXPECT_FLOAT_EQ(stored, scale) << format;
+  }
 };
 
-TEST_F(Formats, golden_groups) {
-  const GoldenGroup groups[] = {
-      {"nf4",
-       1,
-       {2.0f, -2.0f, 0.0f, 1.0f, -1.0f, 0.16f, 0.07f, -0.08f, -0.1f, 1.7f, 1.74f},
-       // thresholds midway: 0.0398, 0.1203, -0.0455, -0.4600, -0.6106 (-1/2 lies above it), 0.5017, 0.8615 of
-       // 2
-       {15, 0, 7, 12, 2, 8, 7, 7, 6, 14, 15},
-       2.0f,
-       "the nearest of the 16 quantiles"},
-      {"nf4", 1, {-3.0f, 3.0f}, {0, 15}, 3.0f, "absmax of either sign is exact"},
-      {"log4",
-       2,
-       {8.0f, 4.0f, 6.0f, 5.999f, 3.0f, 0x1p-12f, 0x1p-13f, 0.0f, 7.0f},
-       // half way between two powers of two goes up
-       {0, 1, 0, 1, 1, 15, 15, 15, 0},
-       8.0f,
-       "powers of two below the maximum; nothing is zero"},
-      {"linear8",
-       1,
-       {127.0f, -127.0f, 63.6f, -63.6f, 0.49f, -0.49f, 0.51f, -0.51f},
-       {127, 129, 64, 192, 0, 0, 1, 255},
-       1.0f,
-       "integers in two's complement"},
-      {"linear8", 2, {255.0f, 0.4f, 0.6f, 254.4f}, {255, 0, 1, 254}, 1.0f, "non-negative: 0..255"},
-      {"int12",
-       0,
-       {2047.0f, -2047.0f, 1.6f, -1.6f, 0.0f},
-       {2047, 2049, 2, 4094, 0},
-       1.0f,
-       "12 bits to a value"},
-      {"int8", 4, {127.0f, -1.0f, 5.6f}, {127, 255, 6}, 1.0f, "the accumulator"},
-      {"companded8",
-       1,
-       {247.0f, -247.0f, 0.5f, -1.0f, 3.0f, 100.0f, 0.04f, 0.03f, 0.0f},
-       // 1 + t as a float with 4 mantissa bits: 248 = 1.9375 2^7, 1.5, 2, 4, 101 = 1.578 2^6, 1.04, 1.03
-       {127, 255, 8, 144, 32, 105, 1, 0, 0},
-       1.0f,
-       "mu-law beside a sign"},
-      {"companded8",
-       2,
-       {63487.0f, 1.0f, 0.5f, 1e-20f, 16383.0f, 3.0f, 0.03f},
-       {255, 16, 8, 1, 224, 32, 1},
-       1.0f,
-       "mu-law of 8 bits; above zero never becomes zero"},
-  };
-  for (const GoldenGroup& g : groups) {
-    Tensor t(adamw, static_cast<std::int64_t>(g.in.size()));
-    t.use(g.array, g.format);
-    t.encode(engine, g.array, g.in);
-    const int width = info_of(t.row.arrays[g.array].format).code_bits;
-    for (std::size_t i = 0; i < g.in.size(); ++i)
-      EXPECT_EQ(bit_string_get(t.codes(g.array).data(), i, width), g.codes[i])
-          << g.format << ": " << g.why << ", value " << g.in[i];
-    float scale = 0;
-    std::memcpy(&scale, t.aux(g.array).data(), 4);
-    EXPECT_FLOAT_EQ(scale, g.scale) << g.format;
-  }
+TEST_F(GoldenGroups, golden_groups) {
+  // Thresholds midway: 0.0398, 0.1203, -0.0455, -0.4600, -0.6106 (-1/2 lies above it), 0.5017, 0.8615 of 2.
+  expect_group("nf4", 1, {2.0f, -2.0f, 0.0f, 1.0f, -1.0f, 0.16f, 0.07f, -0.08f, -0.1f, 1.7f, 1.74f},
+               {15, 0, 7, 12, 2, 8, 7, 7, 6, 14, 15}, 2.0f, "the nearest of the 16 quantiles");
+  expect_group("nf4", 1, {-3.0f, 3.0f}, {0, 15}, 3.0f, "absmax of either sign is exact");
+  // Half way between two powers of two goes up.
+  expect_group("log4", 2, {8.0f, 4.0f, 6.0f, 5.999f, 3.0f, 0x1p-12f, 0x1p-13f, 0.0f, 7.0f},
+               {0, 1, 0, 1, 1, 15, 15, 15, 0}, 8.0f, "powers of two below the maximum; nothing is zero");
+  expect_group("linear8", 1, {127.0f, -127.0f, 63.6f, -63.6f, 0.49f, -0.49f, 0.51f, -0.51f},
+               {127, 129, 64, 192, 0, 0, 1, 255}, 1.0f, "integers in two's complement");
+  expect_group("linear8", 2, {255.0f, 0.4f, 0.6f, 254.4f}, {255, 0, 1, 254}, 1.0f, "non-negative: 0..255");
+  expect_group("int12", 0, {2047.0f, -2047.0f, 1.6f, -1.6f, 0.0f}, {2047, 2049, 2, 4094, 0}, 1.0f,
+               "12 bits to a value");
+  expect_group("int8", 4, {127.0f, -1.0f, 5.6f}, {127, 255, 6}, 1.0f, "the accumulator");
+  // 1 + t as a float with 4 mantissa bits: 248 = 1.9375 2^7, 1.5, 2, 4, 101 = 1.578 2^6, 1.04, 1.03.
+  expect_group("companded8", 1, {247.0f, -247.0f, 0.5f, -1.0f, 3.0f, 100.0f, 0.04f, 0.03f, 0.0f},
+               {127, 255, 8, 144, 32, 105, 1, 0, 0}, 1.0f, "mu-law beside a sign");
+  expect_group("companded8", 2, {63487.0f, 1.0f, 0.5f, 1e-20f, 16383.0f, 3.0f, 0.03f},
+               {255, 16, 8, 1, 224, 32, 1}, 1.0f, "mu-law of 8 bits; above zero never becomes zero");
 }
 
 }  // namespace

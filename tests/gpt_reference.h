@@ -1,7 +1,6 @@
-// GPT-2's loss as one scalar function, templated on the number type and written from the papers, not from
-// train/. With std::complex<double> one evaluation also gives an exact derivative (Squire & Trapp, "Using
-// complex variables to estimate derivatives of real functions", 1998): nothing is subtracted, so a step of
-// 1e-100 costs no digits.
+// GPT-2's loss as one scalar function, templated on the number type and written from the papers, not from train/. With
+// std::complex<double> one evaluation also gives an exact derivative (Squire & Trapp, "Using complex variables to
+// estimate derivatives of real functions", 1998): nothing is subtracted, so a step of 1e-100 costs no digits.
 #pragma once
 
 #include <cmath>

@@ -202,9 +202,8 @@ void check_directions(const Description& shape, std::int64_t sequences) {
   }
 }
 
-// Beyond one piece of work there are too many derivatives for the reference to take each. Here: several
-// chunks of tokens, blocks of queries and blocks of logits; then several tiles of a weight's gradient, down
-// and across.
+// Beyond one piece of work there are too many derivatives for the reference to take each. Here: several chunks of
+// tokens, blocks of queries and blocks of logits; then several tiles of a weight's gradient, down and across.
 TEST(GptReference, ManyTokens) { check_directions(gpt2({1, 32, 2, 150, 1100}), 2); }
 TEST(GptReference, WideLayers) { check_directions(gpt2({1, 260, 2, 5, 140}), 1); }
 
@@ -372,8 +371,7 @@ TEST(GptGradients, StayWhenWeightsAreSteppedInside) {
   }
 }
 
-// The token table is read twice, as the embedding and as the head; a token that is never read still has a
-// gradient.
+// The token table is read twice, as the embedding and as the head; a token that is never read still has a gradient.
 TEST(GptGradients, TheTokenTableIsTied) {
   Examples batch(kOdd, 1);
   std::fill(batch.tokens.begin(), batch.tokens.end(), 3);

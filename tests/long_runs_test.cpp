@@ -41,14 +41,11 @@ Description isolating() {
 }
 
 Job job_of(const std::string& recipe, const Description& shape, bool isolates = false) {
-  Job job;
-  job.shape = shape;
-  job.batch = 8;
+  Job job = job_of(shape, 8, recipe, 1e-3);
   job.backend = on_gpu() ? cuda_backend : cpu_backend;
   job.isolates = isolates;
   job.threads = 1;
   job.optimizer = [] { return Optimizer("adamw"); };
-  job.describe = describe_by(recipe);
   job.activations = recipe == "fp32" ? Precision::fp32 : Precision::bf16;
   job.schedule = {Annealing::constant, 1e-3, 50, kPhases * kSteps};
   job.gradients.max_norm = 1;

@@ -1,115 +1,53 @@
 // Norm, clipping, loss scale, step count and learning rate that stay in the engine's memory: measure, a step
 // that reads them, advance. Each equals what the host would have computed and passed by value.
-#include <functional>
-#include <limits>
-
-#include "tests/configs.h"
+#include "tests/table.h"
 
 namespace scruple_tests {
 namespace {
 
-const float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
-
-bool accumulates(const GradientKind& kind) {
-  return (info_of(scruple_format_find(kind.format)).roles & SCRUPLE_ROLE_ACCUMULATOR) != 0;
+Config measured(const std::string& rule, const char* recipe, const GradientKind& kind, int rounding) {
+  Hypers hypers;  // a momentum and a decay, where the rule has them
+  for (const char* name : {"momentum", "weight_decay", "lr_decay"})
+    if (has_hyper(Optimizer(rule), name)) hypers.emplace_back(name, 0.1);
+  Config config = config_of(rule, recipe, hypers);
+  set_rounding(config, rounding);
+  return with_gradient(config, kind);
 }
 
-// Normal numbers: a window into one list, number `n`.
-std::vector<float> normals(int n, std::int64_t size) {
-  static const std::vector<float> kList = Random(7).normals(80000);
-  const auto first = kList.begin() + n * 131 % 5000;
-  return {first, first + size};
-}
-
-// A few tensors of one optimizer in a recipe, with gradients to fold. Two of them made alike are alike.
-struct Table {
-  Table(scruple_engine* on, const char* rule, const char* recipe, const GradientKind& kind,
-        int rounding = SCRUPLE_NEAREST)
-      : engine(on), optimizer(rule), gradient(kind) {
-    scruple_rule_info info{};
-    CHECK_OK(scruple_rule_at(scruple_optimizer_rule(optimizer), &info));
-    for (int h = 0; h < info.hypers; ++h) {  // a momentum and a decay, where the rule has them
-      scruple_hyper_info hyper{};
-      CHECK_OK(scruple_rule_hyper(scruple_optimizer_rule(optimizer), h, &hyper));
-      const std::string name = hyper.name;
-      if (name == "momentum" || name == "weight_decay" || name == "lr_decay") optimizer.set(hyper.name, 0.1);
-    }
-    optimizer.seed(99);
-    for (const std::int64_t size : {5, 0, 128, 3001, 70000}) {
-      Tensor tensor(optimizer, size, size > 4096 ? recipe : "scruple", engine);
-      tensor.row.id = static_cast<std::uint32_t>(tensors.size() + 1);
-      for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
-        scruple_array& array = tensor.row.arrays[a];
-        if (tensor.used(a) && (info_of(array.format).roundings >> rounding & 1u) != 0)
-          array.rounding = rounding;
-      }
-      tensor.use(SCRUPLE_GRADIENT, scruple_format_find(kind.format), kind.rounding);
-      tensor.encode(engine, SCRUPLE_WEIGHT, normals(0, size));
-      tensors.push_back(std::move(tensor));
-    }
+// A few tensors of one optimizer, with gradients to measure.
+struct Measured : Table {
+  Measured(scruple_engine* on, const std::string& rule, const char* recipe, const GradientKind& kind,
+           int rounding = SCRUPLE_NEAREST)
+      : Table(on, {measured(rule, recipe, kind, rounding)}, {{5, 0, 128, 3001, 70000}}) {
+    begin();
   }
 
   // Gradient number n; `bad` puts a value into the last tensor.
   void fill(int n, float bad = 0, const std::int64_t* steps = nullptr) {
-    for (Tensor& tensor : tensors) {
-      std::vector<float> values = normals(n, tensor.row.size);
-      if (bad != 0 && tensor.row.size == 70000) values[66666] = bad;
-      if (!accumulates(gradient)) {
-        tensor.encode(engine, SCRUPLE_GRADIENT, values);
-        continue;
-      }
-      tensor.row.folds = 0;
-      scruple_array incoming{};
-      incoming.format = scruple_format_find("fp32");
-      incoming.codes = values.data();
-      CHECK_OK(scruple_fold(engine, &tensor.row, &incoming, 1, 1.0f, steps));
-      tensor.row.folds = 1;
+    for (scruple_tensor& row : rows) {
+      std::vector<float> values = values_of(row.size, static_cast<std::uint64_t>(n));
+      if (bad != 0 && row.size == 70000) values[66666] = bad;
+      const scruple_array incoming = fp32_array(values.data());
+      row.folds = 0;
+      if (accumulates)
+        CHECK_OK(scruple_fold(engine, &row, &incoming, 1, 1.0f, steps));
+      else
+        CHECK_OK(scruple_encode(engine, &row, SCRUPLE_GRADIENT, values.data()));
+      row.folds = accumulates ? 1 : 0;
     }
   }
-  void at_step(std::int64_t t) {
-    for (Tensor& tensor : tensors) tensor.row.step = t;
-  }
-  std::vector<scruple_tensor> rows() const {
-    std::vector<scruple_tensor> table;
-    for (const Tensor& tensor : tensors) table.push_back(tensor.row);
-    return table;
-  }
-  std::int64_t count() const { return static_cast<std::int64_t>(tensors.size()); }
   scruple_status measure(const scruple_measure_options& options) const {
-    return scruple_measure(engine, rows().data(), count(), &options);
+    return scruple_measure(engine, rows.data(), length(rows), &options);
   }
-  scruple_status step(const scruple_step_options& options) const {
-    return scruple_step(engine, rows().data(), count(), &options);
-  }
-  double norm(float* found_inf = nullptr) const {
-    double norm = -1;
-    CHECK_OK(scruple_norm(engine, rows().data(), count(), &norm, found_inf));
-    return norm;
-  }
-  Bytes bytes() const {
-    Bytes all;
-    for (const Tensor& tensor : tensors) {
-      EXPECT_TRUE(tensor.intact());
-      const Bytes planes = all_planes(tensor);
-      all.insert(all.end(), planes.begin(), planes.end());
-    }
-    return all;
-  }
-  scruple_engine* engine;
-  Optimizer optimizer;
-  GradientKind gradient;
-  std::vector<Tensor> tensors;
 };
 
 // Every rule, in a recipe that serves it.
 std::vector<std::pair<std::string, const char*>> walks() {
   std::vector<std::pair<std::string, const char*>> list;
-  for (int rule = 0; rule < scruple_rule_count(); ++rule) {
-    scruple_rule_info info{};
-    CHECK_OK(scruple_rule_at(rule, &info));
-    if (kThreadSanitizer && std::string(info.name) != "adamw") continue;
-    list.emplace_back(info.name, "scruple");
-    list.emplace_back(info.name, "scant");
+  for (const Rule& rule : rules()) {
+    if (kThreadSanitizer && rule.name != "adamw") continue;
+    list.emplace_back(rule.name, "scruple");
+    list.emplace_back(rule.name, "scant");
   }
   list.emplace_back("sgd", "lpmm");
   list.emplace_back("adamw", "fp32");
@@ -121,26 +59,28 @@ struct Outputs {
   float found_inf = -7, clip = -7;
 };
 
-scruple_measure_options measure_into(Outputs& out, double max_norm) {
+scruple_measure_options measure_into(Outputs& out, double max_norm, const float* loss_scale = nullptr,
+                                     const std::int64_t* steps = nullptr) {
   scruple_measure_options options = SCRUPLE_MEASURE_OPTIONS_INIT;
   options.max_norm = max_norm;
+  options.loss_scale = loss_scale;
+  options.steps = steps;
   options.norm = &out.norm;
   options.found_inf = &out.found_inf;
   options.clip = &out.clip;
   return options;
 }
 
-// ---- Measure
-// ------------------------------------------------------------------------------------------------------
+// ---- Measure ----
 
 TEST(Measure, EqualsNormAndClipFactor) {
   for (const std::string& name : cpu_engines())
     for (const int threads : {1, 3}) {
-      const Engine engine(threads, name.c_str());
+      const Engine engine(threads, name);
       for (const GradientKind& kind : kGradientKinds) {
-        Table table(engine, "sgd", "fp32", kind);
+        Measured table(engine, "sgd", "fp32", kind);
         table.fill(1);
-        const double norm = table.norm();
+        const double norm = norm_of(engine, table.rows);
         EXPECT_GT(norm, 1.0);
         for (const double max_norm : {0.0, 1e-3, 1.0, 1e9}) {
           Outputs out;
@@ -148,7 +88,7 @@ TEST(Measure, EqualsNormAndClipFactor) {
           EXPECT_EQ(out.norm, norm) << kind.format;
           EXPECT_EQ(out.found_inf, 0.0f) << kind.format;
           EXPECT_EQ(out.clip, scruple_clip_factor(norm, max_norm)) << kind.format << " under " << max_norm;
-          EXPECT_EQ(out.clip<1, max_norm> 0 && max_norm < 1e9) << kind.format << " under " << max_norm;
+          EXPECT_EQ(out.clip < 1, (max_norm > 0 && max_norm < 1e9)) << kind.format << " under " << max_norm;
         }
       }
     }
@@ -156,14 +96,12 @@ TEST(Measure, EqualsNormAndClipFactor) {
 
 TEST(Measure, TheLossScaleDividesTheNorm) {
   const Engine engine;
-  Table table(engine, "sgd", "fp32", kGradientKinds[0]);
+  Measured table(engine, "sgd", "fp32", kGradientKinds[0]);
   table.fill(1);
-  const double norm = table.norm();
+  const double norm = norm_of(engine, table.rows);
   for (const float scale : {1.0f, 65536.0f, 3000.0f, 0x1p-20f}) {
     Outputs out;
-    scruple_measure_options options = measure_into(out, 0.5);
-    options.loss_scale = &scale;
-    CHECK_OK(table.measure(options));
+    CHECK_OK(table.measure(measure_into(out, 0.5, &scale)));
     EXPECT_EQ(out.norm, norm / static_cast<double>(scale)) << scale;
     EXPECT_EQ(out.clip, scruple_clip_factor(norm / static_cast<double>(scale), 0.5)) << scale;
     EXPECT_EQ(out.found_inf, 0.0f);
@@ -172,7 +110,7 @@ TEST(Measure, TheLossScaleDividesTheNorm) {
 
 TEST(Measure, AnyOutputMayBeAbsent) {
   const Engine engine;
-  Table table(engine, "sgd", "fp32", kGradientKinds[1]);
+  Measured table(engine, "sgd", "fp32", kGradientKinds[1]);
   table.fill(1);
   Outputs want;
   CHECK_OK(table.measure(measure_into(want, 1.0)));
@@ -193,13 +131,11 @@ TEST(Measure, FindsWhatIsNotFiniteAndLeavesItUnclipped) {
   const Engine engine(2);
   for (const GradientKind& kind : kGradientKinds)
     for (const float bad : {kInf, -kInf, kNaN}) {
-      Table table(engine, "sgd", "fp32", kind);
+      Measured table(engine, "sgd", "fp32", kind);
       table.fill(1, bad);
       const float scale = 512.0f;
       Outputs out;
-      scruple_measure_options options = measure_into(out, 1.0);
-      options.loss_scale = &scale;
-      CHECK_OK(table.measure(options));
+      CHECK_OK(table.measure(measure_into(out, 1.0, &scale)));
       EXPECT_EQ(out.found_inf, 1.0f) << kind.format << " " << bad;
       EXPECT_FALSE(std::isfinite(out.norm)) << kind.format << " " << bad;
       EXPECT_EQ(out.clip, 1.0f) << kind.format << " " << bad;
@@ -209,15 +145,13 @@ TEST(Measure, FindsWhatIsNotFiniteAndLeavesItUnclipped) {
 // A finite sum over a tiny loss scale is a large norm, not an overflow.
 TEST(Measure, TheFlagIsAboutTheGradientsNotTheQuotient) {
   const Engine engine;
-  Table table(engine, "sgd", "fp32", kGradientKinds[0]);
+  Measured table(engine, "sgd", "fp32", kGradientKinds[0]);
   for (Tensor& tensor : table.tensors)
     tensor.encode(engine, SCRUPLE_GRADIENT,
                   std::vector<float>(static_cast<std::size_t>(tensor.row.size), 3e38f));
   const float scale = 0x1p-126f;
   Outputs out;
-  scruple_measure_options options = measure_into(out, 1.0);
-  options.loss_scale = &scale;
-  CHECK_OK(table.measure(options));
+  CHECK_OK(table.measure(measure_into(out, 1.0, &scale)));
   EXPECT_EQ(out.found_inf, 0.0f);
   EXPECT_TRUE(std::isfinite(out.norm));
 }
@@ -232,42 +166,36 @@ TEST(Measure, EmptyTables) {
   EXPECT_EQ(out.clip, 1.0f);
 }
 
-void expect_invalid(scruple_status got, const char* part) {
-  EXPECT_EQ(got, SCRUPLE_INVALID) << part;
-  EXPECT_NE(std::string(scruple_last_error()).find(part), std::string::npos) << scruple_last_error();
-}
-
 TEST(Measure, RefusesWhatItMust) {
   const Engine engine;
-  Table table(engine, "sgd", "fp32", kGradientKinds[0]);
+  Measured table(engine, "sgd", "fp32", kGradientKinds[0]);
   table.fill(1);
   Outputs out;
   const scruple_measure_options good = measure_into(out, 1.0);
-  std::vector<scruple_tensor> rows = table.rows();
-  expect_invalid(scruple_measure(nullptr, rows.data(), 1, &good), "engine");
-  expect_invalid(scruple_measure(engine, rows.data(), 1, nullptr), "options");
-  expect_invalid(scruple_measure(engine, nullptr, 1, &good), "null");
-  expect_invalid(scruple_measure(engine, rows.data(), -1, &good), "count");
+  std::vector<scruple_tensor> rows = table.rows;
+  EXPECT_INVALID(scruple_measure(nullptr, rows.data(), 1, &good), "engine");
+  EXPECT_INVALID(scruple_measure(engine, rows.data(), 1, nullptr), "options");
+  EXPECT_INVALID(scruple_measure(engine, nullptr, 1, &good), "null");
+  EXPECT_INVALID(scruple_measure(engine, rows.data(), -1, &good), "count");
   for (const std::size_t size :
        {std::size_t{0}, offsetof(scruple_measure_options, max_norm), sizeof good + 8}) {
     scruple_measure_options bad = good;
     bad.struct_size = size;
-    expect_invalid(table.measure(bad), "SCRUPLE_MEASURE_OPTIONS_INIT");
+    EXPECT_INVALID(table.measure(bad), "SCRUPLE_MEASURE_OPTIONS_INIT");
   }
   for (const double max_norm : {-1.0, -0x1p-1074, static_cast<double>(kNaN), static_cast<double>(kInf)}) {
     scruple_measure_options bad = good;
     bad.max_norm = max_norm;
-    expect_invalid(table.measure(bad), "max_norm");
+    EXPECT_INVALID(table.measure(bad), "max_norm");
   }
   rows[0].arrays[SCRUPLE_GRADIENT].codes = nullptr;
-  expect_invalid(scruple_measure(engine, rows.data(), 5, &good), "gradient");
+  EXPECT_INVALID(scruple_measure(engine, rows.data(), 5, &good), "gradient");
   EXPECT_EQ(out.norm, -7.0) << "a refused call wrote an output";
   EXPECT_EQ(out.found_inf, -7.0f);
   EXPECT_EQ(out.clip, -7.0f);
 }
 
-// ---- What a step reads from memory
-// ------------------------------------------------------------------------------------
+// ---- What a step reads from memory ----
 
 TEST(StepOptions, ClipAndLossScaleAreAMultiplier) {
   const Engine engine(2);
@@ -276,18 +204,14 @@ TEST(StepOptions, ClipAndLossScaleAreAMultiplier) {
     for (const float multiplier : {1.0f, -0.7f})
       for (int mask = 0; mask < 4; ++mask) {
         const bool clips = (mask & 1) != 0, scales = (mask & 2) != 0;
-        Table by_pointer(engine, rule.c_str(), recipe, kGradientKinds[0]),
-            by_value(engine, rule.c_str(), recipe, kGradientKinds[0]);
+        Measured by_pointer(engine, rule, recipe, kGradientKinds[0]),
+            by_value(engine, rule, recipe, kGradientKinds[0]);
         for (int t = 1; t <= 2; ++t) {
-          scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-          for (Table* table : {&by_pointer, &by_value}) table->at_step(t), table->fill(t);
-          options.multiplier = multiplier;
-          if (clips) options.clip = &clip;
-          if (scales) options.loss_scale = &scale;
-          CHECK_OK(by_pointer.step(options));
-          options = SCRUPLE_STEP_OPTIONS_INIT;
-          options.multiplier = multiplier * (clips ? clip : 1.0f) / (scales ? scale : 1.0f);
-          CHECK_OK(by_value.step(options));
+          for (Measured* table : {&by_pointer, &by_value}) table->at_step(t), table->fill(t);
+          by_pointer.step({.multiplier = multiplier,
+                           .clip = clips ? &clip : nullptr,
+                           .loss_scale = scales ? &scale : nullptr});
+          by_value.step({.multiplier = multiplier * (clips ? clip : 1.0f) / (scales ? scale : 1.0f)});
         }
         ASSERT_EQ(by_pointer.bytes(), by_value.bytes()) << rule << " " << recipe << ", mask " << mask;
       }
@@ -300,11 +224,7 @@ TEST(StepOptions, TheOrderOfTheProductIsTheDocumentedOne) {
   const auto stepped = [&](float multiplier, const float* clip, const float* scale) {
     Tensor tensor(sgd, 1, "fp32", engine);
     tensor.encode(engine, SCRUPLE_GRADIENT, {-1.0f});
-    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-    options.multiplier = multiplier;
-    options.clip = clip;
-    options.loss_scale = scale;
-    CHECK_OK(scruple_step(engine, &tensor.row, 1, &options));
+    CHECK_OK(try_step(engine, {tensor.row}, {.multiplier = multiplier, .clip = clip, .loss_scale = scale}));
     return tensor.decode(engine, SCRUPLE_WEIGHT)[0];
   };
   Random random(3);
@@ -326,32 +246,22 @@ TEST(StepOptions, StepsAreAddedToTheTensorsStep) {
   for (const auto& [rule, recipe] : walks())
     for (const int rounding : {SCRUPLE_NEAREST, SCRUPLE_STOCHASTIC})
       for (const GradientKind& kind : kGradientKinds) {
-        Table counted(engine, rule.c_str(), recipe, kind, rounding),
-            plain(engine, rule.c_str(), recipe, kind, rounding);
+        Measured counted(engine, rule, recipe, kind, rounding), plain(engine, rule, recipe, kind, rounding);
         for (const std::int64_t taken : {std::int64_t{0}, std::int64_t{1}, std::int64_t{41}}) {
           counted.at_step(3);
           plain.at_step(3 + taken);
-          if (accumulates(kind)) {
-            counted.fill(static_cast<int>(taken), 0, &taken);
-          } else {
-            counted.at_step(3 + taken);  // encoding has the tensor's step alone
-            counted.fill(static_cast<int>(taken));
-            counted.at_step(3);
-          }
+          if (!counted.accumulates) counted.at_step(3 + taken);  // encoding has the tensor's step alone
+          counted.fill(static_cast<int>(taken), 0, &taken);
+          counted.at_step(3);
           plain.fill(static_cast<int>(taken));
           ASSERT_EQ(counted.bytes(), plain.bytes())
               << rule << ", fold into " << kind.format << " " << kind.rounding;
           Outputs a, b;
-          scruple_measure_options measure = measure_into(a, 1.0);
-          measure.steps = &taken;
-          CHECK_OK(counted.measure(measure));
+          CHECK_OK(counted.measure(measure_into(a, 1.0, nullptr, &taken)));
           CHECK_OK(plain.measure(measure_into(b, 1.0)));
           EXPECT_EQ(a.norm, b.norm) << rule << " " << kind.format << " " << kind.rounding;
-          scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-          options.steps = &taken;
-          CHECK_OK(counted.step(options));
-          options.steps = nullptr;
-          CHECK_OK(plain.step(options));
+          counted.step({.steps = &taken});
+          plain.step();
           ASSERT_EQ(counted.bytes(), plain.bytes())
               << rule << " " << recipe << ", rounding " << rounding << ", gradient " << kind.format << " "
               << kind.rounding << ", " << taken << " steps";
@@ -363,11 +273,9 @@ TEST(StepOptions, StepsAreAddedToTheTensorsStep) {
 TEST(StepOptions, StepsMatter) {
   const Engine engine;
   const auto after = [&](const char* rule, int rounding, std::int64_t steps, int array) {
-    Table table(engine, rule, "scruple", kGradientKinds[1], rounding);
+    Measured table(engine, rule, "scruple", kGradientKinds[1], rounding);
     table.fill(1);
-    scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-    options.steps = &steps;
-    CHECK_OK(table.step(options));
+    table.step({.steps = &steps});
     return table.tensors.back().bytes(array);
   };
   EXPECT_NE(after("adamw", SCRUPLE_NEAREST, 0, SCRUPLE_WEIGHT),
@@ -383,16 +291,12 @@ TEST(StepOptions, StepsMatter) {
 
 TEST(StepOptions, AFlagSkipsWhateverElseIsGiven) {
   const Engine engine;
-  Table table(engine, "adamw", "scruple", kGradientKinds[1]);
+  Measured table(engine, "adamw", "scruple", kGradientKinds[1]);
   table.fill(1);
   const Bytes before = table.bytes();
   const float flag = 1, nan = kNaN;
   const std::int64_t steps = 3;
-  scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-  options.found_inf = &flag;
-  options.clip = options.loss_scale = &nan;
-  options.steps = &steps;
-  CHECK_OK(table.step(options));
+  table.step({.found_inf = &flag, .clip = &nan, .loss_scale = &nan, .steps = &steps});
   EXPECT_EQ(table.bytes(), before);
 }
 
@@ -402,14 +306,14 @@ TEST(StepOptions, FieldsBeyondStructSizeAreNotThere) {
   const float clip = 0.25f, scale = 8.0f;
   const std::int64_t steps = 7;
   const auto stepped = [&](std::size_t struct_size, bool with_clip, bool with_scale, bool with_steps) {
-    Table table(engine, "adamw", "scruple", kGradientKinds[0]);
+    Measured table(engine, "adamw", "scruple", kGradientKinds[0]);
     table.fill(1);
     scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
     options.struct_size = struct_size;
     if (with_clip) options.clip = &clip;
     if (with_scale) options.loss_scale = &scale;
     if (with_steps) options.steps = &steps;
-    CHECK_OK(table.step(options));
+    CHECK_OK(scruple_step(engine, table.rows.data(), length(table.rows), &options));
     return table.bytes();
   };
   const std::size_t whole = sizeof(scruple_step_options);
@@ -425,39 +329,34 @@ TEST(StepOptions, FieldsBeyondStructSizeAreNotThere) {
 TEST(ReadLr, IsTheLearningRateSet) {
   const Engine engine(2);
   for (const auto& [rule, recipe] : walks()) {
-    Table read(engine, rule.c_str(), recipe, kGradientKinds[1]),
-        set(engine, rule.c_str(), recipe, kGradientKinds[1]);
+    Measured read(engine, rule, recipe, kGradientKinds[1]), set(engine, rule, recipe, kGradientKinds[1]);
     double lr = 0;
-    CHECK_OK(scruple_optimizer_read_lr(read.optimizer, &lr));
+    CHECK_OK(scruple_optimizer_read_lr(*read.optimizers[0], &lr));
     double remembered = 0, initial = 0;
-    CHECK_OK(scruple_optimizer_get(set.optimizer, "lr", &initial));
-    for (int t = 1; t <= 3; ++t) {
-      lr = 0.02 / t;
-      set.optimizer.set("lr", 0.02 / t);
-      for (Table* table : {&read, &set}) {
+    CHECK_OK(scruple_optimizer_get(*set.optimizers[0], "lr", &initial));
+    const auto expect_same_step = [&](int t, double set_lr) {
+      set.optimizers[0]->set("lr", set_lr);
+      for (Measured* table : {&read, &set}) {
         table->at_step(t);
         table->fill(t);
-        CHECK_OK(table->step(SCRUPLE_STEP_OPTIONS_INIT));
+        table->step();
       }
       ASSERT_EQ(read.bytes(), set.bytes()) << rule << " " << recipe << ", step " << t;
+    };
+    for (int t = 1; t <= 3; ++t) {
+      lr = 0.02 / t;
+      expect_same_step(t, 0.02 / t);
     }
-    CHECK_OK(scruple_optimizer_get(read.optimizer, "lr", &remembered));
+    CHECK_OK(scruple_optimizer_get(*read.optimizers[0], "lr", &remembered));
     EXPECT_EQ(remembered, initial) << "what was set is kept";
-    CHECK_OK(scruple_optimizer_read_lr(read.optimizer, nullptr));
+    CHECK_OK(scruple_optimizer_read_lr(*read.optimizers[0], nullptr));
     lr = 1e9;
-    set.optimizer.set("lr", initial);
-    for (Table* table : {&read, &set}) {
-      table->at_step(4);
-      table->fill(4);
-      CHECK_OK(table->step(SCRUPLE_STEP_OPTIONS_INIT));
-    }
-    ASSERT_EQ(read.bytes(), set.bytes()) << rule << " " << recipe << ", set again";
+    expect_same_step(4, initial);  // what is set counts again
   }
-  expect_invalid(scruple_optimizer_read_lr(nullptr, nullptr), "optimizer");
+  EXPECT_INVALID(scruple_optimizer_read_lr(nullptr, nullptr), "optimizer");
 }
 
-// ---- Advance
-// ----------------------------------------------------------------------------------------------------------
+// ---- Advance ----
 
 bool same(const scruple_scaler& a, const scruple_scaler& b) { return std::memcmp(&a, &b, sizeof a) == 0; }
 
@@ -490,27 +389,26 @@ TEST(Advance, AnyPartMayBeAbsent) {
       EXPECT_TRUE(same(scaler, has_scaler ? want : untouched)) << mask;
       EXPECT_EQ(steps, has_steps && !skipped ? 6 : 5) << mask;
     }
-  expect_invalid(scruple_advance(nullptr, nullptr, nullptr, nullptr), "engine");
+  EXPECT_INVALID(scruple_advance(nullptr, nullptr, nullptr, nullptr), "engine");
 }
 
 TEST(Streams, ACpuEngineHasNone) {
   for (const std::string& name : cpu_engines()) {
-    const Engine engine(2, name.c_str());
+    const Engine engine(2, name);
     CHECK_OK(scruple_engine_set_stream(engine, nullptr));
     CHECK_OK(scruple_engine_synchronize(engine));
     int dummy = 0;
-    expect_invalid(scruple_engine_set_stream(engine, &dummy), "stream");
-    Table table(engine, "adamw", "scruple", kGradientKinds[1]);
+    EXPECT_INVALID(scruple_engine_set_stream(engine, &dummy), "stream");
+    Measured table(engine, "adamw", "scruple", kGradientKinds[1]);
     table.fill(1);
-    CHECK_OK(table.step(SCRUPLE_STEP_OPTIONS_INIT));
+    table.step();
     CHECK_OK(scruple_engine_synchronize(engine));
   }
-  expect_invalid(scruple_engine_set_stream(nullptr, nullptr), "engine");
-  expect_invalid(scruple_engine_synchronize(nullptr), "engine");
+  EXPECT_INVALID(scruple_engine_set_stream(nullptr, nullptr), "engine");
+  EXPECT_INVALID(scruple_engine_synchronize(nullptr), "engine");
 }
 
-// ---- The whole loop
-// ------------------------------------------------------------------------------------------------------
+// ---- The whole loop ----
 
 // Twenty steps, four of them spoilt, with everything in the engine's memory, and again with the host
 // deciding: norm, clip factor, scaler update, and a table whose step the host counts.
@@ -521,8 +419,8 @@ TEST(Loop, EqualsTheLoopThatTheHostRuns) {
     for (const GradientKind& kind : kGradientKinds) {
       if (!accumulates(kind)) continue;
       if (rule != "adamw" && kind.rounding != SCRUPLE_NEAREST && kind.rounding != SCRUPLE_DITHER) continue;
-      Table in_memory(engine, rule.c_str(), recipe, kind, SCRUPLE_STOCHASTIC),
-          on_host(engine, rule.c_str(), recipe, kind, SCRUPLE_STOCHASTIC);
+      Measured in_memory(engine, rule, recipe, kind, SCRUPLE_STOCHASTIC),
+          on_host(engine, rule, recipe, kind, SCRUPLE_STOCHASTIC);
       scruple_scaler scaler = {256.0f, 2.0f, 0.5f, 3, 0}, host_scaler = scaler;
       std::int64_t steps = 0, host_steps = 0;
       Outputs out;
@@ -531,26 +429,18 @@ TEST(Loop, EqualsTheLoopThatTheHostRuns) {
         const float bad = n == 4 || n == 20 ? kInf : n == 5 || n == 13 ? kNaN : 0.0f;
 
         in_memory.fill(n, bad, &steps);
-        scruple_measure_options measure = measure_into(out, kMaxNorm);
-        measure.loss_scale = &scaler.scale;
-        measure.steps = &steps;
-        CHECK_OK(in_memory.measure(measure));
-        scruple_step_options options = SCRUPLE_STEP_OPTIONS_INIT;
-        options.found_inf = &out.found_inf;
-        options.clip = &out.clip;
-        options.loss_scale = &scaler.scale;
-        options.steps = &steps;
-        CHECK_OK(in_memory.step(options));
+        CHECK_OK(in_memory.measure(measure_into(out, kMaxNorm, &scaler.scale, &steps)));
+        in_memory.step(
+            {.found_inf = &out.found_inf, .clip = &out.clip, .loss_scale = &scaler.scale, .steps = &steps});
         CHECK_OK(scruple_advance(engine, &out.found_inf, &scaler, &steps));
 
         on_host.at_step(host_steps + 1);
         on_host.fill(n, bad);
         float found_inf = -1;
-        const double norm = on_host.norm(&found_inf) / static_cast<double>(host_scaler.scale);
+        const double norm =
+            norm_of(engine, on_host.rows, &found_inf) / static_cast<double>(host_scaler.scale);
         if (found_inf == 0) {
-          options = SCRUPLE_STEP_OPTIONS_INIT;
-          options.multiplier = scruple_clip_factor(norm, kMaxNorm) / host_scaler.scale;
-          CHECK_OK(on_host.step(options));
+          on_host.step({.multiplier = scruple_clip_factor(norm, kMaxNorm) / host_scaler.scale});
           ++host_steps;
         } else {
           ++skipped;

@@ -1,14 +1,11 @@
 // A moment that is not finite costs its element alone: in a group it is stored as 0, and its neighbours are
 // what they would be beside a 0. Every rule, every format of moments, every CPU engine; tests/cuda_test.cpp
 // compares CUDA with them.
-#include <limits>
-
-#include "tests/configs.h"
+#include "tests/table.h"
 
 namespace scruple_tests {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr std::size_t kSize = 1500;                            // tiles, spans, and a part of a group
 constexpr std::size_t kPoisoned[] = {5, 700, 701, kSize - 1};  // alone, two in a group, in the last part
 constexpr float kOverflows = 1e30f;                            // its square is infinite
@@ -25,14 +22,10 @@ Tensor with_fp32(scruple_engine* engine, const Tensor& tensor, int a) {
   return twin;
 }
 
-struct Walk {
+struct Walk : Table {
   Walk(scruple_engine* on, scruple_engine* plain_engine, const Config& config)
-      : engine(on), plain(plain_engine), optimizer(config.rule.c_str()), tensor(optimizer, kSize) {
-    for (const auto& [name, value] : config.hypers) optimizer.set(name.c_str(), value);
-    optimizer.seed(77);
-    for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
-      if (tensor.used(a)) tensor.use(a, config.formats.arrays[a].format, config.formats.arrays[a].rounding);
-    CHECK_OK(scruple_tensor_reset(engine, &tensor.row));
+      : Table(on, {config}, {{kSize}}), plain(plain_engine), tensor(tensors[0]) {
+    begin();
     tensor.encode(engine, SCRUPLE_WEIGHT, Random(1).normals(kSize));
   }
 
@@ -43,15 +36,15 @@ struct Walk {
       for (const std::size_t i : kPoisoned) gradient[i] = special;
     tensor.encode(engine, SCRUPLE_GRADIENT, gradient);
     const Tensor before = tensor;
-    step(engine, tensor);
-    const std::vector<float> weights = tensor.decode(engine, SCRUPLE_WEIGHT);
+    scruple_tests::step(engine, tensor);
+    const std::vector<float> after = tensor.decode(engine, SCRUPLE_WEIGHT);
     for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a) {
       if (!tensor.used(a)) continue;
       const Tensor twin = with_fp32(engine, before, a);
-      step(engine, twin);
+      scruple_tests::step(engine, twin);
       const std::vector<float> twin_weights = twin.decode(engine, SCRUPLE_WEIGHT);
       for (std::size_t i = 0; i < kSize; ++i)
-        ASSERT_EQ(std::isfinite(weights[i]), std::isfinite(twin_weights[i])) << "weight " << i;
+        ASSERT_EQ(std::isfinite(after[i]), std::isfinite(twin_weights[i])) << "weight " << i;
       std::vector<float> moments = twin.decode(engine, a);
       if (is_group(tensor.row.arrays[a]))
         for (float& x : moments) x = std::isfinite(x) ? x : 0.0f;
@@ -60,23 +53,22 @@ struct Walk {
       ASSERT_TRUE(same_bytes(want.bytes(a), tensor.bytes(a))) << "slot " << a - SCRUPLE_SLOT;
     }
     lost = 0;
-    for (std::size_t i = 0; i < kSize; ++i) lost += std::isfinite(weights[i]) ? 0 : 1;
+    for (std::size_t i = 0; i < kSize; ++i) lost += std::isfinite(after[i]) ? 0 : 1;
   }
 
-  scruple_engine *engine, *plain;
-  Optimizer optimizer;
-  Tensor tensor;
+  scruple_engine* plain;
+  Tensor& tensor;
   std::size_t lost = 0;  // weights that are not finite
 };
 
 TEST(NonFinite, AMomentIsStoredAsZeroAndItsNeighboursAsBesideAZero) {
-  const Engine plain(1, cpu_engines()[0].c_str());
+  const Engine plain(1, cpu_engines()[0]);
   std::vector<Config> configs = moment_configs();
   for (const bool busy : {true, false})
     for (const Config& recipe : recipe_configs(busy)) configs.push_back(recipe);
   for (const Config& config : configs)
     for (const std::string& name : cpu_engines()) {
-      const Engine engine(1, name.c_str());
+      const Engine engine(1, name);
       for (const float special : kSpecials) {
         SCOPED_TRACE(testing::Message() << config.name << ", engine " << name << ", gradient " << special);
         Walk walk(engine, plain, config);

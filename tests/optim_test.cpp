@@ -1,65 +1,39 @@
-// Every optimizer of the registry, in fp32, against a double-precision reference written from the papers
-// (reference.h), over sets of hyperparameters that the registry itself generates; and its defaults against
-// torch's.
+// Every optimizer of the registry, in fp32, against a double-precision reference written from the papers (reference.h),
+// over sets of hyperparameters that the registry itself generates; and its defaults against torch's.
 #include "tests/reference.h"
 #include "tests/support.h"
 
 namespace scruple_tests {
 namespace {
 
-using reference::Hypers;
+using Set = reference::Hypers;
 
 constexpr int kSteps = 120;
 constexpr std::size_t kElements = 67;
 
-struct Rule {
-  int index = 0;
-  scruple_rule_info info{};
-  std::vector<scruple_hyper_info> hypers;
-
-  bool has(const char* hyper) const {
-    for (const scruple_hyper_info& h : hypers)
-      if (std::strcmp(h.name, hyper) == 0) return true;
-    return false;
-  }
-};
-
-std::vector<Rule> all_rules() {
-  std::vector<Rule> list;
-  for (int r = 0; r < scruple_rule_count(); ++r) {
-    Rule rule;
-    rule.index = r;
-    CHECK_OK(scruple_rule_at(r, &rule.info));
-    for (int h = 0; h < rule.info.hypers; ++h)
-      CHECK_OK(scruple_rule_hyper(r, h, &rule.hypers.emplace_back()));
-    list.push_back(rule);
-  }
-  return list;
-}
-
-Hypers defaults_of(const Rule& rule) {
-  Hypers set;
+Set defaults_of(const Rule& rule) {
+  Set set;
   for (const scruple_hyper_info& h : rule.hypers) set[h.name] = h.value;
   return set;
 }
 
 // Every hyperparameter away from zero and from its default, and eps where it shows; flags off.
-Hypers non_zero(const Rule& rule) {
-  Hypers set;
+Set non_zero(const Rule& rule) {
+  Set set;
   for (const scruple_hyper_info& h : rule.hypers)
     set[h.name] = h.flag != 0 ? 0 : h.value < 1e-6 ? 0.1 : 0.9 * h.value;
   return set;
 }
 
 // Defaults, all non-zero, and all non-zero but one, each with every combination of the flags.
-std::vector<Hypers> sets_of(const Rule& rule) {
-  std::vector<Hypers> plain = {defaults_of(rule), non_zero(rule)};
+std::vector<Set> sets_of(const Rule& rule) {
+  std::vector<Set> plain = {defaults_of(rule), non_zero(rule)};
   for (const scruple_hyper_info& h : rule.hypers) {
     if (h.flag != 0) continue;
     plain.push_back(non_zero(rule));
     plain.back()[h.name] = 0;
   }
-  std::vector<Hypers> sets = plain;
+  std::vector<Set> sets = plain;
   for (const scruple_hyper_info& h : rule.hypers) {
     if (h.flag == 0) continue;
     const std::size_t before = sets.size();
@@ -71,15 +45,13 @@ std::vector<Hypers> sets_of(const Rule& rule) {
   return sets;
 }
 
-std::string text(const Rule& rule, const Hypers& set) {
-  std::string all = rule.info.name;
+std::string text(const Rule& rule, const Set& set) {
+  std::string all = rule.name;
   for (const auto& [name, value] : set) all += " " + name + "=" + std::to_string(value);
   return all;
 }
 
-void set_all(Optimizer& optimizer, const Hypers& set) {
-  for (const auto& [name, value] : set) optimizer.set(name.c_str(), value);
-}
+Optimizer with(const Rule& rule, const Set& set) { return Optimizer(rule.name, {set.begin(), set.end()}); }
 
 // Weights from 0.01 to 10 of both signs.
 std::vector<float> initial_weights() {
@@ -106,8 +78,8 @@ std::vector<float> gradients(int t) {
 
 // One optimizer over the data: a tensor, and its elements in double.
 struct Trial {
-  Trial(scruple_engine* on, const Rule& rule, const Hypers& set)
-      : engine(on), optimizer(rule.info.name), tensor(prepared(set), kElements, "fp32", on) {
+  Trial(scruple_engine* on, const Rule& rule, const Set& set)
+      : engine(on), optimizer(with(rule, set)), tensor(optimizer, kElements, "fp32", on) {
     tensor.encode(engine, SCRUPLE_WEIGHT, initial_weights());
   }
   scruple_status step(int t, float sign = 1) {
@@ -122,19 +94,12 @@ struct Trial {
   scruple_engine* engine;
   Optimizer optimizer;
   Tensor tensor;
-
- private:
-  scruple_optimizer* prepared(const Hypers& set) {
-    set_all(optimizer, set);
-    return optimizer;
-  }
 };
 
-// What rounding to float may do, in units of 2^-24. A weight is rounded at most three times a
-// step (what decay keeps, its product, the sum). Everything else that is rounded
-// (constants, moments, the direction) is off by at most kUlps a step, times what cancellation makes of it,
-// and an error in a moment lives on: after t steps a moment, and the step taken along it, are off by kUlps (t
-// + 4) of the largest.
+// What rounding to float may do, in units of 2^-24. A weight is rounded at most three times a step (what decay keeps,
+// its product, the sum). Everything else that is rounded (constants, moments, the direction) is off by at most kUlps a
+// step, times what cancellation makes of it, and an error in a moment lives on: after t steps a moment, and the step
+// taken along it, are off by kUlps (t + 4) of the largest.
 constexpr double kUlp = 0x1p-24, kUlps = 2;
 
 struct Tracked {
@@ -142,7 +107,7 @@ struct Tracked {
   double largest_step = 0, weight_bound = 0;
   std::map<std::string, double> largest_slot;
 
-  void advance(reference::Update update, double g, const Hypers& set) {
+  void advance(reference::Update update, double g, const Set& set) {
     const double before = element.w;
     update(element, g, set);
     largest_step = std::max(largest_step, std::fabs(element.w - before));
@@ -177,7 +142,7 @@ bool follows(const Trial& trial, std::vector<Tracked>& all) {
 }
 
 // The reference over the whole run, to know whether rounding can decide anything in it.
-bool is_well_posed(reference::Update update, const Hypers& set) {
+bool is_well_posed(reference::Update update, const Set& set) {
   const std::vector<float> w = initial_weights();
   std::vector<reference::Element> elements(kElements);
   for (std::size_t i = 0; i < kElements; ++i) elements[i].w = static_cast<double>(w[i]);
@@ -194,12 +159,12 @@ bool is_well_posed(reference::Update update, const Hypers& set) {
 
 TEST(Optim, EveryRuleInFp32EqualsItsDoublePrecisionReferenceToFloatRounding) {
   const Engine engine;
-  for (const Rule& rule : all_rules()) {
-    const reference::Update update = reference::find(rule.info.name);
-    ASSERT_NE(update, nullptr) << "optimizer '" << rule.info.name
+  for (const Rule& rule : rules()) {
+    const reference::Update update = reference::find(rule.name);
+    ASSERT_NE(update, nullptr) << "optimizer '" << rule.name
                                << "' has no reference: write one from its paper in tests/reference.h";
     int checked = 0, refused = 0, ill_posed = 0;
-    for (const Hypers& set : sets_of(rule)) {
+    for (const Set& set : sets_of(rule)) {
       SCOPED_TRACE(text(rule, set));
       Trial trial(engine, rule, set);
       if (const scruple_status status = trial.step(1); status != SCRUPLE_OK) {
@@ -227,17 +192,17 @@ TEST(Optim, EveryRuleInFp32EqualsItsDoublePrecisionReferenceToFloatRounding) {
       ++checked;
     }
     // Nesterov's variant contradicts dampening; a centred mean square of a single sample is zero.
-    EXPECT_GT(checked, refused + ill_posed) << rule.info.name << ": too few sets of hyperparameters compared";
-    std::printf("%s: %d sets compared, %d refused, %d ill-posed\n", rule.info.name, checked, refused,
+    EXPECT_GT(checked, refused + ill_posed) << rule.name << ": too few sets of hyperparameters compared";
+    std::printf("%s: %d sets compared, %d refused, %d ill-posed\n", rule.name.c_str(), checked, refused,
                 ill_posed);
   }
 }
 
 TEST(Optim, EveryHyperparameterChangesTheResult) {
   const Engine engine;
-  for (const Rule& rule : all_rules()) {
+  for (const Rule& rule : rules()) {
     for (const scruple_hyper_info& h : rule.hypers) {
-      Hypers with = non_zero(rule), without = with;
+      Set with = non_zero(rule), without = with;
       if (std::strcmp(h.name, "nesterov") == 0) with["dampening"] = without["dampening"] = 0;
       with[h.name] = h.flag != 0 ? 1 : with[h.name];
       without[h.name] = 0;
@@ -248,16 +213,15 @@ TEST(Optim, EveryHyperparameterChangesTheResult) {
       }
       // AMSGrad needs a moment that falls, which a later step may bring.
       for (int t = 4; t <= kSteps; ++t) a.step(t), b.step(t);
-      EXPECT_FALSE(same_bytes(a.weights(), b.weights()))
-          << rule.info.name << ": " << h.name << " changes nothing";
+      EXPECT_FALSE(same_bytes(a.weights(), b.weights())) << rule.name << ": " << h.name << " changes nothing";
     }
   }
 }
 
 TEST(Optim, MaximizeIsDescentOnNegatedGradients) {
   const Engine engine;
-  for (const Rule& rule : all_rules()) {
-    Hypers up = non_zero(rule);
+  for (const Rule& rule : rules()) {
+    Set up = non_zero(rule);
     up["maximize"] = 1;
     Trial climb(engine, rule, up), descend(engine, rule, non_zero(rule));
     for (int t = 1; t <= 30; ++t) {
@@ -265,15 +229,15 @@ TEST(Optim, MaximizeIsDescentOnNegatedGradients) {
       ASSERT_EQ(descend.step(t, -1.0f), SCRUPLE_OK);
     }
     for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a)
-      EXPECT_EQ(climb.tensor.bytes(a), descend.tensor.bytes(a)) << rule.info.name << ", array " << a;
+      EXPECT_EQ(climb.tensor.bytes(a), descend.tensor.bytes(a)) << rule.name << ", array " << a;
   }
 }
 
 TEST(Optim, DecoupledDecayFollowsLrOrLrOverDecayLr) {
   const Engine engine;
-  for (const Rule& rule : all_rules()) {
+  for (const Rule& rule : rules()) {
     if (!rule.has("decay_lr")) continue;
-    Hypers tied = non_zero(rule), same = tied, off = tied;
+    Set tied = non_zero(rule), same = tied, off = tied;
     tied["decay_lr"] = off["decay_lr"] = 0;
     tied["lr"] = same["lr"] = off["lr"] = 0x1p-7;
     tied["weight_decay"] = 0.5;
@@ -286,31 +250,29 @@ TEST(Optim, DecoupledDecayFollowsLrOrLrOverDecayLr) {
       ASSERT_EQ(b.step(t), SCRUPLE_OK);
       ASSERT_EQ(c.step(t), SCRUPLE_OK);
     }
-    EXPECT_EQ(a.tensor.bytes(SCRUPLE_WEIGHT), b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
-    EXPECT_NE(a.tensor.bytes(SCRUPLE_WEIGHT), c.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
+    EXPECT_EQ(a.tensor.bytes(SCRUPLE_WEIGHT), b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.name;
+    EXPECT_NE(a.tensor.bytes(SCRUPLE_WEIGHT), c.tensor.bytes(SCRUPLE_WEIGHT)) << rule.name;
   }
 }
 
 TEST(Optim, AHyperparameterIsFoundByItsOldName) {
-  for (const Rule& rule : all_rules()) {
-    scruple_optimizer* optimizer = nullptr;
-    CHECK_OK(scruple_optimizer_create(rule.info.name, &optimizer));
+  for (const Rule& rule : rules()) {
+    const Optimizer optimizer(rule.name);
     const bool has = rule.has("decay_lr");
     EXPECT_EQ(scruple_optimizer_set(optimizer, "max_lr", 0.25), has ? SCRUPLE_OK : SCRUPLE_INVALID);
     for (const char* name : {"max_lr", "decay_lr"}) {
       double value = 0;
       EXPECT_EQ(scruple_optimizer_get(optimizer, name, &value), has ? SCRUPLE_OK : SCRUPLE_INVALID);
-      EXPECT_EQ(value, has ? 0.25 : 0) << rule.info.name << " " << name;
+      EXPECT_EQ(value, has ? 0.25 : 0) << rule.name << " " << name;
     }
-    scruple_optimizer_destroy(optimizer);
   }
 }
 
 TEST(Optim, HyperparametersSharedByTwoTensorsOrOwnedByEachGiveTheSameBits) {
   const Engine engine;
-  for (const Rule& rule : all_rules()) {
-    const Hypers slow = non_zero(rule);
-    Hypers fast = slow;
+  for (const Rule& rule : rules()) {
+    const Set slow = non_zero(rule);
+    Set fast = slow;
     fast["lr"] = 3 * slow.at("lr");
     Trial a(engine, rule, slow), b(engine, rule, fast), together_a(engine, rule, slow),
         together_b(engine, rule, fast);
@@ -324,80 +286,41 @@ TEST(Optim, HyperparametersSharedByTwoTensorsOrOwnedByEachGiveTheSameBits) {
       }
       CHECK_OK(scruple_step(engine, table, 2, nullptr));
     }
-    EXPECT_EQ(a.tensor.bytes(SCRUPLE_WEIGHT), together_a.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
-    EXPECT_EQ(b.tensor.bytes(SCRUPLE_WEIGHT), together_b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
-    EXPECT_NE(a.tensor.bytes(SCRUPLE_WEIGHT), b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.info.name;
+    EXPECT_EQ(a.tensor.bytes(SCRUPLE_WEIGHT), together_a.tensor.bytes(SCRUPLE_WEIGHT)) << rule.name;
+    EXPECT_EQ(b.tensor.bytes(SCRUPLE_WEIGHT), together_b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.name;
+    EXPECT_NE(a.tensor.bytes(SCRUPLE_WEIGHT), b.tensor.bytes(SCRUPLE_WEIGHT)) << rule.name;
   }
 }
 
 TEST(Optim, DefaultsAreTorchs) {
-  const std::map<std::string, Hypers> documented = {
-      // torch.optim's documented defaults; Lion's from its authors' code; SGDW's are SGD's; decay_lr is ours and off.
-      {"sgd",
-       {{"lr", 1e-3},
-        {"momentum", 0},
-        {"dampening", 0},
-        {"weight_decay", 0},
-        {"nesterov", 0},
-        {"maximize", 0}}},
-      {"sgdw",
-       {{"lr", 1e-3},
-        {"momentum", 0},
-        {"dampening", 0},
-        {"weight_decay", 0},
-        {"nesterov", 0},
-        {"decay_lr", 0},
-        {"maximize", 0}}},
-      {"adam",
-       {{"lr", 1e-3},
-        {"beta1", 0.9},
-        {"beta2", 0.999},
-        {"eps", 1e-8},
-        {"weight_decay", 0},
-        {"amsgrad", 0},
-        {"maximize", 0}}},
-      {"adamw",
-       {{"lr", 1e-3},
-        {"beta1", 0.9},
-        {"beta2", 0.999},
-        {"eps", 1e-8},
-        {"weight_decay", 1e-2},
-        {"amsgrad", 0},
-        {"decay_lr", 0},
-        {"maximize", 0}}},
-      {"lion",
-       {{"lr", 1e-4},
-        {"beta1", 0.9},
-        {"beta2", 0.99},
-        {"weight_decay", 0},
-        {"decay_lr", 0},
-        {"maximize", 0}}},
-      {"adagrad",
-       {{"lr", 1e-2},
-        {"lr_decay", 0},
-        {"weight_decay", 0},
-        {"initial_accumulator_value", 0},
-        {"eps", 1e-10},
-        {"maximize", 0}}},
-      {"rmsprop",
-       {{"lr", 1e-2},
-        {"alpha", 0.99},
-        {"eps", 1e-8},
-        {"weight_decay", 0},
-        {"momentum", 0},
-        {"centered", 0},
-        {"maximize", 0}}}};
-  for (const Rule& rule : all_rules()) {
-    const auto found = documented.find(rule.info.name);
+  // torch.optim's documented defaults; Lion's from its authors' code; SGDW's are SGD's; decay_lr is ours and off.
+  const Set sgd = {{"lr", 1e-3},        {"momentum", 0}, {"dampening", 0},
+                   {"weight_decay", 0}, {"nesterov", 0}, {"maximize", 0}};
+  const Set adam = {{"lr", 1e-3},        {"beta1", 0.9}, {"beta2", 0.999}, {"eps", 1e-8},
+                    {"weight_decay", 0}, {"amsgrad", 0}, {"maximize", 0}};
+  const Set lion = {{"lr", 1e-4},        {"beta1", 0.9},  {"beta2", 0.99},
+                    {"weight_decay", 0}, {"decay_lr", 0}, {"maximize", 0}};
+  const Set adagrad = {{"lr", 1e-2},   {"lr_decay", 0}, {"weight_decay", 0}, {"initial_accumulator_value", 0},
+                       {"eps", 1e-10}, {"maximize", 0}};
+  const Set rmsprop = {{"lr", 1e-2},    {"alpha", 0.99}, {"eps", 1e-8},  {"weight_decay", 0},
+                       {"momentum", 0}, {"centered", 0}, {"maximize", 0}};
+  Set sgdw = sgd, adamw = adam;
+  sgdw["decay_lr"] = adamw["decay_lr"] = 0;
+  adamw["weight_decay"] = 1e-2;
+  const std::map<std::string, Set> documented = {{"sgd", sgd},        {"sgdw", sgdw}, {"adam", adam},
+                                                 {"adamw", adamw},    {"lion", lion}, {"adagrad", adagrad},
+                                                 {"rmsprop", rmsprop}};
+  for (const Rule& rule : rules()) {
+    const auto found = documented.find(rule.name);
     ASSERT_NE(found, documented.end())
-        << "optimizer '" << rule.info.name
+        << "optimizer '" << rule.name
         << "' has no documented defaults: add them to this table in tests/optim_test.cpp";
-    EXPECT_EQ(defaults_of(rule), found->second) << rule.info.name;
-    const Optimizer fresh(rule.info.name);
+    EXPECT_EQ(defaults_of(rule), found->second) << rule.name;
+    const Optimizer fresh(rule.name);
     for (const auto& [name, value] : found->second) {
       double got = -1;
       CHECK_OK(scruple_optimizer_get(fresh, name.c_str(), &got));
-      EXPECT_EQ(got, value) << rule.info.name << " " << name;
+      EXPECT_EQ(got, value) << rule.name << " " << name;
     }
     EXPECT_EQ(scruple_optimizer_seed(fresh), 0u);
     EXPECT_EQ(scruple_optimizer_rule(fresh), rule.index);
@@ -407,32 +330,30 @@ TEST(Optim, DefaultsAreTorchs) {
 TEST(Optim, OptionalSlotsAreUsedExactlyWhenAHyperparameterAsks) {
   const std::map<std::string, const char*> asks = {
       {"momentum_buffer", "momentum"}, {"max_exp_avg_sq", "amsgrad"}, {"grad_avg", "centered"}};
-  for (const Rule& rule : all_rules()) {
-    Optimizer optimizer(rule.info.name);
+  for (const Rule& rule : rules()) {
+    Optimizer optimizer(rule.name);
     const Tensor tensor(optimizer, 1);
-    for (int s = 0; s < rule.info.slots; ++s) {
-      scruple_slot_info slot{};
-      CHECK_OK(scruple_rule_slot(rule.index, s, &slot));
-      EXPECT_EQ(tensor.used(SCRUPLE_SLOT + s), slot.optional == 0) << rule.info.name << " " << slot.name;
+    for (int s = 0; s < static_cast<int>(rule.slots.size()); ++s) {
+      const scruple_slot_info& slot = rule.slots[static_cast<std::size_t>(s)];
+      EXPECT_EQ(tensor.used(SCRUPLE_SLOT + s), slot.optional == 0) << rule.name << " " << slot.name;
       if (slot.optional == 0) continue;
       const auto found = asks.find(slot.name);
       ASSERT_NE(found, asks.end()) << "say in this table what asks for the optional slot " << slot.name;
       optimizer.set(found->second, 1);
-      EXPECT_TRUE(tensor.used(SCRUPLE_SLOT + s)) << rule.info.name << " " << slot.name;
+      EXPECT_TRUE(tensor.used(SCRUPLE_SLOT + s)) << rule.name << " " << slot.name;
     }
   }
 }
 
 TEST(Optim, SlotsStartFromTheirInitialValue) {
   const Engine engine;
-  for (const Rule& rule : all_rules()) {
-    Optimizer optimizer(rule.info.name);
-    set_all(optimizer, non_zero(rule));
+  for (const Rule& rule : rules()) {
+    const Optimizer optimizer = with(rule, non_zero(rule));
     const Tensor tensor(optimizer, 5, "fp32", engine);
-    for (int s = 0; s < rule.info.slots; ++s) {
+    for (int s = 0; s < static_cast<int>(rule.slots.size()); ++s) {
       if (!tensor.used(SCRUPLE_SLOT + s)) continue;
       const float start = rule.has("initial_accumulator_value") ? 0.1f : 0.0f;
-      EXPECT_EQ(tensor.decode(engine, SCRUPLE_SLOT + s), std::vector<float>(5, start)) << rule.info.name;
+      EXPECT_EQ(tensor.decode(engine, SCRUPLE_SLOT + s), std::vector<float>(5, start)) << rule.name;
     }
   }
 }
@@ -440,26 +361,21 @@ TEST(Optim, SlotsStartFromTheirInitialValue) {
 // The engines look for a NaN in the weight alone (optim/optimizer.h).
 TEST(Optim, ANaNInTheGradientOrInAnySlotReachesTheWeight) {
   const Engine engine;
-  for (int rule = 0; rule < scruple_rule_count(); ++rule) {
-    scruple_rule_info info{};
-    CHECK_OK(scruple_rule_at(rule, &info));
-    const Optimizer optimizer(info.name);
+  for (const Rule& rule : rules()) {
+    const Optimizer optimizer(rule.name);
     for (const char* on : {"momentum", "amsgrad", "centered"})  // every optional slot in use
       (void)scruple_optimizer_set(optimizer, on, on == std::string("momentum") ? 0.9 : 1.0);
     for (int array = SCRUPLE_SLOT; array < SCRUPLE_ARRAYS; ++array) {
       Tensor tensor(optimizer, 3, "fp32", engine);
       if (!tensor.used(array)) continue;
       tensor.row.step = 2;
-      const std::vector<float> ones(3, 1.0f), bad = {1.0f, std::numeric_limits<float>::quiet_NaN(), 1.0f};
-      for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
-        if (!tensor.used(a)) continue;
-        CHECK_OK(scruple_encode(engine, &tensor.row, a, (a == array ? bad : ones).data()));
-      }
-      CHECK_OK(scruple_step(engine, &tensor.row, 1, nullptr));
-      std::vector<float> weights(3);
-      CHECK_OK(scruple_decode(engine, &tensor.row, SCRUPLE_WEIGHT, weights.data()));
-      EXPECT_FALSE(std::isnan(weights[0]) || std::isnan(weights[2])) << info.name << ", array " << array;
-      EXPECT_TRUE(std::isnan(weights[1])) << info.name << ", array " << array;
+      const std::vector<float> ones(3, 1.0f), bad = {1.0f, kNaN, 1.0f};
+      for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
+        if (tensor.used(a)) tensor.encode(engine, a, a == array ? bad : ones);
+      step(engine, tensor);
+      const std::vector<float> weights = tensor.decode(engine, SCRUPLE_WEIGHT);
+      EXPECT_FALSE(std::isnan(weights[0]) || std::isnan(weights[2])) << rule.name << ", array " << array;
+      EXPECT_TRUE(std::isnan(weights[1])) << rule.name << ", array " << array;
     }
   }
 }

@@ -1,6 +1,5 @@
-// Every optimizer in double precision, one element at a time, written from the papers and from the documented
-// behaviour of torch.optim, never from optim/. Found by the rule's name, so that a rule without one fails its
-// test.
+// Every optimizer in double precision, one element at a time, written from the papers and from the documented behaviour
+// of torch.optim, never from optim/. Found by the rule's name, so that a rule without one fails its test.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +8,8 @@
 #include <limits>
 #include <map>
 #include <string>
+
+#include "tests/support.h"
 
 namespace reference {
 
@@ -113,8 +114,7 @@ inline void lion(Element& e, double g, const Hypers& h) {
   m = beta2 * m + (1 - beta2) * g;
 }
 
-// Duchi et al., 2011, in torch's form: lr_decay counts from the second step, the sum starts from a given
-// value.
+// Duchi et al., 2011, in torch's form: lr_decay counts from the second step, the sum starts from a given value.
 inline void adagrad(Element& e, double g, const Hypers& h) {
   ++e.t;
   g = with_decay(e, g, h);
@@ -158,6 +158,15 @@ inline Update find(const std::string& rule) {
       {"rmsprop", detail::rmsprop}};
   const auto found = kAll.find(rule);
   return found == kAll.end() ? nullptr : found->second;
+}
+
+// As they are set.
+inline Hypers hypers_of(const scruple_optimizer* optimizer) {
+  Hypers hypers;
+  const scruple_tests::Rule rule = scruple_tests::rule_of(optimizer);
+  for (const scruple_hyper_info& hyper : rule.hypers)
+    CHECK_OK(scruple_optimizer_get(optimizer, hyper.name, &hypers[hyper.name]));
+  return hypers;
 }
 
 }  // namespace reference

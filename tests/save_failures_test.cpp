@@ -217,6 +217,23 @@ class Saving : public Files, public testing::WithParamInterface<Door> {
     plan.armed = false;
     return message;
   }
+  // A folder with step 1 in "old", and nothing in "new".
+  void begin() const {
+    std::filesystem::remove_all(path("old"));
+    std::filesystem::remove_all(path("new"));
+    save(path("old"), 1);
+  }
+  // What is found under the name that step 2 was saved to: it, or what was there before.
+  std::int64_t old_or_new(const std::string& to, const std::string& what) const {
+    const std::int64_t found = complete(to);
+    if (to == path("old")) {
+      EXPECT_TRUE(found == 1 || found == 2) << what;
+    } else {
+      EXPECT_EQ(complete(path("old")), 1) << what;
+      EXPECT_TRUE(found == 2 || !std::filesystem::exists(to)) << what;
+    }
+    return found;
+  }
 };
 
 // `beside`: the new checkpoint gets a name of its own, as in a run; otherwise it takes the old one's.
@@ -225,22 +242,15 @@ TEST_P(Saving, OldOrNewWhateverFails) {
     for (const Trial& trial : kTrials) {
       bool reached = true;
       for (int target = 0; reached; ++target) {
-        std::filesystem::remove_all(path("old"));
-        std::filesystem::remove_all(path("new"));
-        save(path("old"), 1);
+        begin();
         const std::string to = path(beside ? "new" : "old");
         const std::string message = attempt(to, trial, target);
         reached = plan.calls > plan.target;
         const std::string what = std::string(trial.what) + " at call " + std::to_string(target) + ": " +
                                  (reached ? plan.trace[static_cast<std::size_t>(target)] : "none") + "\n" +
                                  message;
-        const std::int64_t found = complete(to);
-        if (beside) {
-          ASSERT_EQ(complete(path("old")), 1) << what;
-          ASSERT_TRUE(found == 2 || !std::filesystem::exists(to)) << what;
-        } else {
-          ASSERT_TRUE(found == 1 || found == 2) << what;
-        }
+        const std::int64_t found = old_or_new(to, what);
+        ASSERT_FALSE(HasFailure());
         // A removal that fails leaves what it could not remove; nothing else leaves anything.
         const bool excused = !reached ||
                              plan.trace[static_cast<std::size_t>(plan.target)].starts_with("unlink") ||
@@ -268,9 +278,7 @@ TEST_P(Saving, OldOrNewWheneverKilled) {
     for (const Failure failure : {Failure::kill_before, Failure::kill_after}) {
       int status = kKilled;
       for (int target = 0; status == kKilled; ++target) {
-        std::filesystem::remove_all(path("old"));
-        std::filesystem::remove_all(path("new"));
-        save(path("old"), 1);
+        begin();
         const std::string to = path(beside ? "new" : "old");
         const pid_t child = fork();
         if (child == 0) _exit(attempt(to, {failure, 0, ""}, target) == "no error" ? 0 : 1);
@@ -278,13 +286,8 @@ TEST_P(Saving, OldOrNewWheneverKilled) {
         ASSERT_EQ(waitpid(child, &state, 0), child);
         status = WEXITSTATUS(state);
         ASSERT_TRUE(status == 0 || status == kKilled) << status;
-        const std::int64_t found = complete(to);
-        if (beside) {
-          ASSERT_EQ(complete(path("old")), 1) << target;
-          ASSERT_TRUE(found == 2 || !std::filesystem::exists(to)) << target;
-        } else {
-          ASSERT_TRUE(found == 1 || found == 2) << target;
-        }
+        const std::int64_t found = old_or_new(to, std::to_string(target));
+        ASSERT_FALSE(HasFailure());
         ASSERT_TRUE(status != 0 || found == 2);
         remove_partial(folder_);
         ASSERT_EQ(files(), found == 2 && beside ? 2u : 1u) << "what a kill leaves is found and removed";

@@ -6,8 +6,7 @@ namespace {
 
 using namespace scruple_tests;
 
-// What the formats promise, from their definition: 8 or 11 significant bits, gaps that end at the smallest
-// subnormal.
+// What the formats promise, from their definition: 8 or 11 significant bits, gaps that end at the smallest subnormal.
 struct HalfType {
   const char* name;
   int significand, least_exponent;  // 2^least_exponent is the smallest subnormal

@@ -45,8 +45,7 @@ std::vector<float> inside(const Case& c, std::size_t n, std::uint64_t seed) {
 }
 
 // ---- Mean and spread ----------------------------------------------------------------------------
-// flash8 tosses its coin on the softsign of a value, or on its root, and is unbiased there only: its decoder
-// is curved.
+// flash8 tosses its coin on the softsign of a value, or on its root, and is unbiased there only: its decoder is curved.
 double where_the_coin_falls(const Case& c, double x) {
   if (std::string(c.info.name) != "flash8") return x;
   return c.nonneg() ? std::sqrt(x) : 2 * x / (1 + std::fabs(x));
@@ -63,9 +62,8 @@ struct Errors {
     }
     ++draws;
   }
-  // Within 5 standard errors at each element (`gap` bounds the distance of the two neighbours, and so the
-  // spread of a coin that was never seen to fall the other way), and of the sum over all of them, plain and
-  // towards zero.
+  // Within 5 standard errors at each element (`gap` bounds the distance of the two neighbours, and so the spread of a
+  // coin that was never seen to fall the other way), and of the sum over all of them, plain and towards zero.
   void expect_unbiased(const std::vector<float>& values, const std::vector<double>& gap,
                        const std::string& what) const {
     double total = 0, outward = 0, variance = 0;
@@ -124,8 +122,7 @@ TEST_F(Stochastic, the_mean_over_steps_and_ids_is_the_value) {
   }
 }
 
-// The model computes with the visible half: it, too, is the weight on average, however few extra bits there
-// are.
+// The model computes with the visible half: it, too, is the weight on average, however few extra bits there are.
 TEST_F(Stochastic, the_mean_of_the_visible_half_is_the_weight) {
   constexpr std::size_t n = 256;
   for (const Case& c : cases) {
@@ -244,25 +241,21 @@ TEST_F(Stochastic, dither_is_uniform_over_one_unit) {
 TEST_F(Stochastic, dither_survives_folding) {
   constexpr std::size_t n = 4096;
   Random random(9);
-  Tensor t(adamw, n), incoming(adamw, n);
+  Tensor t(adamw, n);
   t.use(SCRUPLE_GRADIENT, "int8", SCRUPLE_DITHER);
-  incoming.use(SCRUPLE_GRADIENT, "fp32");
   std::vector<double> exact(n);
-  Bytes last;
-  for (int fold = 0; fold < 8; ++fold) {
+  for (int folds = 1; folds <= 8; ++folds) {
     const std::vector<float> gradient = random.normals(n);
-    incoming.encode(engine, SCRUPLE_GRADIENT, gradient);
-    CHECK_OK(scruple_fold(engine, &t.row, &incoming.row.arrays[SCRUPLE_GRADIENT], 1, 1.0f, nullptr));
-    ++t.row.folds;
+    fold(engine, t, gradient);
     for (std::size_t i = 0; i < n; ++i) exact[i] += gradient[i];
     const std::vector<float> out = t.decode(engine, SCRUPLE_GRADIENT);
     double mean = 0;
     for (std::size_t i = 0; i < n; ++i) {
       // One rounding a fold, each of at most half a unit of a group whose maximum stays under 20.
-      ASSERT_LE(std::fabs(out[i] - exact[i]), (fold + 1) * 0.5 * 20 / 127);
+      ASSERT_LE(std::fabs(out[i] - exact[i]), folds * 0.5 * 20 / 127);
       mean += (out[i] - exact[i]) / n;
     }
-    EXPECT_LE(std::fabs(mean), 5 * (fold + 1) * 20 / 127.0 / std::sqrt(12.0 * n));
+    EXPECT_LE(std::fabs(mean), 5 * folds * 20 / 127.0 / std::sqrt(12.0 * n));
   }
 }
 
@@ -376,8 +369,7 @@ TEST_F(Stochastic, threads_views_and_alignment_change_no_bit) {
   }
 }
 
-// A shard with its offset draws what the whole tensor draws there. Formats without groups may be cut
-// anywhere.
+// A shard with its offset draws what the whole tensor draws there. Formats without groups may be cut anywhere.
 TEST_F(Stochastic, a_shard_equals_its_slice_of_the_whole) {
   constexpr std::size_t n = 5000;
   for (const Case& c : cases) {

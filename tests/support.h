@@ -1,15 +1,17 @@
-// RAII over the C ABI for the tests: engine, optimizer, a tensor that owns its planes between canaries; and a
-// small deterministic random generator.
+// RAII over the C ABI for the tests: engine, optimizer, a tensor that owns its planes between canaries; what the registry
+// lists; what a refusal says; and a small deterministic random generator.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cctype>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <thread>
 #include <utility>
@@ -17,11 +19,22 @@
 
 #include "scruple/scruple.h"
 
-#define CHECK_OK(call) EXPECT_EQ((call), SCRUPLE_OK) << #call << ": " << scruple_last_error()
+#define CHECK_OK(call) scruple_tests::expect_ok(call, #call, __FILE__, __LINE__)
 
 namespace scruple_tests {
 
+inline void expect_ok(scruple_status status, const char* call, const char* file, int line) {
+  if (status != SCRUPLE_OK)
+    ADD_FAILURE_AT(file, line) << call << " is " << status << ": " << scruple_last_error();
+}
+
 using Bytes = std::vector<unsigned char>;
+using Hypers = std::vector<std::pair<std::string, double>>;
+
+inline constexpr float kInf = std::numeric_limits<float>::infinity(),
+                       kNaN = std::numeric_limits<float>::quiet_NaN();
+
+std::int64_t length(const auto& list) { return static_cast<std::int64_t>(list.size()); }
 
 // How much a loop over "every" pattern visits. Everyday runs take a prime stride that meets each pattern of low bits;
 // SCRUPLE_TEST_WHOLE=1, which `make test-all` sets, takes them all. Builds at -O0 or under a sanitizer are slow and
@@ -49,8 +62,8 @@ inline const bool kWhole = !kSlowBuild && is_set("SCRUPLE_TEST_WHOLE");
 inline const std::uint64_t kStride = kSlowBuild ? 61 : kWhole ? 1 : 13;
 
 struct Engine {
-  explicit Engine(int threads = 1, const char* name = "cpu") {
-    CHECK_OK(scruple_engine_create(name, threads, &handle));
+  explicit Engine(int threads = 1, const std::string& name = "cpu") {
+    CHECK_OK(scruple_engine_create(name.c_str(), threads, &handle));
   }
   ~Engine() { scruple_engine_destroy(handle); }
   Engine(const Engine&) = delete;
@@ -60,28 +73,31 @@ struct Engine {
   scruple_engine* handle = nullptr;
 };
 
+inline std::vector<scruple_engine_info> engines() {
+  std::vector<scruple_engine_info> all(static_cast<std::size_t>(scruple_engine_count()));
+  for (std::size_t i = 0; i < all.size(); ++i) CHECK_OK(scruple_engine_at(static_cast<int>(i), &all[i]));
+  return all;
+}
 // The CPU engines that this machine can run, the plainest first: those whose memory is the host's.
 inline std::vector<std::string> cpu_engines() {
   std::vector<std::string> names;
-  for (int i = 0; i < scruple_engine_count(); ++i) {
-    scruple_engine_info info{};
-    CHECK_OK(scruple_engine_at(i, &info));
+  for (const scruple_engine_info& info : engines())
     if (info.available != 0 && std::string(info.name).starts_with("cpu")) names.emplace_back(info.name);
-  }
   return names;
 }
 
 struct Optimizer {
-  explicit Optimizer(const char* rule = "adamw",
-                     std::initializer_list<std::pair<const char*, double>> hypers = {}) {
-    CHECK_OK(scruple_optimizer_create(rule, &handle));
+  explicit Optimizer(const std::string& rule = "adamw", const Hypers& hypers = {}) {
+    CHECK_OK(scruple_optimizer_create(rule.c_str(), &handle));
     for (const auto& [name, value] : hypers) set(name, value);
   }
   ~Optimizer() { scruple_optimizer_destroy(handle); }
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
   operator scruple_optimizer*() const { return handle; }
-  void set(const char* name, double value) { CHECK_OK(scruple_optimizer_set(handle, name, value)); }
+  void set(const std::string& name, double value) {
+    CHECK_OK(scruple_optimizer_set(handle, name.c_str(), value));
+  }
   void seed(std::uint64_t value) { CHECK_OK(scruple_optimizer_set_seed(handle, value)); }
 
   scruple_optimizer* handle = nullptr;
@@ -126,6 +142,103 @@ inline scruple_format_info info_of(const scruple_format* format) {
   return info;
 }
 
+// ---- The registry ----
+
+inline std::vector<const scruple_format*> formats() {
+  std::vector<const scruple_format*> all;
+  for (int i = 0; i < scruple_format_count(); ++i) all.push_back(scruple_format_at(i));
+  return all;
+}
+
+inline std::vector<scruple_recipe_info> recipes() {
+  std::vector<scruple_recipe_info> all(static_cast<std::size_t>(scruple_recipe_count()));
+  for (std::size_t i = 0; i < all.size(); ++i) CHECK_OK(scruple_recipe_at(static_cast<int>(i), &all[i]));
+  return all;
+}
+
+struct Rule {
+  bool has(const std::string& hyper) const {
+    for (const scruple_hyper_info& h : hypers)
+      if (h.name == hyper) return true;
+    return false;
+  }
+
+  int index = 0;
+  std::string name;
+  std::vector<scruple_hyper_info> hypers;
+  std::vector<scruple_slot_info> slots;
+};
+
+inline std::vector<Rule> rules() {
+  std::vector<Rule> all(static_cast<std::size_t>(scruple_rule_count()));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    Rule& rule = all[i];
+    scruple_rule_info info{};
+    rule.index = static_cast<int>(i);
+    CHECK_OK(scruple_rule_at(rule.index, &info));
+    rule.name = info.name;
+    for (int h = 0; h < info.hypers; ++h)
+      CHECK_OK(scruple_rule_hyper(rule.index, h, &rule.hypers.emplace_back()));
+    for (int slot = 0; slot < info.slots; ++slot)
+      CHECK_OK(scruple_rule_slot(rule.index, slot, &rule.slots.emplace_back()));
+  }
+  return all;
+}
+
+inline Rule rule_of(const scruple_optimizer* optimizer) {
+  return rules()[static_cast<std::size_t>(scruple_optimizer_rule(optimizer))];
+}
+
+// A table row without planes, in a recipe's formats where one is named.
+inline scruple_tensor row_of(const scruple_optimizer* optimizer, std::int64_t size,
+                             const char* recipe = nullptr) {
+  scruple_tensor row{};
+  row.optimizer = optimizer;
+  row.size = size;
+  row.step = 1;
+  if (recipe != nullptr) CHECK_OK(scruple_tensor_use(&row, recipe));
+  return row;
+}
+
+inline bool serves(const scruple_optimizer* optimizer, std::int64_t size, const char* recipe) {
+  scruple_tensor row = row_of(optimizer, size);
+  return scruple_tensor_use(&row, recipe) == SCRUPLE_OK;
+}
+
+inline bool has_hyper(const scruple_optimizer* optimizer, const char* name) {
+  double value = 0;
+  return scruple_optimizer_get(optimizer, name, &value) == SCRUPLE_OK;
+}
+
+inline bool is_used(const scruple_tensor& row, int array) {
+  int used = 0;
+  return scruple_tensor_array(&row, array, nullptr, nullptr, &used) == SCRUPLE_OK && used != 0;
+}
+
+// The slots of a row that are in use.
+struct SlotAt {
+  int array;
+  std::string name;
+  int role;  // in a step
+};
+inline std::vector<SlotAt> slots_of(const scruple_tensor& row) {
+  std::vector<SlotAt> slots;
+  for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a) {
+    const char* name = nullptr;
+    int role = 0, used = 0;
+    if (scruple_tensor_array(&row, a, &name, &role, &used) == SCRUPLE_OK && used != 0)
+      slots.push_back({a, name, role});
+  }
+  return slots;
+}
+
+inline bool is_fp32(const scruple_array& array) { return array.format == scruple_format_find("fp32"); }
+
+// An array that others own, in fp32.
+inline scruple_array fp32_array(const void* values) {
+  return {scruple_format_find("fp32"), const_cast<void*>(values), nullptr, SCRUPLE_NEAREST, 0};
+}
+
 // One way to store one kind of array: every format x role x rounding that the registry offers, at an array of
 // AdamW that has the role (accumulators are gradient arrays).
 struct Case {
@@ -151,15 +264,14 @@ inline std::vector<Case> all_cases() {
   const Engine engine;
   const Optimizer adamw;
   std::vector<Case> cases;
-  for (int i = 0; i < scruple_format_count(); ++i)
+  for (const scruple_format* format : formats())
     for (const auto& [role, array] : kArrays)
       for (int rounding = SCRUPLE_NEAREST; rounding <= SCRUPLE_WIDE; ++rounding) {
-        scruple_tensor empty{};
-        empty.optimizer = adamw;
-        empty.arrays[array].format = scruple_format_at(i);
+        scruple_tensor empty = row_of(adamw, 0);
+        empty.arrays[array].format = format;
         empty.arrays[array].rounding = rounding;
         if (scruple_encode(engine, &empty, array, nullptr) == SCRUPLE_OK)
-          cases.push_back({scruple_format_at(i), info_of(scruple_format_at(i)), role, array, rounding});
+          cases.push_back({format, info_of(format), role, array, rounding});
       }
   return cases;
 }
@@ -181,14 +293,9 @@ inline void bit_string_set(unsigned char* to, std::size_t i, int k, std::uint32_
   }
 }
 
-// A table row and the planes it points to, zeroed. `row` is what the ABI takes; its fields may be changed
-// freely.
+// A table row and the planes it points to, zeroed. `row` is what the ABI takes; its fields may be changed freely.
 struct Tensor {
-  Tensor(const scruple_optimizer* optimizer, std::int64_t size) {
-    row.optimizer = optimizer;
-    row.size = size;
-    row.step = 1;
-  }
+  Tensor(const scruple_optimizer* optimizer, std::int64_t size) : row(row_of(optimizer, size)) {}
   // All arrays in a recipe's formats, slots at their initial value.
   Tensor(const scruple_optimizer* optimizer, std::int64_t size, const char* recipe, scruple_engine* engine)
       : Tensor(optimizer, size) {
@@ -202,11 +309,7 @@ struct Tensor {
   Tensor(const Tensor& other) : row(other.row), planes(other.planes) { point(); }
   Tensor& operator=(const Tensor& other) { return *this = Tensor(other); }
 
-  bool used(int array) const {
-    int is_used = 0;
-    const bool exists = scruple_tensor_array(&row, array, nullptr, nullptr, &is_used) == SCRUPLE_OK;
-    return exists && is_used != 0;
-  }
+  bool used(int array) const { return is_used(row, array); }
   // Gives an array a format and fresh zeroed planes.
   void use(int array, const scruple_format* format, int rounding = SCRUPLE_NEAREST,
            std::size_t codes_shift = 0, std::size_t aux_shift = 0) {
@@ -279,8 +382,89 @@ inline Bytes all_planes(const Tensor& tensor) {
   return all;
 }
 
+// The fields of scruple_step_options, to be named where they are not the defaults.
+struct StepOptions {
+  float multiplier = 1;
+  const float *found_inf = nullptr, *clip = nullptr, *loss_scale = nullptr;
+  const std::int64_t* steps = nullptr;
+  int part = 0, parts = 1;
+};
+inline scruple_status try_step(scruple_engine* engine, const std::vector<scruple_tensor>& rows,
+                               const StepOptions& o = {}) {
+  const scruple_step_options options = {sizeof options, o.multiplier, o.found_inf, o.clip,
+                                        o.loss_scale,   o.steps,      o.part,      o.parts};
+  return scruple_step(engine, rows.data(), length(rows), &options);
+}
+
 inline void step(scruple_engine* engine, const Tensor& tensor) {
   CHECK_OK(scruple_step(engine, &tensor.row, 1, nullptr));
+}
+// tensor's gradient += multiplier g, in its own format. `steps` as in scruple_fold.
+inline void fold(scruple_engine* engine, Tensor& tensor, const std::vector<float>& g, float multiplier = 1,
+                 const std::int64_t* steps = nullptr) {
+  const scruple_array incoming = fp32_array(g.data());
+  CHECK_OK(scruple_fold(engine, &tensor.row, &incoming, 1, multiplier, steps));
+  ++tensor.row.folds;
+}
+
+inline std::vector<scruple_tensor> rows_of(const std::vector<Tensor>& tensors) {
+  std::vector<scruple_tensor> rows;
+  for (const Tensor& tensor : tensors) rows.push_back(tensor.row);
+  return rows;
+}
+// Every byte of a table's planes; nothing was written beside them.
+inline Bytes all_planes(const std::vector<Tensor>& tensors) {
+  Bytes all;
+  for (const Tensor& tensor : tensors) {
+    EXPECT_TRUE(tensor.intact()) << "a tensor of " << tensor.row.size
+                                 << " elements was written outside its planes";
+    const Bytes planes = all_planes(tensor);
+    all.insert(all.end(), planes.begin(), planes.end());
+  }
+  return all;
+}
+
+inline double norm_of(scruple_engine* engine, const std::vector<scruple_tensor>& rows,
+                      float* found_inf = nullptr) {
+  double norm = -1;
+  CHECK_OK(scruple_norm(engine, rows.data(), length(rows), &norm, found_inf));
+  return norm;
+}
+inline double norm_of(scruple_engine* engine, const Tensor& tensor) { return norm_of(engine, {tensor.row}); }
+
+// ---- What is refused ----
+
+// With this status, and a message that has every part.
+inline void expect_refused(scruple_status got, scruple_status want, const std::vector<std::string>& parts,
+                           const std::string& what = "") {
+  const std::string message = scruple_last_error();
+  EXPECT_EQ(got, want) << what << ": " << message;
+  EXPECT_FALSE(message.empty()) << what;
+  for (const std::string& part : parts)
+    EXPECT_NE(message.find(part), std::string::npos) << what << ": " << part << " in: " << message;
+}
+#define EXPECT_REFUSED(call, status, ...) expect_refused(call, status, {__VA_ARGS__}, #call)
+#define EXPECT_INVALID(call, ...) EXPECT_REFUSED(call, SCRUPLE_INVALID, __VA_ARGS__)
+#define EXPECT_UNSUPPORTED(call, ...) EXPECT_REFUSED(call, SCRUPLE_UNSUPPORTED, __VA_ARGS__)
+
+// ---- Numbers ----
+
+// What a test measured, in its properties (--gtest_output=xml), whose names have letters, digits and underscores.
+inline void record(std::string name, double value) {
+  for (char& c : name)
+    if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
+  testing::Test::RecordProperty(name, std::to_string(value));
+}
+
+// |got - want| over |want|.
+template <class A, class B>
+double relative_l2(const std::vector<A>& got, const std::vector<B>& want) {
+  double error = 0, square = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    error += std::pow(static_cast<double>(got[i]) - static_cast<double>(want[i]), 2);
+    square += std::pow(static_cast<double>(want[i]), 2);
+  }
+  return std::sqrt(error / square);
 }
 
 inline std::uint32_t bits(float x) { return __builtin_bit_cast(std::uint32_t, x); }
@@ -291,8 +475,7 @@ bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
-// SplitMix64 (Steele et al., OOPSLA 2014): the same numbers on every machine, unlike <random>'s
-// distributions.
+// SplitMix64 (Steele et al., OOPSLA 2014): the same numbers on every machine, unlike <random>'s distributions.
 struct Random {
   explicit Random(std::uint64_t seed) : state(seed) {}
   std::uint64_t next() {

@@ -1,5 +1,5 @@
-// The trainer as a whole: policies, accumulation, clipping, loss scaling and thread counts on a small model
-// that learns a real (tiny) task.
+// The trainer as a whole, on every device and on the CPU: policies, accumulation, clipping, loss scaling and thread counts
+// on a small model that learns a real (tiny) task.
 #include "train/run/trainer.h"
 
 #include <gtest/gtest.h>
@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
-#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -16,8 +16,8 @@
 #include "formats/codec.h"
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
+#include "train/run/checkpoint.h"
 #include "train/run/run.h"
-#include "train/text/corpus.h"
 
 namespace scruple::train {
 namespace {
@@ -26,47 +26,13 @@ constexpr GptShape kSmall = {2, 32, 2, 24, 256};
 
 Job job_of(const std::string& recipe, scruple_policy policy = SCRUPLE_STORED,
            const std::string& gradient = "fp32") {
-  Job job;
-  job.shape = gpt2(kSmall);
-  job.batch = 8;
-  job.threads = 2;
-  const bool sgd = recipe == "lpmm";
-  job.optimizer = [sgd] {
-    return sgd ? Optimizer("sgd", {{"momentum", 0.9}}) : Optimizer("adamw", {{"weight_decay", 0.1}});
-  };
+  Job job = job_of(gpt2(kSmall), 8, recipe, 3e-3);
   job.describe = describe_by(recipe, gradient);
-  job.schedule = {Annealing::constant, sgd ? 0.1 : 3e-3, 0, 1000};
   job.gradients.policy = policy;
   return job;
 }
 
-// The grammar's lines: enough for a few hundred steps.
-const Windows& text(std::int64_t context = kSmall.context) {
-  static const Corpus corpus = Grammar(1).sample(200'000, 1);
-  static const Windows windows(corpus.bytes, context, corpus.line_starts);
-  return windows;
-}
-
-std::vector<Outcome> take(Trainer& trainer, int steps) {
-  std::vector<Outcome> outcomes;
-  for (int i = 0; i < steps; ++i) outcomes.push_back(trainer.step(text()));
-  return outcomes;
-}
-
-// Every byte of weights, extra bits, moments and scales.
-std::vector<char> planes_of(Trainer& trainer) {
-  std::vector<char> all;
-  for (const scruple_tensor& row : trainer.state().table())
-    for (int a = SCRUPLE_WEIGHT; a < SCRUPLE_GRADIENT; ++a) {
-      const scruple_array& array = row.arrays[a];
-      if (array.codes == nullptr) continue;
-      std::int64_t codes = 0, aux = 0;
-      check(scruple_format_bytes(array.format, row.size, &codes, &aux));
-      all.insert(all.end(), static_cast<char*>(array.codes), static_cast<char*>(array.codes) + codes);
-      if (aux > 0) all.insert(all.end(), static_cast<char*>(array.aux), static_cast<char*>(array.aux) + aux);
-    }
-  return all;
-}
+const Windows& text() { return train::text(kSmall.context); }
 
 std::vector<std::string> recipes() {
   std::vector<std::string> names;
@@ -78,72 +44,120 @@ std::vector<std::string> recipes() {
   return names;
 }
 
-std::vector<char> planes_after(const Job& job, int steps) {
-  Ledger ledger;
-  Trainer trainer(job, ledger);
-  take(trainer, steps);
-  return planes_of(trainer);
+// ---- On every device ----
+
+struct Device {
+  const char* name;
+  OpenBackend open;
+  Precision activations;
+};
+
+class Devices : public ::testing::TestWithParam<Device> {
+ protected:
+  void SetUp() override {
+    if (!on_cpu() && !has_cuda()) GTEST_SKIP() << "this machine has no GPU that the trainer could run on";
+  }
+  static bool on_cpu() { return GetParam().open == cpu_backend; }
+  static Job job_of(const Description& shape, const std::string& recipe, double lr = 1e-3) {
+    Job job = train::job_of(shape, 3, recipe, lr);
+    job.backend = GetParam().open;
+    job.activations = GetParam().activations;
+    return job;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, Devices,
+                         ::testing::Values(Device{"cpu", cpu_backend, Precision::fp32},
+                                           Device{"cuda", cuda_backend, Precision::bf16}),
+                         [](const auto& device) { return device.param.name; });
+
+TEST_P(Devices, PoliciesGiveTheSameBits) {
+  for (const std::string& recipe : on_cpu() ? recipes() : std::vector<std::string>{"fp32", "scruple"})
+    for (const Family& family : families()) {
+      Job job = job_of(family.shape, recipe);
+      // What is kept must hold what is handed over: tied tables come in fp32.
+      job.describe = describe_by(recipe, "fp32");
+      const Taken stored = take(job, 3);
+      for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED}) {
+        job.gradients.policy = policy;
+        expect_same(take(job, 3), stored, recipe + ", " + family.name + ", policy " + std::to_string(policy));
+      }
+    }
 }
 
-TEST(Policies, StoredReleasedAndCompressedGiveTheSameBits) {
-  for (const std::string& recipe : recipes()) {
-    const auto with = [&](scruple_policy policy) {
-      Job job = job_of(recipe, policy);
-      job.gradients.max_norm = 0;
-      return planes_after(job, 3);
-    };
-    const std::vector<char> stored = with(SCRUPLE_STORED);
-    EXPECT_EQ(stored, with(SCRUPLE_RELEASED)) << recipe;
-    EXPECT_EQ(stored, with(SCRUPLE_COMPRESSED)) << recipe;
+TEST_P(Devices, RecomputationGivesTheSameBits) {
+  for (const Family& family : families()) {
+    Job job = job_of(family.shape, "scruple");
+    const Taken none = take(job, 3);
+    for (const Recompute recompute : {Recompute::mlp, Recompute::block}) {
+      job.recompute = recompute;
+      expect_same(take(job, 3), none, family.name);
+    }
   }
 }
 
-// Several tiles per tensor: rows of 1 MiB are 1,024 at this width, and the vocabulary has more.
-TEST(Policies, TheSameBitsInSeveralTiles) {
-  const auto with = [&](scruple_policy policy) {
-    Job job = job_of("scruple", policy);
-    job.shape = gpt2({1, 256, 2, 24, 2048});
-    job.batch = 2;
-    return planes_after(job, 2);
-  };
-  const std::vector<char> stored = with(SCRUPLE_STORED);
-  EXPECT_EQ(stored, with(SCRUPLE_RELEASED));
-  EXPECT_EQ(stored, with(SCRUPLE_COMPRESSED));
+TEST_P(Devices, LearnsInEveryRecipe) {
+  for (const std::string& recipe :
+       on_cpu() ? recipes() : std::vector<std::string>{"scruple", "flash", "mixed", "split", "scant"}) {
+    Job job = job_of(gpt2({2, 64, 4, kFamilyContext, 256}), recipe, 3e-3);
+    if (on_cpu()) job.gradients.max_norm = 1;
+    const std::vector<double> losses = take(job, 60).losses;
+    EXPECT_NEAR(losses.front(), std::log(256), 0.2) << recipe;  // it starts without a clue
+    EXPECT_LT(losses.back(), 0.7 * losses.front()) << recipe;
+  }
 }
 
-TEST(Policies, TheSameBitsForEveryPart) {
-  const auto with = [&](scruple_policy policy) {
-    Job job = job_of("scruple", policy);
-    job.shape = other_parts({2, 32, 4, 24, 256}, 2, 10);
-    job.gradients.max_norm = 0;
-    return planes_after(job, 3);
-  };
-  const std::vector<char> stored = with(SCRUPLE_STORED);
-  EXPECT_EQ(stored, with(SCRUPLE_RELEASED));
-  EXPECT_EQ(stored, with(SCRUPLE_COMPRESSED));
+TEST_P(Devices, ARunGoesOnToTheBit) {
+  const std::string folder = ::testing::TempDir() + GetParam().name + "_run";
+  std::filesystem::remove_all(folder);
+  Job job = job_of(llama(), "scruple");
+  job.activations = Precision::fp16;
+  job.scaler = scruple_scaler_dynamic();
+  job.gradients.micro_batches = 2;
+  job.gradients.max_norm = 1;
+  Training whole(job);
+  whole.take(4);
+  save(whole, "scruple", {}, folder, 0);
+  const std::vector<Outcome> outcomes = whole.take(4);
+  const io::Checkpoint checkpoint(io::find_checkpoint(folder));
+  Training second(job, &checkpoint);
+  EXPECT_EQ(second.steps_taken(), 4);
+  for (const Outcome& outcome : outcomes) EXPECT_EQ(second.step().loss, outcome.loss);
+  EXPECT_EQ(second.planes(), whole.planes());
+}
+
+// ---- On the CPU ----
+
+// Several tiles per tensor: rows of 1 MiB are 1,024 at this width, and the vocabulary has more.
+TEST(Policies, TheSameBitsInSeveralTiles) {
+  Job job = job_of("scruple");
+  job.shape = gpt2({1, 256, 2, 24, 2048});
+  job.batch = 2;
+  const Taken stored = take(job, 2);
+  for (const scruple_policy policy : {SCRUPLE_RELEASED, SCRUPLE_COMPRESSED}) {
+    job.gradients.policy = policy;
+    expect_same(take(job, 2), stored, std::to_string(policy));
+  }
 }
 
 TEST(Policies, ReleasedHoldsOneTileOfGradients) {
   Job job = job_of("scruple", SCRUPLE_RELEASED);
   job.shape = gpt2({1, 256, 2, 24, 4096});
   job.batch = 2;
-  Ledger ledger;
-  Trainer trainer(job, ledger);
-  take(trainer, 2);
-  EXPECT_GT(ledger.peak("gradients"), 0);
-  EXPECT_LE(ledger.peak("gradients"), 1 << 20);
+  Training training(job);
+  training.take(2);
+  EXPECT_GT(training.counted.peak("gradients"), 0);
+  EXPECT_LE(training.counted.peak("gradients"), 1 << 20);
 }
 
 TEST(Policies, CompressedGivesItsAccumulatorsBackAfterEachStep) {
-  Ledger ledger;
-  Trainer trainer(job_of("scruple", SCRUPLE_COMPRESSED, "int8"), ledger);
-  take(trainer, 2);
-  for (const Ledger::Entry& entry : ledger.entries())
+  Training training(job_of("scruple", SCRUPLE_COMPRESSED, "int8"));
+  training.take(2);
+  for (const Ledger::Entry& entry : training.counted.entries())
     if (entry.kind == "gradients") {
       EXPECT_EQ(entry.now, 0);
     }
-  EXPECT_GT(ledger.peak("gradients"), trainer.state().size());
-  EXPECT_LT(ledger.peak("gradients"), trainer.state().size() * 12 / 10);
+  EXPECT_GT(training.counted.peak("gradients"), training.state().size());
+  EXPECT_LT(training.counted.peak("gradients"), training.state().size() * 12 / 10);
 }
 
 // Clipping by the tensor's own norm computes gradients twice, tile by tile; a limit that nothing reaches
@@ -152,11 +166,11 @@ TEST(Policies, MeasuringFirstChangesNoBit) {
   Job job = job_of("scruple", SCRUPLE_RELEASED);
   job.shape = gpt2({1, 256, 2, 24, 2048});
   job.batch = 2;
-  const std::vector<char> plain = planes_after(job, 2);
+  const std::vector<char> plain = take(job, 2).planes;
   job.gradients.tensor_norm = 1e6;
-  EXPECT_EQ(plain, planes_after(job, 2));
+  EXPECT_EQ(plain, take(job, 2).planes);
   job.gradients.tensor_norm = 1e-3;
-  EXPECT_NE(plain, planes_after(job, 2));
+  EXPECT_NE(plain, take(job, 2).planes);
 }
 
 TEST(Accumulation, FourMicroBatchesAreOneLargeBatch) {
@@ -165,9 +179,8 @@ TEST(Accumulation, FourMicroBatchesAreOneLargeBatch) {
     large.gradients.max_norm = small.gradients.max_norm = 0.5;
     small.batch = large.batch / 4;
     small.gradients.micro_batches = 4;
-    Ledger ledger;
-    Trainer a(large, ledger), b(small, ledger);
-    const Outcome one = a.step(text()), four = b.step(text());
+    Training a(large), b(small);
+    const Outcome one = a.step(), four = b.step();
     EXPECT_NEAR(one.loss, four.loss, 1e-5 * one.loss);
     EXPECT_NEAR(one.norm, four.norm, 1e-4 * one.norm);
     EXPECT_GT(one.norm, 0.5);  // so that clipping had something to do
@@ -202,11 +215,10 @@ TEST(Validation, IsTheMeanOverTargetsOfIsolatedDocuments) {
   Job job = job_of("fp32");
   job.batch = 1;
   job.isolates = true;
-  Ledger ledger;
-  Trainer trainer(job, ledger);
+  Training training(job);
   const std::unique_ptr<Backend> backend = cpu_backend(1);
   const std::unique_ptr<Network> network =
-      backend->network(job, trainer.state().visible(), SCRUPLE_STORED, ledger);
+      backend->network(job, training.state().visible(), SCRUPLE_STORED, training.counted);
   const Windows windows = data.validation();
   std::vector<std::int32_t> tokens(kSmall.context), targets(kSmall.context), starts(kSmall.context);
   double sum = 0, together = 0, counted = 0;
@@ -216,13 +228,13 @@ TEST(Validation, IsTheMeanOverTargetsOfIsolatedDocuments) {
     const auto count = std::count_if(targets.begin(), targets.end(), [](std::int32_t t) { return t >= 0; });
     const auto weight = static_cast<double>(count);
     counts.insert(count);
-    sum += weight * network->loss(trainer.state().visible(), {tokens.data(), targets.data(), starts.data()});
-    together += weight * network->loss(trainer.state().visible(), {tokens.data(), targets.data()});
+    sum += weight * network->loss(training.state().visible(), {tokens.data(), targets.data(), starts.data()});
+    together += weight * network->loss(training.state().visible(), {tokens.data(), targets.data()});
     counted += weight;
   }
   EXPECT_GT(counts.size(), 1u) << "windows with as many targets show nothing";
   EXPECT_NE(sum, together) << "documents that do not see each other anyway show nothing";
-  EXPECT_NEAR(trainer.validate(windows, 6), sum / counted, 1e-12);
+  EXPECT_NEAR(training.validate(windows, 6), sum / counted, 1e-12);
 }
 
 // Three documents in batches of two: each counts once.
@@ -230,19 +242,18 @@ TEST(Validation, TakesNoDocumentTwice) {
   const Data data = documents("few.jsonl", {.context = kSmall.context, .validation_share = 3 / 64.0});
   Job job = job_of("fp32");
   job.batch = 2;
-  Ledger ledger;
-  Trainer trainer(job, ledger);
+  Training training(job);
   const std::unique_ptr<Backend> backend = cpu_backend(1);
   job.batch = 3;
   const std::unique_ptr<Network> network =
-      backend->network(job, trainer.state().visible(), SCRUPLE_STORED, ledger);
+      backend->network(job, training.state().visible(), SCRUPLE_STORED, training.counted);
   const Windows windows = data.validation();
   ASSERT_EQ(windows.count(), 3);
   std::vector<std::int32_t> tokens(3 * kSmall.context), targets(tokens.size());
   for (std::int64_t w = 0; w < 3; ++w)
     windows.read(w, tokens.data() + w * kSmall.context, targets.data() + w * kSmall.context);
-  EXPECT_NEAR(trainer.validate(windows, 64),
-              network->loss(trainer.state().visible(), {tokens.data(), targets.data()}), 1e-6);
+  EXPECT_NEAR(training.validate(windows, 64),
+              network->loss(training.state().visible(), {tokens.data(), targets.data()}), 1e-6);
 }
 
 // Micro-batches with few targets weigh less, or a long answer among short ones would count too little.
@@ -253,10 +264,9 @@ TEST(Accumulation, EveryTargetWeighsTheSame) {
     job.batch = batch;
     job.gradients.micro_batches = parts;
     job.optimizer = [] { return Optimizer("sgd"); };
-    Ledger ledger;
-    Trainer trainer(job, ledger);
+    Training training(job);
     std::vector<double> losses;
-    for (int i = 0; i < 5; ++i) losses.push_back(trainer.step(data.training()).loss);
+    for (int i = 0; i < 5; ++i) losses.push_back(training.step(data.training()).loss);
     return losses;
   };
   const std::vector<double> whole = train(8, 1), in_parts = train(2, 4);
@@ -272,9 +282,8 @@ TEST(Accumulation, MomentumFoldedInBackwardIsTheMeanGradient) {
     job->batch = 2;
   }
   released.gradients.accumulation = SCRUPLE_ACCUMULATE_MOMENTUM;
-  Ledger ledger;
-  Trainer a(stored, ledger), b(released, ledger);
-  for (int i = 0; i < 5; ++i) EXPECT_NEAR(a.step(text()).loss, b.step(text()).loss, 1e-5);
+  Training a(stored), b(released);
+  for (int i = 0; i < 5; ++i) EXPECT_NEAR(a.step().loss, b.step().loss, 1e-5);
 }
 
 // Int8 accumulators cost no more than another seed does.
@@ -288,10 +297,9 @@ TEST(Accumulation, Int8AccumulatorsStayWithinTheNoiseOfSeeds) {
     job.gradients.micro_batches = 4;
     job.gradients.max_norm = 1;
     job.schedule = {Annealing::cosine, 5e-3, 10, 300};
-    Ledger ledger;
-    Trainer trainer(job, ledger);
-    take(trainer, 300);
-    return trainer.validate(text(), 128);
+    Training training(job);
+    training.take(300);
+    return training.validate(128);
   };
   std::vector<double> exact;
   for (std::uint64_t seed = 1; seed <= 3; ++seed) exact.push_back(loss(seed, "fp32"));
@@ -313,18 +321,17 @@ TEST(LossScale, AnOverflowTouchesNothingAndHalvesTheScale) {
     job.describe = describe_by("scruple", policy == SCRUPLE_COMPRESSED ? "int8" : "fp32");
     job.scaler = scruple_scaler_dynamic();
     job.scaler.scale = 0x1p40f;  // gradients of the logits overflow fp16
-    Ledger ledger;
-    Trainer trainer(job, ledger);
-    const std::vector<char> before = planes_of(trainer);
-    const Outcome first = trainer.step(text());
+    Training training(job);
+    const std::vector<char> before = training.planes();
+    const Outcome first = training.step();
     EXPECT_TRUE(first.skipped);
-    EXPECT_EQ(before, planes_of(trainer));
-    const Outcome second = trainer.step(text());
+    EXPECT_EQ(before, training.planes());
+    const Outcome second = training.step();
     EXPECT_EQ(second.loss_scale, 0x1p39f);
     double last = 0;
     int skipped = 0;
     for (int i = 0; i < 120; ++i) {
-      const Outcome outcome = trainer.step(text());
+      const Outcome outcome = training.step();
       skipped += outcome.skipped;
       last = outcome.loss;
     }
@@ -340,11 +347,10 @@ TEST(LossScale, GradientsThatUnderflowTrainWithScalingAndStallWithout) {
     job.activations = activations;
     job.scaler = scaler;
     job.scaler.scale *= 0x1p-18f;
-    Ledger ledger;
-    Trainer trainer(job, ledger);
-    const double before = trainer.validate(text(), 64);
-    take(trainer, 60);
-    return before - trainer.validate(text(), 64);
+    Training training(job);
+    const double before = training.validate(64);
+    training.take(60);
+    return before - training.validate(64);
   };
   scruple_scaler none;
   check(scruple_scaler_static(1, &none));
@@ -363,12 +369,11 @@ TEST(Threads, LossCurvesAreTheSameToTheBit) {
       job.threads = threads;
       job.activations = activations;
       job.gradients.max_norm = 1;
-      Ledger ledger;
-      Trainer trainer(job, ledger);
+      Training training(job);
       curves.emplace_back();
-      for (const Outcome& outcome : take(trainer, 10))
+      for (const Outcome& outcome : training.take(10))
         curves.back().insert(curves.back().end(), {outcome.loss, outcome.norm});
-      planes.push_back(planes_of(trainer));
+      planes.push_back(training.planes());
     }
     for (std::size_t i = 1; i < curves.size(); ++i) {
       EXPECT_EQ(0, std::memcmp(curves[0].data(), curves[i].data(), curves[0].size() * sizeof(double)));
@@ -377,40 +382,24 @@ TEST(Threads, LossCurvesAreTheSameToTheBit) {
   }
 }
 
-TEST(Learning, EveryRecipeLearns) {
-  for (const std::string& recipe : recipes()) {
-    Job job = job_of(recipe, SCRUPLE_STORED, "");
-    job.gradients.max_norm = 1;
-    Ledger ledger;
-    Trainer trainer(job, ledger);
-    const double before = trainer.validate(text(), 64);
-    take(trainer, 60);
-    const double after = trainer.validate(text(), 64);
-    EXPECT_NEAR(before, std::log(256), 0.2) << recipe;  // it starts without a clue
-    EXPECT_LT(after, before - 1.5) << recipe;
-  }
-}
-
 TEST(Learning, AModelOfOtherPartsLearns) {
   Job job = job_of("scruple");
   job.shape = other_parts({2, 32, 4, 24, 256}, 2, 10);
-  Ledger ledger;
-  Trainer trainer(job, ledger);
-  const double before = take(trainer, 1).front().loss;
+  Training training(job);
+  const double before = training.take(1).front().loss;
   EXPECT_NEAR(before, std::log(256), 0.3);
-  EXPECT_LT(take(trainer, 99).back().loss, 0.6 * before);
+  EXPECT_LT(training.take(99).back().loss, 0.6 * before);
 }
 
 TEST(State, TheModelComputesWithTheVisibleHalf) {
-  Ledger ledger;
-  Trainer trainer(job_of("scruple"), ledger);
-  take(trainer, 3);
+  Training training(job_of("scruple"));
+  training.take(3);
   bool differs = false;
-  for (int p = 0; p < static_cast<int>(trainer.state().parameters().size()); ++p) {
-    const std::vector<float> master = trainer.state().master(p);
+  for (int p = 0; p < static_cast<int>(training.state().parameters().size()); ++p) {
+    const std::vector<float> master = training.state().master(p);
     std::vector<float> scratch(master.size());
     const float* const visible = visible_values(
-        trainer.engine(), trainer.state().visible()[static_cast<std::size_t>(p)], scratch.data());
+        training.engine(), training.state().visible()[static_cast<std::size_t>(p)], scratch.data());
     for (std::size_t i = 0; i < master.size(); ++i) {
       ASSERT_EQ(bits_of(visible[i]) & 0xffffu, 0u) << "not a bf16 number";
       ASSERT_NEAR(visible[i], master[i], std::abs(master[i]) * 0x1p-8f);
@@ -424,13 +413,12 @@ TEST(State, NormsAndBiasesDoNotDecay) {
   Job job = job_of("fp32");
   job.optimizer = [] { return Optimizer("adamw", {{"weight_decay", 500}}); };
   job.schedule = {Annealing::constant, 1e-3, 0, 10};
-  Ledger ledger;
-  Trainer trainer(job, ledger);
+  Training training(job);
   double before = 0, after = 0;
   const auto sum = [&](double& matrices, bool check_norms) {
-    for (std::size_t p = 0; p < trainer.state().parameters().size(); ++p) {
-      const Parameter& parameter = trainer.state().parameters()[p];
-      for (const float w : trainer.state().master(static_cast<int>(p))) {
+    for (std::size_t p = 0; p < training.state().parameters().size(); ++p) {
+      const Parameter& parameter = training.state().parameters()[p];
+      for (const float w : training.state().master(static_cast<int>(p))) {
         if (parameter.decays) matrices += std::abs(w);
         if (!parameter.decays && check_norms) {
           ASSERT_NEAR(w, parameter.mean, 0.0011) << parameter.name;  // one step of Adam moves it by 0.001
@@ -439,7 +427,7 @@ TEST(State, NormsAndBiasesDoNotDecay) {
     }
   };
   sum(before, false);
-  take(trainer, 1);
+  training.take(1);
   sum(after, true);
   EXPECT_LT(after, 0.8 * before);  // halved, and moved by 0.001 each
 }
@@ -472,13 +460,12 @@ TEST(Rates, WarmUpThenDown) {
 TEST(Rates, TheTimeLeftHasValidationsAndSaves) {
   for (const std::int64_t every : {0, 1, 2, 3, 5, 7})
     for (const bool last : {false, true}) {
-      Ledger ledger;
-      Trainer trainer(job_of("fp32"), ledger);
+      Training training(job_of("fp32"));
       Span span = {.steps = 5, .validate_every = every, .validation_windows = 1};
       span.save_every = every, span.save_last = last;
       std::vector<std::pair<std::int64_t, std::int64_t>> done,
           left;  // validations and saves, after each step
-      const Record end = run(trainer, text(), text(), span, [&](const Record& record) {
+      const Record end = run(training, text(), text(), span, [&](const Record& record) {
         Record timed = record;  // in whole units
         timed.step_seconds = 0;
         timed.validating = {100, 1}, timed.saving = {1, 1};
@@ -531,31 +518,20 @@ TEST(Memory, WhatDoesNotFitIsRefusedBeforeItIsTouched) {
 }
 
 TEST(Memory, WhatIsCountedBeforehandIsWhatIsTaken) {
-  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED}) {
-    for (const char* recipe : {"fp32", "scruple", "lpmm"}) {
-      const Job job = job_of(recipe, policy, policy == SCRUPLE_COMPRESSED ? "int8" : "fp32");
-      const Ledger counted = memory_of(job);
-      Ledger ledger;
-      Trainer trainer(job, ledger);
-      take(trainer, 2);
-      EXPECT_EQ(counted.peak(), ledger.peak()) << recipe << policy;
-      EXPECT_EQ(counted.entries().size(), ledger.entries().size()) << recipe << policy;
-      for (const Ledger::Entry& entry : ledger.entries())
-        EXPECT_EQ(counted.peak(entry.kind), entry.peak) << recipe << policy << entry.kind;
-    }
-  }
-}
-
-TEST(Memory, WhatIsCountedForOtherPartsIsWhatIsTaken) {
-  Job job = job_of("scruple", SCRUPLE_COMPRESSED, "int8");
-  job.shape = other_parts({2, 32, 4, 24, 256}, 2, 10);
-  const Ledger counted = memory_of(job);
-  Ledger ledger;
-  Trainer trainer(job, ledger);
-  take(trainer, 2);
-  EXPECT_EQ(counted.peak(), ledger.peak());
-  for (const Ledger::Entry& entry : ledger.entries())
-    EXPECT_EQ(counted.peak(entry.kind), entry.peak) << entry.kind;
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED})
+    for (const char* recipe : {"fp32", "scruple", "lpmm"})
+      for (const Description& shape : {gpt2(kSmall), other_parts({2, 32, 4, 24, 256}, 2, 10)}) {
+        SCOPED_TRACE(std::string(recipe) + ", policy " + std::to_string(policy));
+        Job job = job_of(recipe, policy, policy == SCRUPLE_COMPRESSED ? "int8" : "fp32");
+        job.shape = shape;
+        const Ledger counted = memory_of(job);
+        Training training(job);
+        training.take(2);
+        EXPECT_EQ(counted.peak(), training.counted.peak());
+        EXPECT_EQ(counted.entries().size(), training.counted.entries().size());
+        for (const Ledger::Entry& entry : training.counted.entries())
+          EXPECT_EQ(counted.peak(entry.kind), entry.peak) << entry.kind;
+      }
 }
 
 TEST(Memory, AHighIsThePeakSinceTheMark) {
@@ -578,15 +554,14 @@ TEST(Memory, AHighIsThePeakSinceTheMark) {
 // Accumulators are there within a step alone, and what a validation or a start takes is not a step's.
 TEST(Memory, ARunKnowsWhatEachStepHeld) {
   const Job job = job_of("scruple", SCRUPLE_COMPRESSED, "int8");
-  Ledger ledger;
-  Trainer trainer(job, ledger);
-  { const Block before(ledger, "workspace", 64 << 20); }
+  Training training(job);
+  { const Block before(training.counted, "workspace", 64 << 20); }
   Span span;
   span.steps = 6;
   std::int64_t taken = 0;
   std::unique_ptr<Block> grows;
-  const Record record = run(trainer, text(), text(), span, [&](const Record&) {
-    if (++taken == 2) grows = std::make_unique<Block>(ledger, "later", 7);
+  const Record record = run(training, text(), text(), span, [&](const Record&) {
+    if (++taken == 2) grows = std::make_unique<Block>(training.counted, "later", 7);
     if (taken == 4) grows.reset();
   });
   std::vector<std::int64_t> steps;
@@ -594,7 +569,7 @@ TEST(Memory, ARunKnowsWhatEachStepHeld) {
   ASSERT_EQ(steps, (std::vector<std::int64_t>{1, 3, 5})) << "where they change";
   for (const Held& held : record.memory)
     for (std::size_t k = 0; k < held.bytes.size(); ++k) {
-      const Ledger::Entry& entry = ledger.entries()[k];
+      const Ledger::Entry& entry = training.counted.entries()[k];
       if (entry.kind == "later")
         EXPECT_EQ(held.bytes[k], held.step == 3 ? 7 : 0);
       else if (entry.kind == "workspace")
@@ -603,15 +578,12 @@ TEST(Memory, ARunKnowsWhatEachStepHeld) {
         EXPECT_EQ(held.bytes[k], entry.peak) << entry.kind;
     }
   EXPECT_EQ(record.memory[0].bytes.size() + 1, record.memory[1].bytes.size());
-  EXPECT_GT(ledger.peak("gradients"), trainer.state().size());
+  EXPECT_GT(training.counted.peak("gradients"), training.state().size());
 }
 
 TEST(Memory, TheLedgerIsEmptyAfterwards) {
   Ledger ledger;
-  {
-    Trainer trainer(job_of("scruple", SCRUPLE_COMPRESSED, "int8"), ledger);
-    take(trainer, 1);
-  }
+  Trainer(job_of("scruple", SCRUPLE_COMPRESSED, "int8"), ledger).step(text());
   for (const Ledger::Entry& entry : ledger.entries()) EXPECT_EQ(entry.now, 0) << entry.kind;
 }
 
