@@ -5,7 +5,8 @@
 #include "formats/all.h"
 
 #if SCRUPLE_LANES
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 namespace {
 
 // The coins of a run of elements, a vector of them at a time.
@@ -55,5 +56,6 @@ struct BlockCodec {
 };
 
 }  // namespace
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
 #endif

@@ -5,7 +5,8 @@
 #include "engine/block_codec.h"
 
 #if SCRUPLE_LANES == 4
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 namespace {
 
 // a b + *c. NEON multiplies onto the register of the addend, so an addend that is used again must be copied.
@@ -118,5 +119,6 @@ struct BlockCodec<Log<5>> : HalvesCodec {
 };
 
 }  // namespace
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
 #endif

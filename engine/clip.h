@@ -6,7 +6,8 @@
 #include "formats/codec.h"
 #include "include/scruple/scruple.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 SCRUPLE_HD bool is_finite(double x) { return x - x == 0; }
 
@@ -88,4 +89,5 @@ SCRUPLE_HD float gradient_multiplier(float multiplier, float clip, float loss_sc
   return multiplier * clip / loss_scale;
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

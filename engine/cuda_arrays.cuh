@@ -4,7 +4,8 @@
 
 #include "engine/cuda_codecs.cuh"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 // decode(code, 1) of all 256 codes, for codecs where that is most of the work. Each thread of a block fills
 // in one; __syncthreads() must follow.
@@ -101,4 +102,5 @@ __device__ void read_gradient(const DeviceArray& a, Slice at, Coins coins, float
   });
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

@@ -5,7 +5,8 @@
 
 #include "engine/cuda_table.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 // ---- Parts that fill words ----
 // load and store move a thread's `Bytes` bytes of a plane, of which `valid` exist. The plane holds elements
@@ -69,27 +70,30 @@ __device__ void store_as(u8* to, int valid, const Words<Bytes>& from) {
   }
 }
 
-// move.template operator()<Access>(bytes), with the widest access that the address allows.
-template <int Bytes, class Unit, bool Whole>
-__device__ __forceinline__ void with_access(const u8* at, int valid, const auto& move) {
-  if (Whole || (valid == Bytes && is_aligned<Widest<Bytes>>(at)))
-    move.template operator()<Widest<Bytes>>(Bytes);
-  else if (is_aligned<Unit>(at))
-    move.template operator()<Unit>(valid);
-  else
-    move.template operator()<u8>(valid);
-}
 template <int Bytes, class Unit, bool Whole>
 __device__ Words<Bytes> load(const u8* from, int valid) {
   Words<Bytes> to{};
-  with_access<Bytes, Unit, Whole>(from, valid,
-                                  [&]<class Access>(int n) { load_as<Bytes, Access>(from, n, to); });
+  if constexpr (Whole)
+    load_as<Bytes, Widest<Bytes>>(from, Bytes, to);
+  else if (valid == Bytes && is_aligned<Widest<Bytes>>(from))
+    load_as<Bytes, Widest<Bytes>>(from, Bytes, to);
+  else if (is_aligned<Unit>(from))
+    load_as<Bytes, Unit>(from, valid, to);
+  else
+    load_as<Bytes, u8>(from, valid, to);
   return to;
 }
+
 template <int Bytes, class Unit, bool Whole>
 __device__ void store(u8* to, int valid, const Words<Bytes>& from) {
-  with_access<Bytes, Unit, Whole>(to, valid,
-                                  [&]<class Access>(int n) { store_as<Bytes, Access>(to, n, from); });
+  if constexpr (Whole)
+    store_as<Bytes, Widest<Bytes>>(to, Bytes, from);
+  else if (valid == Bytes && is_aligned<Widest<Bytes>>(to))
+    store_as<Bytes, Widest<Bytes>>(to, Bytes, from);
+  else if (is_aligned<Unit>(to))
+    store_as<Bytes, Unit>(to, valid, from);
+  else
+    store_as<Bytes, u8>(to, valid, from);
 }
 
 // The planes of an array, moved byte by byte. Slow but little code, for what is rare (engine/cuda_any.cu).
@@ -212,4 +216,5 @@ __device__ int bytes_for(int n) {
   return (n * Bits + 7) / 8;
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

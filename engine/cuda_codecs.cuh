@@ -10,7 +10,8 @@
 #include "engine/cuda_tiles.cuh"
 #include "formats/rows.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 // Lane<C, N> has the N elements of one thread in format C. `load` returns bytes (Raw) and `value` decodes one
 // of them: a tile loads the bytes of all its arrays before it decodes anything, and 16 decoded values of four
@@ -284,4 +285,5 @@ __device__ void decode_lane(typename Lane<C, N>::Raw raw, int k, Coins coins, fl
   }
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

@@ -3,7 +3,8 @@
 
 #include "engine/cuda_table.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 // The consecutive elements of a tensor that one thread works on.
 struct Slice {
@@ -90,4 +91,5 @@ struct Held {
   }
 };
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

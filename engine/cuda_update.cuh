@@ -4,7 +4,8 @@
 #include "engine/cuda_table.h"
 #include "optim/all.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 // a / (sqrt(x) scale + eps) without the branches for special cases. `tame` tells afterwards whether all
 // results were IEEE's: every x at least 2^-101 (corrected_root needs that), every a zero or at least 2^-64,
@@ -81,4 +82,5 @@ __device__ void make_canonical(Elements<N>& all) {
   }
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

@@ -14,7 +14,8 @@
 #include "formats/all.h"
 #include "optim/all.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 #if SCRUPLE_LANES
 namespace {
 
@@ -236,4 +237,5 @@ i64 fused_loop(const FusedStep& work, i64 first, i64 last) {
 
 }  // namespace
 #endif
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

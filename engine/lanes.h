@@ -20,7 +20,8 @@
 #include "engine/lanes_neon.h"
 
 #if SCRUPLE_LANES
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 SCRUPLE_HD Floats tame_root(Floats x) { return root(x); }
 SCRUPLE_HD Floats tame_reciprocal(Floats x) { return 1.0f / x; }
@@ -36,5 +37,6 @@ SCRUPLE_HD Words round_scaled(Floats x, Floats gain, Words coin) {
   return floor_of(fma(x, gain, float_of((coin >> 9) + 0x3f800000u))) - 1u;
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
 #endif

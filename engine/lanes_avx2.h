@@ -6,7 +6,8 @@
 #if SCRUPLE_LANES == 8
 #include <immintrin.h>
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 SCRUPLE_HD Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 SCRUPLE_HD Floats root(Floats x) { return _mm256_sqrt_ps(x); }
@@ -67,5 +68,6 @@ SCRUPLE_HD void store_second_bytes(const Words (&x)[kParts], u8* to) {
   store_bytes(pack_halves((x[0] >> 8) & 0xffu, (x[1] >> 8) & 0xffu), to);
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
 #endif

@@ -14,7 +14,8 @@
 #pragma GCC diagnostic pop
 #endif
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 SCRUPLE_HD Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 SCRUPLE_HD Floats root(Floats x) { return _mm512_sqrt_ps(x); }
@@ -72,5 +73,6 @@ SCRUPLE_HD void store_bytes(Words x, u32 which, u8* to) {
 SCRUPLE_HD void store_upper_bytes(const Words (&x)[kParts], u8* to) { store_bytes(x[0], 3, to); }
 SCRUPLE_HD void store_second_bytes(const Words (&x)[kParts], u8* to) { store_bytes(x[0], 1, to); }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
 #endif

@@ -25,7 +25,8 @@
 #endif
 
 #if SCRUPLE_LANES
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 inline constexpr int kLanes = SCRUPLE_LANES;
 // Codes are read and written 16 elements at a time: kParts vectors.
@@ -114,5 +115,6 @@ SCRUPLE_HD Floats load_floats(const float* from) {
 }
 SCRUPLE_HD void store(Floats x, float* to) { __builtin_memcpy(to, &x.v, sizeof x.v); }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
 #endif

@@ -6,7 +6,8 @@
 #if SCRUPLE_LANES == 4
 #include <arm_neon.h>
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 SCRUPLE_HD Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
 SCRUPLE_HD Floats root(Floats x) { return vsqrtq_f32(x); }
@@ -70,5 +71,6 @@ SCRUPLE_HD void store_second_bytes(const Words (&x)[kParts], u8* to) {
   vst1q_u8(to, upper_bytes_of(lower_halves_of(x[0], x[1]), lower_halves_of(x[2], x[3])));
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
 #endif

@@ -4,7 +4,8 @@
 
 #include "formats/codec.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 
 struct PhiloxBlock {
   u32 x[4];
@@ -28,4 +29,5 @@ SCRUPLE_HD PhiloxBlock philox(PhiloxBlock c, PhiloxKey k) {
   return c;
 }
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

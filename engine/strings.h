@@ -7,7 +7,8 @@
 #include "engine/strings_neon.h"
 #include "formats/codec.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 namespace {
 
 // T at any address.
@@ -134,4 +135,5 @@ void pack(const T* from, int n, u8* to) {
 }
 
 }  // namespace
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

@@ -4,7 +4,8 @@
 #include "engine/lanes.h"
 
 #if SCRUPLE_LANES == 4
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 namespace {
 
 // Which byte each byte of a table lookup comes from; kNone gives zero.
@@ -114,5 +115,6 @@ requires(in_two_bytes<K>) void pack32(const u16* from, u8* to) {
 }
 
 }  // namespace
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple
 #endif

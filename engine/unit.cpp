@@ -10,7 +10,8 @@
 #include "formats/rows.h"
 #include "optim/all.h"
 
-namespace scruple::inline SCRUPLE_UNIT {
+namespace scruple {
+inline namespace SCRUPLE_UNIT {
 namespace {
 
 // Keeps a vectorised loop of known length a loop: unrolled whole, a group of 64 spills its registers.
@@ -448,4 +449,5 @@ constexpr Unit make_unit() {
 extern const Unit kUnit;
 constinit const Unit kUnit = make_unit();  // no code of this unit runs at load
 
-}  // namespace scruple::inline SCRUPLE_UNIT
+}  // namespace SCRUPLE_UNIT
+}  // namespace scruple

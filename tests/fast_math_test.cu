@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "engine/cuda_update.cuh"
+#include "formats/all.h"
 
 namespace scruple {
 namespace {
