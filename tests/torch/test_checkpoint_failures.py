@@ -188,16 +188,15 @@ class Refused(Folder):
             def get_extra_state(self):
                 return {"a": 1}
 
+        noisy = mlp()
+        noise = torch.randint(1 << 62, (1 << 20,), generator=torch.Generator().manual_seed(0))
+        noisy.register_buffer("noise", noise.to(DEVICE))
         for model, words in (
-            (Own(3, 3), ("get_extra_state",)),
-            (mlp(), ("persistent=False", "noise")),
+            (Own(3, 3).to(DEVICE), ("get_extra_state",)),
+            (noisy, ("persistent=False", "noise")),
         ):
-            model.to(DEVICE)
-            if "noise" in words:
-                noise = torch.randint(1 << 62, (1 << 20,), generator=torch.Generator().manual_seed(0))
-                model.register_buffer("noise", noise)
             with self.refused(*words):
-                scruple.save(st.AdamW(model.parameters()), model, self.path("b"))
+                self.save(Run(model=model), "b")
         self.assertEqual(os.listdir(self.folder), ["a"])
 
     def test_nowhere(self):
@@ -206,19 +205,15 @@ class Refused(Folder):
     def test_shards_of_a_tensor(self):
         from torch.distributed.tensor import Shard, distribute_tensor
 
-        torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
-        try:
-            mesh = torch.distributed.init_device_mesh("cpu", (1,))
-            model = torch.nn.Linear(4, 4, bias=False)
-            model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-            opt = st.AdamW(model.parameters())
-            for call in (scruple.save, scruple.load):
-                with self.refused("weight", "DTensor", "torch.distributed.checkpoint"):
-                    call(opt, model, self.path("a"))
-        finally:
-            torch.distributed.destroy_process_group()
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        self.addCleanup(torch.distributed.destroy_process_group)
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = torch.nn.Linear(4, 4, bias=False)
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        for call in (self.save, self.load):
+            with self.refused("weight", "DTensor", "torch.distributed.checkpoint"):
+                call(Run(model=model))
 
 
 class Writing(Folder):

@@ -1,7 +1,4 @@
-"""evidence/: its tasks run in their small form, runs are appended once, and the page is what the lines say.
-
-Run as: python tests/torch/test_evidence.py
-"""
+"""evidence/: its tasks run in their small form, runs are appended once, and the page is what the lines say."""
 
 import json
 import pathlib

@@ -1,7 +1,4 @@
-"""evidence/: classified and generated images in their small forms.
-
-Run as: python tests/torch/test_evidence_images.py
-"""
+"""evidence/: classified and generated images in their small forms."""
 
 import sys
 import tempfile

@@ -1,7 +1,4 @@
-"""evidence/: pretraining, fine-tuning and bits in their small forms.
-
-Run as: python tests/torch/test_evidence_language.py
-"""
+"""evidence/: pretraining, fine-tuning and bits in their small forms."""
 
 import unittest
 

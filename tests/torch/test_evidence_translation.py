@@ -1,7 +1,4 @@
-"""evidence/translation.py: its small form learns the toy language, and its BLEU is BLEU.
-
-Run as: python tests/torch/test_evidence_translation.py
-"""
+"""evidence/translation.py: its small form learns the toy language, and its BLEU is BLEU."""
 
 import math
 import sys

@@ -1,7 +1,4 @@
-"""evidence/underflow.py: in its small form what should fail fails, and what mends it does.
-
-Run as: python tests/torch/test_evidence_underflow.py
-"""
+"""evidence/underflow.py: in its small form what should fail fails, and what mends it does."""
 
 import math
 import unittest

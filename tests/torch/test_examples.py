@@ -1,7 +1,5 @@
 """Runs every file of examples/ for a few steps, saves and resumes where it can, and checks that its loss
 fell.
-
-Run as: python tests/torch/test_examples.py
 """
 
 import ast

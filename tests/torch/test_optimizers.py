@@ -449,7 +449,7 @@ class AsAnOptimizer(Case):
         opt.register_step_post_hook(lambda o, args, kwargs: seen.append("post"))
         opt.register_state_dict_pre_hook(lambda o: seen.append("save"))
         opt.register_state_dict_post_hook(lambda o, made: dict(made, note=1))
-        opt.register_load_state_dict_pre_hook(lambda o, made: seen.append("load"))
+        opt.register_load_state_dict_pre_hook(lambda o, made: seen.append("load") or dict(made))
         opt.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
         saved = run.steps(1).opt.state_dict()
         self.assertEqual(saved["note"], 1)

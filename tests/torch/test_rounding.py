@@ -10,8 +10,8 @@ import unittest
 import torch
 
 from scruple import _abi
-from support import BF16, DEVICE, FP32, STORAGE, WIDE, Case, Run, beside_torch, each, parameter, parameters
-from support import same, st, stored, tensor
+from support import BF16, DEVICE, FP32, STORAGE, WIDE, Case, Run, beside_torch, copies, each, parameter
+from support import parameters, same, st, stored, tensor
 
 
 class Training(Case):
@@ -24,13 +24,8 @@ class Training(Case):
         y = (cls.x[:, :4] * cls.x[:, 4:8]).sum(1, keepdim=True) + (2 * cls.x[:, 8:9]).sin()
         cls.y = y / y.std()
         torch.manual_seed(0)
-        cls.start = torch.nn.Sequential(
-            torch.nn.Linear(16, 80),
-            torch.nn.GELU(),
-            torch.nn.Linear(80, 64),
-            torch.nn.GELU(),
-            torch.nn.Linear(64, 1),
-        ).to(DEVICE)
+        (a, b, c), gelu = (torch.nn.Linear(*x) for x in ((16, 80), (80, 64), (64, 1))), torch.nn.GELU()
+        cls.start = torch.nn.Sequential(a, gelu, b, gelu, c).to(DEVICE)
         cls.fit(cls.start, st.AdamW(cls.start.parameters(), lr=3e-3, **WIDE), 100, 99)
         cls.before = cls.loss(cls.start)
 
@@ -349,17 +344,16 @@ class Following(Case):
             made = torch.Generator().manual_seed(1)
             scale = torch.exp(torch.randn(size, generator=made))
             shifted = torch.where(torch.arange(size) % 3 == 0, factor * scale, scale)
-            roundings = (None, "nearest")
-            ps = [torch.nn.Parameter(torch.zeros(size, device=DEVICE)) for _ in range(3)]
-            opts = [st.AdamW([p], lr=1e-4, rounding=rounding) for p, rounding in zip(ps, roundings)]
-            opts.append(torch.optim.AdamW(ps[2:], lr=1e-4))
+            zeros = torch.nn.Parameter(torch.zeros(size, device=DEVICE))
+            runs = [Run(params=copies([zeros]), lr=1e-4, rounding=rounding) for rounding in (None, "nearest")]
+            theirs = runs[0].copied(torch.optim.AdamW, lr=1e-4)
             for step in range(steps):
                 g = (torch.randn(size, generator=made) * (scale if step < 1000 else shifted)).to(DEVICE)
-                for p, opt in zip(ps, opts):
-                    p.grad = g
-                    opt.step()
-            exact = opts[2].state[ps[2]]["exp_avg_sq"]
-            found = [opt.state_dict(as_="torch")["state"][0]["exp_avg_sq"] for opt in opts[:2]]
+                for run in (*runs, theirs):
+                    run.params[0].grad = g
+                    run.opt.step()
+            exact = theirs.opt.state[theirs.params[0]]["exp_avg_sq"]
+            found = [run.opt.state_dict(as_="torch")["state"][0]["exp_avg_sq"] for run in runs]
             drawn, nearest = (float((v / exact).log().div(2).square().mean().sqrt()) for v in found)
             with self.subTest(factor=factor):
                 self.assertLess(drawn, 0.12)

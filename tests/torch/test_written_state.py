@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 import scruple
-from support import BF16, DEVICE, FP32, STORAGE, WIDE, Case, ModelRun, Run, beside_torch, copies, each
-from support import give_gradients, mlp, parameter, parameters, st, stored, take_steps, tensor
+from support import BF16, DEVICE, FP32, STORAGE, WIDE, Case, ModelRun, Run, beside_torch, copies, each, mlp
+from support import parameter, parameters, st, stored, take_steps, tensor
 
 # torch's own has it from 2.7 on.
 needs_decoupled = unittest.skipUnless(
@@ -325,24 +325,21 @@ class InEveryRecipe(Case):
     def test_one_state_for_two_optimizers(self):
         """Each steps by its own learning rate, and sees what is written to its own."""
         p = parameter(300, dtype=BF16)
-        one, two = st.AdamW([p], lr=0.0, weight_decay=0), st.AdamW([p], lr=0.1, weight_decay=0)
-        take_steps(one, [p], 2)
-        before, master = p.detach().clone(), one.master_weights()[p]
-        two.state = one.state
-        take_steps(one, [p], 1)
-        self.assertSame(p.detach(), before)
-        take_steps(two, [p], 1)
+        one, two = (Run(params=[p], lr=lr, weight_decay=0) for lr in (0.0, 0.1))
+        before = one.steps(2).weights()[0].clone()
+        two.opt.state = one.opt.state
+        self.assertSame(one.steps(1).weights()[0], before)
+        two.steps(1)
         self.assertGreater(float((p.detach() - before).abs().max()), 0.01)
-        one.param_groups[0]["lr"] = 0.1
-        one.state[p]["exp_avg"] = torch.full_like(p, -50.0, dtype=FP32)
+        one.opt.param_groups[0]["lr"] = 0.1
+        one.opt.state[p]["exp_avg"] = torch.full_like(p, -50.0, dtype=FP32)
         before = p.detach().clone()
-        take_steps(one, [p], 1)
+        one.steps(1, first=0)
         self.assertGreater(float((p.detach() - before).min()), 1.0)  # it goes by what was written
-        q = parameter(300, seed=1, dtype=BF16)
-        other, master = st.AdamW([q], lr=0.1), one.master_weights()[p]
-        other.state[q] = one.state[p]
-        take_steps(other, [q], 1)
-        self.assertSame(one.master_weights()[p], master)
+        other, master = Run(params=[parameter(300, seed=1, dtype=BF16)], lr=0.1), one.opt.master_weights()[p]
+        other.opt.state[other.params[0]] = one.opt.state[p]
+        other.steps(1)
+        self.assertSame(one.opt.master_weights()[p], master)
 
     @each(storage=STORAGE)
     def test_moments_that_are_moved_in_memory(self, storage):
@@ -604,16 +601,15 @@ class AtConstruction(Case):
         p, q, r = parameter(4), parameter(4, seed=1), parameter(4)
         with self.assertWarns(UserWarning):
             opt = st.AdamW([p, q, p], lr=0.1)
-        plain = st.AdamW([r], lr=0.1)
-        give_gradients([p], 0), give_gradients([r], 0)
-        opt.step(), plain.step()
+        take_steps(opt, [p], 1), take_steps(st.AdamW([r], lr=0.1), [r], 1)
         self.assertSame(p.detach(), r.detach())
         for groups in ([p, q, p],), ([p, q], [q, p]):
-            opt, theirs = st.AdamW([parameter(1)]), torch.optim.AdamW([parameter(1)])
-            for one in (opt, theirs):
-                one.param_groups = [{**one.param_groups[0], "params": ps} for ps in groups]
-            saved, expected = (one.state_dict()["param_groups"] for one in (opt, theirs))
-            self.assertEqual([x["params"] for x in saved], [x["params"] for x in expected])
+            found = []
+            for kind in (st.AdamW, torch.optim.AdamW):
+                opt = kind([parameter(1)])
+                opt.param_groups = [{**opt.param_groups[0], "params": ps} for ps in groups]
+                found.append([x["params"] for x in opt.state_dict()["param_groups"]])
+            self.assertEqual(*found)
 
     def test_a_group_that_asks_for_what_it_cannot_have(self):
         """Beside another in bf16, which could: now, and where it is asked for later."""
