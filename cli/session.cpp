@@ -189,6 +189,7 @@ std::int64_t TrainOptions::limit() const {
 }
 
 Session session_of(const CLI::App& command, const TrainOptions& given) {
+  if (command.count("--memory-limit") > 0) parse_size(given.memory_limit, "--memory-limit");  // "" is none
   if (!given.resume.empty()) return resumed(command, given);
   Session session;
   session.options = given;
