@@ -9,6 +9,7 @@
 
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
+#include "train/run/trainer.h"
 
 namespace scruple::train {
 namespace {
