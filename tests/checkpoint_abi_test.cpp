@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "include/scruple/scruple.h"
+#include "io/checkpoint.h"
 #include "tests/checkpoints.h"
 
 namespace scruple_tests {

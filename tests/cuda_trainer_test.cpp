@@ -9,6 +9,7 @@
 
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
+#include "train/run/trainer.h"
 
 namespace scruple::train {
 namespace {
@@ -99,7 +100,7 @@ void expect_alike(const Computed& got, const Computed& want, const Description& 
 constexpr double kSmall = 0.05;
 
 TEST_F(CudaTrainer, GradientsAreTheCpusInEveryFamily) {
-  for (const Family& family : families()) {
+  for (const SmallModel& family : small_models()) {
     SCOPED_TRACE(family.name);
     const Computed want = gradients_of(family.shape, cpu_backend, Precision::fp32, SCRUPLE_STORED);
     for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
@@ -149,7 +150,7 @@ TEST_F(CudaTrainer, CurvesAreTheCpus) {
 }
 
 TEST_F(CudaTrainer, GraphsGiveTheSameBits) {
-  for (const Family& family : families())
+  for (const SmallModel& family : small_models())
     for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
       Job job = job_of(family.shape, cuda_backend, "scruple", Precision::bf16);
       job.gradients.policy = policy;

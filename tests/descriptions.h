@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "train/model/families/gpt2.h"
 #include "train/model/families/families.h"
+#include "train/model/families/gpt2.h"
 
 namespace scruple::train {
 
@@ -30,12 +30,12 @@ inline Description llama(std::int64_t layers = 2) {
   return model;
 }
 
-struct Family {
+struct SmallModel {
   const char* name;
   Description shape;
 };
 
-inline std::vector<Family> families() {
+inline std::vector<SmallModel> small_models() {
   Description qwen2 = llama();
   qwen2.qkv_bias = qwen2.tied = true;
   Description qwen3 = llama();

@@ -54,13 +54,13 @@ inline const Windows& text(std::int64_t context) {
 }
 
 // A trainer on that text, and what it holds.
-struct Counted {
+struct HasLedger {
   Ledger counted;
 };
-struct Training : Counted, Trainer {
+struct Training : HasLedger, Trainer {
   explicit Training(const Job& job, const io::Checkpoint* from = nullptr,
                     std::int64_t limit = std::numeric_limits<std::int64_t>::max())
-      : Counted{Ledger(limit)}, Trainer(job, counted, from), windows(text(job.shape.context)) {}
+      : HasLedger{Ledger(limit)}, Trainer(job, counted, from), windows(text(job.shape.context)) {}
   using Trainer::step, Trainer::validate;
   Outcome step() { return step(windows); }
   std::vector<Outcome> take(int steps) {

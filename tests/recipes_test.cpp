@@ -135,11 +135,10 @@ double memory(const Tensor& tensor) {
 // The relative error of a slot whose every write errs by up to e: nearest and stochastic rounding (twice as
 // wide, so as large as e on average) err now this way and now that, and add up as the root of the writes;
 // truncation errs by up to 2 e and always inward.
-double moment_bound(const Tensor& tensor, int array) {
-  int role = 0;
-  CHECK_OK(scruple_tensor_array(&tensor.row, array, nullptr, &role, nullptr));
-  const double e = half_code(tensor.row.arrays[array].format, role), writes = memory(tensor);
-  return (tensor.row.arrays[array].rounding == SCRUPLE_TRUNCATE ? 2 * writes : std::sqrt(writes)) * e + 1e-5;
+double moment_bound(const Tensor& tensor, const SlotAt& slot) {
+  const scruple_array& array = tensor.row.arrays[slot.array];
+  const double e = half_code(array.format, slot.role), writes = memory(tensor);
+  return (array.rounding == SCRUPLE_TRUNCATE ? 2 * writes : std::sqrt(writes)) * e + 1e-5;
 }
 
 // A weight errs by at most half a code at each of the steps: N e where the errors agree, as nearest
@@ -159,12 +158,8 @@ double weight_bound(const scruple_array& array, double weight) {
 // errs afresh every step.
 double distance_bound(const Tensor& tensor) {
   double bound = weight_bound(tensor.row.arrays[SCRUPLE_WEIGHT], 1.3) / kDisplacement + 1e-5;
-  for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a) {
-    if (!tensor.used(a)) continue;
-    int role = 0;
-    CHECK_OK(scruple_tensor_array(&tensor.row, a, nullptr, &role, nullptr));
-    bound += moment_bound(tensor, a) * (role == SCRUPLE_ROLE_NONNEG ? 0.5 : 1);
-  }
+  for (const SlotAt& slot : slots_of(tensor.row))
+    bound += moment_bound(tensor, slot) * (slot.role == SCRUPLE_ROLE_NONNEG ? 0.5 : 1);
   const scruple_format* gradient = tensor.row.arrays[SCRUPLE_GRADIENT].format;
   if (info_of(gradient).group_size > 1) bound += 2 * half_code(gradient, SCRUPLE_ROLE_GRADIENT);
   return bound;
@@ -234,25 +229,22 @@ TEST(Recipes, EverySlotInEveryFormatFollowsFp32WithinItsBound) {
     Optimizer optimizer(rule.name);
     set_up(optimizer, engine);
     const Tensor reference = trained(optimizer, engine, "fp32");
-    for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a) {
-      if (!reference.used(a)) continue;
-      int role = 0;
-      const char* slot = nullptr;
-      CHECK_OK(scruple_tensor_array(&reference.row, a, &slot, &role, nullptr));
+    for (const SlotAt& slot : slots_of(reference.row))
       for (const scruple_format* format : formats())
         for (const int rounding : {SCRUPLE_NEAREST, SCRUPLE_TRUNCATE, SCRUPLE_STOCHASTIC}) {
-          if (!can_hold(format, role, rounding)) continue;
+          if (!can_hold(format, slot.role, rounding)) continue;
+          const int a = slot.array;
           Tensor tensor(optimizer, kElements, "fp32", engine);
           tensor.use(a, format, rounding);
           train(engine, tensor);
-          SCOPED_TRACE(rule.name + " " + slot + " " + info_of(format).name + " " + std::to_string(rounding));
+          SCOPED_TRACE(rule.name + " " + slot.name + " " + info_of(format).name + " " +
+                       std::to_string(rounding));
           EXPECT_LE(
               distance(tensor.decode(engine, a), reference.decode(engine, a), std::vector<float>(kElements)),
-              moment_bound(tensor, a));
+              moment_bound(tensor, slot));
           EXPECT_LE(distance(weights_of(engine, tensor), weights_of(engine, reference), initial_weights()),
                     distance_bound(tensor));
         }
-    }
   }
 }
 
@@ -270,14 +262,8 @@ TEST(Recipes, EveryPairOfWeightAndMomentFormatFollowsFp32) {
         Tensor tensor(optimizer, kSmall, "fp32", engine);
         tensor.use(SCRUPLE_WEIGHT, weight);
         bool any = false;
-        for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a) {
-          int role = 0;
-          if (!tensor.used(a)) continue;
-          CHECK_OK(scruple_tensor_array(&tensor.row, a, nullptr, &role, nullptr));
-          if (!can_hold(moment, role, SCRUPLE_NEAREST)) continue;
-          tensor.use(a, moment);
-          any = true;
-        }
+        for (const SlotAt& slot : slots_of(tensor.row))
+          if (can_hold(moment, slot.role, SCRUPLE_NEAREST)) tensor.use(slot.array, moment), any = true;
         if (!any) continue;
         train(engine, tensor);
         EXPECT_LE(distance(weights_of(engine, tensor), want, initial_weights()), distance_bound(tensor))

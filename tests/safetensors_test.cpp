@@ -39,6 +39,14 @@ std::string one(const std::string& dtype, const std::string& shape, const std::s
   return file_of(R"({"a":)" + entry(dtype, shape, offsets) + "}", std::string(bytes, 'x'));
 }
 
+// Writes a file, the data of each tensor at once.
+void write(const std::string& path, const std::vector<TensorInfo>& tensors,
+           const std::vector<std::string>& data, const Metadata& metadata = {}) {
+  SafetensorsWriter writer(path, tensors, metadata);
+  for (std::size_t i = 0; i < data.size(); ++i) writer.write(i, bytes_of(data[i]));
+  writer.finish();
+}
+
 // ---- What is written is read back ----
 
 using SafetensorsWriting = Files;
@@ -78,9 +86,7 @@ TEST_F(SafetensorsWriting, EveryTypeComesBack) {
 
 TEST_F(SafetensorsWriting, DataBeginsAtAMultipleOf64WhateverTheNames) {
   for (std::size_t length = 0; length < 66; ++length) {
-    SafetensorsWriter writer(path(), {{std::string(length, 'n'), Dtype::f64, {1}}});
-    writer.write(0, bytes_of("12345678"));
-    writer.finish();
+    write(path(), {{std::string(length, 'n'), Dtype::f64, {1}}}, {"12345678"});
     EXPECT_EQ(content().size() % 64, 8u);
     EXPECT_EQ(content()[8], '{');
     EXPECT_EQ(text_of(Safetensors(path()).at(std::string(length, 'n')).data), "12345678");
@@ -104,10 +110,7 @@ TEST_F(SafetensorsWriting, NoTensorsNoValuesOneValue) {
 }
 
 TEST_F(SafetensorsWriting, TheBytesAreThoseOfTheFormat) {
-  SafetensorsWriter writer(path(), {{"b", Dtype::u8, {1}}, {"a", Dtype::f32, {}}}, {{"k", "v"}});
-  writer.write(0, bytes_of("!"));
-  writer.write(1, bytes_of("1234"));
-  writer.finish();
+  write(path(), {{"b", Dtype::u8, {1}}, {"a", Dtype::f32, {}}}, {"!", "1234"}, {{"k", "v"}});
   std::string header = R"({"__metadata__":{"k":"v"},"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},)"
                        R"("b":{"dtype":"U8","shape":[1],"data_offsets":[4,5]}})";
   header.resize((header.size() + 8 + 63) / 64 * 64 - 8, ' ');
@@ -201,14 +204,9 @@ TEST_F(SafetensorsWriting, PlacesThatCannotBeWrittenAreNamed) {
 }
 
 TEST_F(SafetensorsWriting, AReaderKeepsTheFileThatItOpened) {
-  const auto write = [&](std::string_view text) {
-    SafetensorsWriter writer(path(), {{"a", Dtype::u8, {3}}});
-    writer.write(0, bytes_of(text));
-    writer.finish();
-  };
-  write("old");
+  write(path(), {{"a", Dtype::u8, {3}}}, {"old"});
   const Safetensors old(path());
-  write("new");
+  write(path(), {{"a", Dtype::u8, {3}}}, {"new"});
   EXPECT_EQ(text_of(old.at("a").data), "old");
   EXPECT_EQ(text_of(Safetensors(path()).at("a").data), "new");
 }
@@ -401,10 +399,7 @@ TEST_F(SafetensorsReading, UnusualButLegalFilesAreRead) {
 }
 
 TEST_F(SafetensorsReading, AFileCutAnywhereIsRefused) {
-  SafetensorsWriter writer(path(), {{"a", Dtype::f32, {3}}, {"b", Dtype::u8, {5}}}, {{"k", "v"}});
-  writer.write(0, bytes_of("0123456789ab"));
-  writer.write(1, bytes_of("cdefg"));
-  writer.finish();
+  write(path(), {{"a", Dtype::f32, {3}}, {"b", Dtype::u8, {5}}}, {"0123456789ab", "cdefg"}, {{"k", "v"}});
   const std::string whole = content();
   for (std::size_t size = 0; size < whole.size(); ++size)
     EXPECT_NE(message_of([&] { const Safetensors file(put(whole.substr(0, size))); }), "no error") << size;

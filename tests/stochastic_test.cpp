@@ -4,7 +4,7 @@
 
 #include "engine/coins.h"
 #include "formats/all.h"
-#include "tests/support.h"
+#include "tests/table.h"
 
 namespace {
 
@@ -350,15 +350,9 @@ TEST_F(Stochastic, threads_views_and_alignment_change_no_bit) {
     by_two.encode(two, c.array, values);
     by_seven.encode(seven, c.array, values);
     // Views of uneven sizes, each beginning in the middle of a tile.
-    Random random(19);
-    for (std::size_t first = 0; first < n;) {
-      const std::size_t size = std::min<std::size_t>(n - first, 128 * (1 + random.next32() % 300));
-      scruple_tensor view{};
-      CHECK_OK(scruple_tensor_view(&by_views.row, static_cast<std::int64_t>(first),
-                                   static_cast<std::int64_t>(size), &view));
-      CHECK_OK(scruple_encode(engine, &view, c.array, values.data() + first));
-      first += size;
-    }
+    for_views(by_views.row, [&](const scruple_tensor& view) {
+      CHECK_OK(scruple_encode(engine, &view, c.array, values.data() + (view.offset - by_views.row.offset)));
+    });
     const Bytes expected = whole.bytes(c.array);
     EXPECT_TRUE(same_bytes(by_two.bytes(c.array), expected)) << c.name() << ": two threads";
     EXPECT_TRUE(same_bytes(by_seven.bytes(c.array), expected)) << c.name() << ": seven threads, unaligned";
@@ -415,12 +409,8 @@ TEST_F(Stochastic, steps_do_not_depend_on_threads_or_views) {
   for (int i = 0; i < 3; ++i) {
     step(engine, whole);
     step(seven, by_seven);
-    for (std::int64_t first = 0; first < static_cast<std::int64_t>(n); first += 128 * 37) {
-      scruple_tensor view{};
-      const std::int64_t size = std::min<std::int64_t>(128 * 37, static_cast<std::int64_t>(n) - first);
-      CHECK_OK(scruple_tensor_view(&by_views.row, first, size, &view));
-      CHECK_OK(scruple_step(engine, &view, 1, nullptr));
-    }
+    for_views(by_views.row,
+              [&](const scruple_tensor& view) { CHECK_OK(scruple_step(engine, &view, 1, nullptr)); });
     for (Tensor* each : {&whole, &by_seven, &by_views}) ++each->row.step;
   }
   EXPECT_TRUE(same_bytes(all_planes(by_seven), all_planes(whole)));

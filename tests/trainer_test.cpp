@@ -72,7 +72,7 @@ INSTANTIATE_TEST_SUITE_P(All, Devices,
 
 TEST_P(Devices, PoliciesGiveTheSameBits) {
   for (const std::string& recipe : on_cpu() ? recipes() : std::vector<std::string>{"fp32", "scruple"})
-    for (const Family& family : families()) {
+    for (const SmallModel& family : small_models()) {
       Job job = job_of(family.shape, recipe);
       // What is kept must hold what is handed over: tied tables come in fp32.
       job.describe = describe_by(recipe, "fp32");
@@ -85,7 +85,7 @@ TEST_P(Devices, PoliciesGiveTheSameBits) {
 }
 
 TEST_P(Devices, RecomputationGivesTheSameBits) {
-  for (const Family& family : families()) {
+  for (const SmallModel& family : small_models()) {
     Job job = job_of(family.shape, "scruple");
     const Taken none = take(job, 3);
     for (const Recompute recompute : {Recompute::mlp, Recompute::block}) {
