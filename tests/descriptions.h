@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "train/model/families/gpt2.h"
 #include "train/model/families/families.h"
+#include "train/model/families/gpt2.h"
 
 namespace scruple::train {
 
