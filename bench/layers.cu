@@ -113,15 +113,13 @@ void norms(const Bench& bench, Index rows, Index width, const std::string& suffi
       out{take(4 * width), Precision::fp32};
   const Norm layer{NormKind::layer, 1e-5f, weight, bias}, rms{NormKind::rms, 1e-5f, weight, {}};
   bench.time(("layer_norm" + suffix).c_str(), 2 * plane,
-             [&] { normalise(kType, layer, x, rows, width, y, mean, rstd, nullptr); });
+             [&] { norm_forward(kType, layer, x, rows, width, y, mean, rstd, nullptr); });
   bench.time(("rms_norm" + suffix).c_str(), 2 * plane,
-             [&] { normalise(kType, rms, x, rows, width, y, nullptr, rstd, nullptr); });
-  bench.time(("layer_norm_backward" + suffix).c_str(), 4 * plane, [&] {
-    normalise_backward(kType, layer, y, x, mean, rstd, rows, width, true, g, sums, nullptr);
-  });
-  bench.time(("rms_norm_backward" + suffix).c_str(), 4 * plane, [&] {
-    normalise_backward(kType, rms, y, x, nullptr, rstd, rows, width, true, g, sums, nullptr);
-  });
+             [&] { norm_forward(kType, rms, x, rows, width, y, nullptr, rstd, nullptr); });
+  bench.time(("layer_norm_backward" + suffix).c_str(), 4 * plane,
+             [&] { norm_backward(kType, layer, y, x, mean, rstd, rows, width, true, g, sums, nullptr); });
+  bench.time(("rms_norm_backward" + suffix).c_str(), 4 * plane,
+             [&] { norm_backward(kType, rms, y, x, nullptr, rstd, rows, width, true, g, sums, nullptr); });
   bench.time(("sum_parts" + suffix).c_str(), norm_parts(rows) * width * 4,
              [&] { sum_parts(sums, norm_parts(rows), 2 * width, width, out, nullptr); });
   float* parts = floats(bias_parts(rows) * width);
@@ -171,10 +169,10 @@ void tables(const Bench& bench) {
       [&] {  // a row of the table is read as often as it occurs, if from a cache
         embed(kType, token_plane, position_plane, kRows, kWidth, {words, kType}, {places, kType}, x, nullptr);
       });
-  const Readers readers{ints(target), ints(begin), ints(order), targets};
+  const Occurrences occurrences{ints(target), ints(begin), ints(order), targets};
   const Values table{floats(kWords * kWidth), Precision::fp32};
   bench.time("embedding_gradient", 2 * kRows * kWidth + 8 * targets * kWidth,
-             [&] { embedding_gradient(kType, x, kWidth, readers, 0, table, nullptr); });
+             [&] { embedding_gradient(kType, x, kWidth, occurrences, 0, table, nullptr); });
   const Values small{take(2 * kRows * kWidth), kType};
   const Values wide{floats(kRows * kWidth), Precision::fp32};
   bench.time("convert", 6 * kRows * kWidth, [&] { convert(wide, small, kRows * kWidth, nullptr); });
@@ -183,22 +181,22 @@ void tables(const Bench& bench) {
 
 void heads(const Bench& bench) {
   constexpr int kHeads = 32, kKeys = 8, kHead = 128;
-  constexpr Index kQkv = (kHeads + 2 * kKeys) * kHead, kTurned = (kHeads + kKeys) * kHead;
+  constexpr Index kQkv = (kHeads + 2 * kKeys) * kHead, kRoped = (kHeads + kKeys) * kHead;
   std::vector<std::int32_t> positions;
   for (Index r = 0; r < kRows; ++r) positions.push_back(static_cast<std::int32_t>(r % 4096));
   void *qkv = values(kRows * kQkv), *to = values(kRows * kQkv), *norm = values(2 * kHead);
   const Values query{norm, kType}, key{static_cast<char*>(norm) + 2 * kHead, kType};
-  const Turning plain{kRows, kHeads, kKeys, kHead, ints(positions), floats(4096 * kHead, 0.7f),
-                      {},    {},     1e-6f};
-  Turning normed = plain;
+  const RopeShape plain{kRows, kHeads, kKeys, kHead, ints(positions), floats(4096 * kHead, 0.7f),
+                        {},    {},     1e-6f};
+  RopeShape normed = plain;
   normed.query_norm = query, normed.key_norm = key;
-  float* sums = floats(turn_parts(normed) * 2 * kHead);
-  bench.time("turn", 4 * kRows * kTurned, [&] { turn(kType, plain, qkv, qkv, nullptr); });
-  bench.time("turn_normed", 4 * kRows * kQkv, [&] { turn(kType, normed, qkv, to, nullptr); });
-  bench.time("turn_backward", 4 * kRows * kTurned,
-             [&] { turn_backward(kType, plain, qkv, to, sums, nullptr); });
-  bench.time("turn_backward_normed", 6 * kRows * kTurned,
-             [&] { turn_backward(kType, normed, qkv, to, sums, nullptr); });
+  float* sums = floats(rope_parts(normed) * 2 * kHead);
+  bench.time("turn", 4 * kRows * kRoped, [&] { rope(kType, plain, qkv, qkv, nullptr); });
+  bench.time("rope_normed", 4 * kRows * kQkv, [&] { rope(kType, normed, qkv, to, nullptr); });
+  bench.time("rope_backward", 4 * kRows * kRoped,
+             [&] { rope_backward(kType, plain, qkv, to, sums, nullptr); });
+  bench.time("rope_backward_normed", 6 * kRows * kRoped,
+             [&] { rope_backward(kType, normed, qkv, to, sums, nullptr); });
   for (void* data : {qkv, to, norm}) must(cudaFree(data));
 }
 
@@ -208,9 +206,9 @@ void activations(const Bench& bench) {
   bench.time("gelu", 2 * kPlane, [&] { activate(kType, Mlp::gelu, x, kRows, kInner, y, nullptr); });
   bench.time("gelu_backward", 3 * kPlane,
              [&] { activate_backward(kType, Mlp::gelu, y, x, kRows, kInner, dx, nullptr); });
-  bench.time("gated", 3 * kPlane, [&] { activate(kType, Mlp::gated_silu, x, kRows, kInner, y, nullptr); });
+  bench.time("gated", 3 * kPlane, [&] { activate(kType, Mlp::swiglu, x, kRows, kInner, y, nullptr); });
   bench.time("gated_backward", 5 * kPlane,
-             [&] { activate_backward(kType, Mlp::gated_silu, y, x, kRows, kInner, dx, nullptr); });
+             [&] { activate_backward(kType, Mlp::swiglu, y, x, kRows, kInner, dx, nullptr); });
   for (void* data : {x, y, dx}) must(cudaFree(data));
 }
 

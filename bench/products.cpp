@@ -63,14 +63,14 @@ void run(Index tokens, Index width, Index inner, Index vocabulary) {
       cuda::Product forward = {tokens, out, in, {a.as<void>(), in}, weight, d.as<void>(), out};
       cuda::Product backward = {tokens, in, out, {a.as<void>(), out}, back, d.as<void>(), in};
       time(lies, forward);
-      forward.finish = cuda::Finish::bias, forward.bias = bias.as<void>();
+      forward.epilogue = cuda::Epilogue::bias, forward.bias = bias.as<void>();
       time(lies + ", bias", forward);
       forward.c = kept.as<void>();
       time(lies + ", bias, residual", forward);
-      forward.c = nullptr, forward.finish = cuda::Finish::gelu, forward.kept = kept.as<void>();
+      forward.c = nullptr, forward.epilogue = cuda::Epilogue::gelu, forward.kept = kept.as<void>();
       time(lies + ", gelu", forward);
       time(lies + ", backward", backward);
-      backward.finish = cuda::Finish::gelu_backward, backward.kept = kept.as<void>();
+      backward.epilogue = cuda::Epilogue::gelu_backward, backward.kept = kept.as<void>();
       time(lies + ", backward, gelu", backward);
       const Index rows = first ? out : in, columns = first ? in : out;
       time(lies + ", gradient", {rows,

@@ -148,11 +148,11 @@ TEST_F(CudaParity, OffsetsOfShards) {
       set_rounding(config, SCRUPLE_STOCHASTIC);
       if (quick() && kind.rounding != SCRUPLE_DITHER) continue;
       for (std::size_t first = 0; first < shape.offsets.size(); ++first) {
-        Shape turned = shape;
-        std::rotate(turned.offsets.begin(), turned.offsets.begin() + static_cast<std::ptrdiff_t>(first),
-                    turned.offsets.end());
+        Shape roped = shape;
+        std::rotate(roped.offsets.begin(), roped.offsets.begin() + static_cast<std::ptrdiff_t>(first),
+                    roped.offsets.end());
         if (first > 0 && (quick() || recipe.rule != "sgd")) break;
-        expect_same(lab(), with_gradient(config, kind), turned, gradients, steps);
+        expect_same(lab(), with_gradient(config, kind), roped, gradients, steps);
       }
     }
 }

@@ -14,7 +14,7 @@ inline Description other_parts(const GptShape& sizes, std::int64_t kv_heads, std
   model.kv_heads = kv_heads, model.head_width = head_width, model.inner = 3 * sizes.width + 1;
   model.norm = NormKind::rms, model.head_norms = true;
   model.positions = 0, model.rotary.base = 100;
-  model.mlp = Mlp::gated_silu;
+  model.mlp = Mlp::swiglu;
   model.attention_out_bias = model.mlp_bias = model.tied = false;
   model.outputs_first = true;
   return model;

@@ -496,7 +496,8 @@ TEST(GptRecompute, ChangesNoBit) {
       cut(deep, {shape.context / 2, shape.context - shape.context / 2}, batch);
       batch.targets[1] = -1;
       const Result want = run(deep, batch, precision);
-      for (const Recompute recompute : {Recompute::mlp, Recompute::block})
+      for (const Recompute recompute :
+           {Recompute::norms, Recompute::mlp, Recompute::keep_attention, Recompute::block})
         EXPECT_TRUE(same_bits(want, run(deep, batch, precision, 2, 1, 0, false, recompute)));
     }
 }
@@ -504,7 +505,8 @@ TEST(GptRecompute, ChangesNoBit) {
 // A layer is computed again before any of its weights is stepped.
 TEST(GptRecompute, SeesNoWeightThatWasStepped) {
   for (const Description& shape : kSmallOnes)
-    for (const Recompute recompute : {Recompute::mlp, Recompute::block}) {
+    for (const Recompute recompute :
+         {Recompute::norms, Recompute::mlp, Recompute::keep_attention, Recompute::block}) {
       const Examples batch(shape, 2);
       Threads pool(2);
       Ledger ledger;
@@ -534,7 +536,7 @@ TEST(GptRecompute, SavesAllLayersButOne) {
       return taken.peak("activations");
     };
     const std::int64_t all = activations(Recompute::none);
-    const std::int64_t expanded = 2 * tokens * shape.expanded_width();
+    const std::int64_t expanded = 2 * tokens * shape.up_width();
     EXPECT_EQ(all - activations(Recompute::mlp), 5 * expanded);
     const std::int64_t inside =
         2 * tokens * (shape.qkv_width() + shape.query_width() + width) + 4 * tokens * (shape.heads + 2);

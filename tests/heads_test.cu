@@ -12,7 +12,7 @@ namespace {
 struct HeadsCase {
   Index rows;
   int heads, kv_heads, width;
-  bool turned, query_norm, key_norm;
+  bool roped, query_norm, key_norm;
   Index qkv() const { return static_cast<Index>(heads + 2 * kv_heads) * width; }
 };
 constexpr double kHeadEpsilon = 1e-3;
@@ -54,7 +54,7 @@ double head_rstd(const double* x, int width) {
   return 1 / std::sqrt(squares + kHeadEpsilon);
 }
 
-Doubles turn_in_double(const HeadsCase& c, const HeadsInputs& in, Doubles x) {
+Doubles rope_in_double(const HeadsCase& c, const HeadsInputs& in, Doubles x) {
   for (Index r = 0; r < c.rows; ++r)
     for (int head = 0; head < c.heads + c.kv_heads; ++head) {
       double* at = &x[r * c.qkv() + head * c.width];
@@ -63,7 +63,7 @@ Doubles turn_in_double(const HeadsCase& c, const HeadsInputs& in, Doubles x) {
         const double rstd = head_rstd(at, c.width);
         for (int i = 0; i < c.width; ++i) at[i] *= rstd * norm[i];
       }
-      if (c.turned) rotate(in, in.positions[r], c.width, 1, at);
+      if (c.roped) rotate(in, in.positions[r], c.width, 1, at);
     }
   return x;
 }
@@ -72,14 +72,15 @@ struct HeadGradients {
   Doubles dx, query_norm, key_norm, query_size, key_size;
 };
 
-HeadGradients turn_back_in_double(const HeadsCase& c, const HeadsInputs& in, const Doubles& x, Doubles g) {
+HeadGradients rope_backward_in_double(const HeadsCase& c, const HeadsInputs& in, const Doubles& x,
+                                      Doubles g) {
   const auto width = static_cast<std::size_t>(c.width);
   HeadGradients out{{}, Doubles(width), Doubles(width), Doubles(width), Doubles(width)};
   for (Index r = 0; r < c.rows; ++r)
     for (int head = 0; head < c.heads + c.kv_heads; ++head) {
       const auto first = static_cast<std::size_t>(r * c.qkv() + head * c.width);
       double* d = &g[first];
-      if (c.turned) rotate(in, in.positions[r], c.width, -1, d);
+      if (c.roped) rotate(in, in.positions[r], c.width, -1, d);
       const Doubles& norm = in.norm(c, head);
       if (norm.empty()) continue;
       Doubles& sum = head < c.heads ? out.query_norm : out.key_norm;
@@ -101,12 +102,12 @@ TEST(LayersReference, HeadGradientsAreSlopes) {
   const HeadsCase c{3, 2, 1, 6, true, true, true};
   const HeadsInputs in = heads_inputs(c);
   const Doubles x = noises(c.rows * c.qkv(), 1), g = noises(c.rows * c.qkv(), 2);
-  const HeadGradients back = turn_back_in_double(c, in, x, g);
+  const HeadGradients back = rope_backward_in_double(c, in, x, g);
   expect_slopes(back.dx,
-                differences(x, [&](const Doubles& v) { return inner_product(turn_in_double(c, in, v), g); }),
+                differences(x, [&](const Doubles& v) { return inner_product(rope_in_double(c, in, v), g); }),
                 "dx");
   const auto of_norms = [&](const Doubles& query, const Doubles& key) {
-    return inner_product(turn_in_double(c, {in.positions, in.rotation, query, key}, x), g);
+    return inner_product(rope_in_double(c, {in.positions, in.rotation, query, key}, x), g);
   };
   expect_slopes(back.query_norm,
                 differences(in.query_norm, [&](const Doubles& v) { return of_norms(v, in.key_norm); }),
@@ -148,7 +149,7 @@ struct HeadsOnDevice {
               static_cast<float>(kHeadEpsilon)} {}
   IntPlane positions;
   Plane rotation, query_norm, key_norm;
-  Turning shape;
+  RopeShape shape;
 };
 
 std::string about_heads(Precision type, const HeadsCase& c, int variant) {
@@ -169,8 +170,8 @@ TEST_F(Layers, Turn) {
         Plane qkv(type, noises(c.rows * c.qkv(), 1), variant == 2 ? 1 : 0), beside(type, c.rows * c.qkv());
         const Doubles x = qkv.get();
         Plane& to = variant == 0 ? beside : qkv;
-        run_twice({&to}, [&] { turn(type, device.shape, qkv.data(), to.data(), nullptr); });
-        const Doubles got = to.get(), want = turn_in_double(c, in, x);
+        run_twice({&to}, [&] { rope(type, device.shape, qkv.data(), to.data(), nullptr); });
+        const Doubles got = to.get(), want = rope_in_double(c, in, x);
         expect_near(type, got, want, {1}, "turned");
         for (Index r = 0; r < c.rows; ++r)  // values are copied, bit for bit
           for (Index i = c.qkv() - c.kv_heads * c.width; i < c.qkv(); ++i)
@@ -189,12 +190,12 @@ TEST_F(Layers, TurnBackward) {
         in.query_norm = device.query_norm.get(), in.key_norm = device.key_norm.get();
         const Plane qkv(type, noises(c.rows * c.qkv(), 1));
         Plane dqkv(type, noises(c.rows * c.qkv(), 2), variant);
-        const Index parts = turn_parts(device.shape);
+        const Index parts = rope_parts(device.shape);
         Plane sums(Precision::fp32, parts * 2 * c.width);
-        const HeadGradients want = turn_back_in_double(c, in, qkv.get(), dqkv.get());
+        const HeadGradients want = rope_backward_in_double(c, in, qkv.get(), dqkv.get());
         const bool normed = c.query_norm || c.key_norm;
         run_twice({&dqkv, &sums}, [&] {
-          turn_backward(type, device.shape, normed ? qkv.data() : nullptr, dqkv.data(),
+          rope_backward(type, device.shape, normed ? qkv.data() : nullptr, dqkv.data(),
                         normed ? sums.floats() : nullptr, nullptr);
         });
         expect_near(type, dqkv.get(), want.dx, {2}, "dqkv");
@@ -279,7 +280,7 @@ void check_activation(Precision type, Mlp mlp, const Shape& shape, int variant) 
 
 TEST_F(Layers, Activations) {
   for (Precision type : kTypes)
-    for (Mlp mlp : {Mlp::gelu, Mlp::gated_silu})
+    for (Mlp mlp : {Mlp::gelu, Mlp::swiglu})
       for (const Shape& shape : {Shape{1, 1},
                                  {3, 7},
                                  {127, 64},
@@ -297,13 +298,13 @@ TEST_F(Layers, Activations) {
 TEST_F(Layers, ActivationsFarFromZero) {
   const Doubles far = {-10000, -1000, -300, -88, -80, -20, -10, 0, 10, 20, 80, 88, 300, 1000, 10000, 3};
   for (Precision type : kTypes)
-    for (Mlp mlp : {Mlp::gelu, Mlp::gated_silu}) {
+    for (Mlp mlp : {Mlp::gelu, Mlp::swiglu}) {
       SCOPED_TRACE(std::string(name_of(type)) + (mlp == Mlp::gelu ? ", gelu" : ", gated"));
       const Index inner = mlp == Mlp::gelu ? 16 : 8;
       Doubles values = far;
-      if (mlp == Mlp::gated_silu)  // two rows of 8 gates and 8 values
+      if (mlp == Mlp::swiglu)  // two rows of 8 gates and 8 values
         for (int i = 0; i < 8; ++i) values.insert(values.begin() + 8 + i, 1.0);
-      if (mlp == Mlp::gated_silu) values.insert(values.end(), 8, 1.0);
+      if (mlp == Mlp::swiglu) values.insert(values.end(), 8, 1.0);
       const Index rows = mlp == Mlp::gelu ? 1 : 2;
       const Plane x(type, values), dy(type, Doubles(16, 1.0));
       Plane y(type, 16), dx(type, static_cast<Index>(values.size()));
@@ -413,18 +414,17 @@ TEST_F(Layers, SumLosses) {
 // Nothing to do: nothing is launched, whatever the pointers are.
 TEST_F(Layers, Empty) {
   const Norm norm{NormKind::layer, 1e-5f, {}, {}};
-  const Turning shape{0, 2, 1, 64, nullptr, nullptr, {}, {}, 1e-5f};
+  const RopeShape shape{0, 2, 1, 64, nullptr, nullptr, {}, {}, 1e-5f};
   for (Precision type : kTypes) {
     convert({}, {}, 0, nullptr);
     embed(type, nullptr, nullptr, 0, 64, {}, {}, nullptr, nullptr);
     embedding_gradient(type, nullptr, 64, {nullptr, nullptr, nullptr, 0}, 0, {}, nullptr);
-    normalise(type, norm, nullptr, 0, 64, nullptr, nullptr, nullptr, nullptr);
-    normalise_backward(type, norm, nullptr, nullptr, nullptr, nullptr, 0, 64, true, nullptr, nullptr,
-                       nullptr);
-    turn(type, shape, nullptr, nullptr, nullptr);
-    turn_backward(type, shape, nullptr, nullptr, nullptr, nullptr);
+    norm_forward(type, norm, nullptr, 0, 64, nullptr, nullptr, nullptr, nullptr);
+    norm_backward(type, norm, nullptr, nullptr, nullptr, nullptr, 0, 64, true, nullptr, nullptr, nullptr);
+    rope(type, shape, nullptr, nullptr, nullptr);
+    rope_backward(type, shape, nullptr, nullptr, nullptr, nullptr);
     activate(type, Mlp::gelu, nullptr, 0, 64, nullptr, nullptr);
-    activate_backward(type, Mlp::gated_silu, nullptr, nullptr, 0, 64, nullptr, nullptr);
+    activate_backward(type, Mlp::swiglu, nullptr, nullptr, 0, 64, nullptr, nullptr);
     cross_entropy(type, nullptr, 0, 64, 64, nullptr, nullptr, nullptr, nullptr);
   }
   must(cudaDeviceSynchronize());

@@ -85,7 +85,7 @@ struct TableCase {
   Index rows, words, width, first;
 };
 
-// Token r of a case: every fourth is one of three, which so have many readers.
+// Token r of a case: every fourth is one of three, which so have many occurrences.
 std::int32_t token_of(const TableCase& c, Index r) {
   const Index word = r % 4 == 0 ? r % 3 : (r * 7919) % c.words;
   return static_cast<std::int32_t>(c.first + word);
@@ -220,8 +220,8 @@ void check_normalise(Precision type, NormKind kind, const Shape& shape, int vari
   const Norm norm{kind, 1e-5f, weight.values(), biased ? bias.values() : Values{}};
   const bool keeps_mean = kind == NormKind::layer;
   run_twice({&y, &mean, &rstd}, [&] {
-    normalise(type, norm, x.data(), shape.rows, shape.width, y.data(), keeps_mean ? mean.floats() : nullptr,
-              rstd.floats(), nullptr);
+    norm_forward(type, norm, x.data(), shape.rows, shape.width, y.data(),
+                 keeps_mean ? mean.floats() : nullptr, rstd.floats(), nullptr);
   });
   const NormCase c{kind, static_cast<double>(1e-5f), shape.rows, shape.width};
   const NormResult want = norm_in_double(c, x.get(), weight.get(), biased ? bias.get() : Doubles());
@@ -257,8 +257,8 @@ void check_normalise_backward(Precision type, NormKind kind, const Shape& shape,
   const Doubles before = g.get();
   const Norm norm{kind, 1e-5f, weight.values(), {}};
   run_twice({&g, &sums}, [&] {
-    normalise_backward(type, norm, dy.data(), x.data(), kind == NormKind::layer ? mean.floats() : nullptr,
-                       rstd.floats(), shape.rows, shape.width, adds, g.data(), sums.floats(), nullptr);
+    norm_backward(type, norm, dy.data(), x.data(), kind == NormKind::layer ? mean.floats() : nullptr,
+                  rstd.floats(), shape.rows, shape.width, adds, g.data(), sums.floats(), nullptr);
   });
   NormGradients want = norm_back_in_double(c, dy.get(), x.get(), weight.get());
   if (adds)

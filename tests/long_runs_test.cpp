@@ -27,7 +27,7 @@ Description completing() {
   if (!on_gpu()) return model;
   static const Names apart = [&] {  // one product for all is for heads as wide together as the model
     Names names = *model.names;
-    names.attention_in = {"attn.q", "attn.k", "attn.v"};
+    names.qkv = {"attn.q", "attn.k", "attn.v"};
     return names;
   }();
   model.names = &apart, model.head_width = 64;

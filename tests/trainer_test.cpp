@@ -88,7 +88,8 @@ TEST_P(Devices, RecomputationGivesTheSameBits) {
   for (const SmallModel& family : small_models()) {
     Job job = job_of(family.shape, "scruple");
     const Taken none = take(job, 3);
-    for (const Recompute recompute : {Recompute::mlp, Recompute::block}) {
+    for (const Recompute recompute :
+         {Recompute::norms, Recompute::mlp, Recompute::keep_attention, Recompute::block}) {
       job.recompute = recompute;
       expect_same(take(job, 3), none, family.name);
     }

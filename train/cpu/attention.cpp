@@ -11,7 +11,7 @@ namespace scruple::train {
 namespace {
 
 // Turns the pairs (i, i + d/2) of a row by the angles of its position; back, where `sign` is -1.
-void turn(const float* rotation, Index position, Index width, float sign, float* row) {
+void rope(const float* rotation, Index position, Index width, float sign, float* row) {
   const Index pairs = width / 2;
   const float* __restrict cosine = rotation + position * width;
   const float* __restrict sine = cosine + pairs;
@@ -29,7 +29,7 @@ float rms_rstd(const float* x, Index width, float epsilon) {
 }
 
 // The queries of one head of one document, or the keys of one: [length, head_width] from `column` of qkv.
-struct Turned {
+struct Roped {
   const Attention& shape;
   const Matrix& qkv;
   const float* norm;  // or nullptr
@@ -46,7 +46,7 @@ struct Turned {
         const float rstd = rms_rstd(to, width, shape.epsilon);
         for (Index i = 0; i < width; ++i) to[i] *= rstd * norm[i];
       }
-      if (shape.rotation != nullptr) turn(shape.rotation, shape.positions[row + r], width, 1, to);
+      if (shape.rotation != nullptr) rope(shape.rotation, shape.positions[row + r], width, 1, to);
     }
     return {scratch, width};
   }
@@ -57,7 +57,7 @@ struct Turned {
     const Index width = shape.head_width;
     if (shape.rotation != nullptr)
       for (Index r = 0; r < count; ++r)
-        turn(shape.rotation, shape.positions[row + first + r], width, -1, g.data + r * g.stride);
+        rope(shape.rotation, shape.positions[row + first + r], width, -1, g.data + r * g.stride);
     if (norm == nullptr) return;
     const View x = qkv.read(row + first, count, column, width, scratch);
     for (Index r = 0; r < count; ++r) rms_row(x.data + r * x.stride, g.data + r * g.stride, sums);
@@ -88,8 +88,8 @@ struct Group {
         scale(1.0f / std::sqrt(static_cast<float>(s.head_width))) {}
 
   Index first_head() const { return kv_head * shape.group(); }
-  Turned keys() const { return {shape, qkv, shape.key_norm, row, length, shape.key(kv_head)}; }
-  Turned queries(Index head) const { return {shape, qkv, shape.query_norm, row, length, shape.query(head)}; }
+  Roped keys() const { return {shape, qkv, shape.key_norm, row, length, shape.key(kv_head)}; }
+  Roped queries(Index head) const { return {shape, qkv, shape.query_norm, row, length, shape.query(head)}; }
   View values(float* scratch) const {
     return qkv.read(row, length, shape.value(kv_head), shape.head_width, scratch);
   }
@@ -206,7 +206,7 @@ void attend_document_backward(const Group& group, const Matrix& y, const float* 
                               Matrix& dqkv, float* q_sums, float* k_sums, Arena& arena) {
   const Attention& shape = group.shape;
   const Index width = shape.head_width, length = group.length;
-  const Turned keys = group.keys();
+  const Roped keys = group.keys();
   const View k = keys.read(arena.floats(length * width)), v = group.values(arena.floats(length * width));
   float* q_scratch = arena.floats(length * width);
   const Target p = {arena.floats(kQueries * length), length}, dp = {arena.floats(kQueries * length), length};
@@ -220,7 +220,7 @@ void attend_document_backward(const Group& group, const Matrix& y, const float* 
     std::fill_n(dv.data + r * dv.stride, width, 0.0f);
   }
   for (Index head = group.first_head(); head < group.first_head() + shape.group(); ++head) {
-    const Turned queries = group.queries(head);
+    const Roped queries = group.queries(head);
     const View q = queries.read(q_scratch);
     const Index column = shape.query(head);
     for (Index first = 0; first < length; first += kQueries) {

@@ -23,7 +23,7 @@ bool be_serial() {
 // Builds of OpenBLAS without threads, such as Debian's libopenblas-serial, may have no lock around their
 // table of buffers: two calls at a time can share one, and then a product is wrong, about once in a
 // million. There, one at a time.
-std::unique_lock<std::mutex> turn() {
+std::unique_lock<std::mutex> rope() {
   static std::mutex mutex;
   static const bool unlocked = openblas_get_parallel() == 0;
   return unlocked ? std::unique_lock(mutex) : std::unique_lock<std::mutex>();
@@ -51,7 +51,7 @@ std::string products_by() {
 void product(Index m, Index n, Index k, float alpha, Factor a, Factor b, float beta, Target c) {
   thread_local const bool serial = be_serial();
   (void)serial;
-  const auto lock = turn();
+  const auto lock = rope();
   cblas_sgemm(CblasRowMajor, order_of(a), order_of(b), narrow(m), narrow(n), narrow(k), alpha, a.view.data,
               narrow(a.view.stride), b.view.data, narrow(b.view.stride), beta, c.data, narrow(c.stride));
 }

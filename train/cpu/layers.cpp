@@ -56,9 +56,9 @@ void Workers::chunks(Index rows, const std::function<void(Index, Index, Arena&)>
 
 Index workspace_of(const Description& model) {
   const Index width = padded(model.width), inner = padded(model.inner), qkv = padded(model.qkv_width());
-  const Index wide = padded(model.expanded_width()), head_width = padded(model.head_width);
+  const Index wide = padded(model.up_width()), head_width = padded(model.head_width);
   const Index length = padded(model.context), columns = padded(std::min(kHeadColumns, model.vocabulary));
-  const Index activated = model.mlp == Mlp::gated_silu ? 4 * inner : 2 * inner;  // in activated_backward
+  const Index activated = model.mlp == Mlp::swiglu ? 4 * inner : 2 * inner;  // in activated_backward
   const Index chunk = kChunk * (std::max({activated, wide, qkv}) + 3 * width);
   const Index head = kChunk * (3 * width + columns + 3) + columns;
   const Index attention = 6 * length * head_width + 2 * kQueries * length + 4 * kQueries * head_width;
@@ -152,7 +152,7 @@ View Activated::read(Index row, Index rows, Index column, Index columns, float* 
   const View x = matrix.read(row, rows, column, columns, scratch);
   for (Index r = 0; r < rows; ++r) {
     float* to = in_scratch(x, r, columns, scratch);
-    if (kind == Mlp::gated_silu)
+    if (kind == Mlp::swiglu)
       gate_row(matrix, row + r, column, columns, to);
     else
       for (Index i = 0; i < columns; ++i) to[i] = gelu(to[i]);
@@ -250,7 +250,7 @@ void linear_residual(const Workers& workers, const Source& x, const Linear& laye
   });
 }
 
-void normalise(const Workers& workers, const Normed& x, Index rows, Matrix& hidden) {
+void norm_forward(const Workers& workers, const Normed& x, Index rows, Matrix& hidden) {
   const Index width = hidden.columns();
   workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
     const View values = x.read(first, count, 0, width, arena.floats(count * width));
@@ -460,7 +460,7 @@ void linear_backward(const Workers& workers, const Matrix& g, const Linear& laye
 void activated_backward(const Workers& workers, const Matrix& g, const Linear& layer, Index rows,
                         const Activated& x, Matrix& dx) {
   const Index inner = layer.in;
-  const bool gated = x.kind == Mlp::gated_silu;
+  const bool gated = x.kind == Mlp::swiglu;
   workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
     const View dy = g.read(first, count, 0, layer.out, arena.floats(count * layer.out));
     const View in = x.matrix.read(first, count, 0, inner, arena.floats(count * inner));

@@ -163,7 +163,7 @@ void linear_residual(const Workers& workers, const Source& x, const Linear& laye
 struct Attention {
   Index sequences, length, heads, kv_heads, head_width;
   const std::int32_t* positions;       // of each row in its document, which begins at 0
-  const float* rotation;               // cosines and sines (rotation_of), or nullptr
+  const float* rotation;               // cosines and sines (rope_table), or nullptr
   const float *query_norm, *key_norm;  // weights of RMS norms, or nullptr
   float epsilon;
   Index group() const { return heads / kv_heads; }
@@ -172,7 +172,7 @@ struct Attention {
   Index value(Index kv_head) const { return (heads + kv_heads + kv_head) * head_width; }
 };
 // Causal attention of `qkv` (queries, keys and values beside each other) into `y`, a column for each query;
-// each document of a sequence by itself. Keys and queries are normed and turned as they are read. Keeps the
+// each document of a sequence by itself. Keys and queries are normed and rotated as they are read. Keeps the
 // logarithm of each softmax's sum.
 void attend(const Workers& workers, const Attention& shape, const Matrix& qkv, Matrix& y, float* log_sums);
 // Keys as attention sees them, and values: [context, head_width] for each key-value head.
@@ -185,7 +185,7 @@ void attend_cached(const Workers& workers, const Attention& shape, const Matrix&
                    Matrix& y);
 
 // The final norm, into `hidden`.
-void normalise(const Workers& workers, const Normed& x, Index rows, Matrix& hidden);
+void norm_forward(const Workers& workers, const Normed& x, Index rows, Matrix& hidden);
 
 // The output head: logits = hidden table^T. Targets below 0 count for nothing.
 struct Head {

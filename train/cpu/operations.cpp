@@ -7,7 +7,7 @@
 namespace scruple::train {
 namespace {
 
-Index widest_outputs(const Description& m) { return std::max({m.width, m.qkv_width(), m.expanded_width()}); }
+Index widest_outputs(const Description& m) { return std::max({m.width, m.qkv_width(), m.up_width()}); }
 
 // Both embeddings are wanted at once, and all matrices of one input.
 Index largest_matrix(const Description& m) {
@@ -33,10 +33,10 @@ Operations::Operations(const Setup& setup, Index rows, bool caches, Threads& thr
       positions_(ledger, "activations", rows * 4),
       matrix_(ledger, "workspace", largest_matrix(model_) * 4),
       vector_(ledger, "workspace", (biases_at(model_) + widest_outputs(model_)) * 4),
-      rotation_(ledger, "workspace", rotation_floats(model_) * 4),
+      rotation_(ledger, "workspace", rope_floats(model_) * 4),
       workspace_(ledger, threads.count(), workspace_of(model_)),
       workers_{threads, workspace_} {
-  if (model_.rotary.base > 0 && !ledger.only_counts()) rotation_of(model_, rotation_.as<float>());
+  if (model_.rotary.base > 0 && !ledger.only_counts()) rope_table(model_, rotation_.as<float>());
   for (Index i = 0; i <= (caches ? 0 : model_.layers); ++i) residuals_.push_back(residual_tensor());
   if (caches) {
     cache_ = Block(ledger, "cache", 2 * model_.layers * model_.context * model_.key_width() * 4);
@@ -48,7 +48,7 @@ Operations::Operations(const Setup& setup, Index rows, bool caches, Threads& thr
   g_ = stored(model_.width);
   dattended_ = stored(model_.query_width());
   dqkv_ = stored(model_.qkv_width());
-  dup_ = stored(model_.expanded_width());
+  dup_ = stored(model_.up_width());
   norm_sums_ = Block(ledger, "workspace", chunks_of(rows) * 2 * model_.width * 4);
   if (model_.head_norms)
     head_norm_sums_ = Block(ledger, "workspace", sequences_ * model_.kv_heads * 2 * model_.head_width * 4);
@@ -73,7 +73,7 @@ Operations::Tensor Operations::new_tensor(Activation activation) {
   switch (activation) {
     case Activation::qkv: return stored(model_.qkv_width());
     case Activation::middle: return residual_tensor();
-    case Activation::up: return stored(model_.expanded_width());
+    case Activation::up: return stored(model_.up_width());
     case Activation::attended: {
       Tensor tensor = stored(model_.query_width());
       if (!caches_) tensor.log_sums = Block(ledger_, "activations", most_rows_ * model_.heads * 4);
@@ -179,7 +179,7 @@ void Operations::up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor&
 }
 
 void Operations::final_norm(const NormPlace& at, const Tensor& x) {
-  normalise(workers_, read_normed(at, x), rows_, hidden_);
+  norm_forward(workers_, read_normed(at, x), rows_, hidden_);
 }
 
 // ---- The head ----

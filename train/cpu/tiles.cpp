@@ -49,7 +49,7 @@ void Tiles::take(int parameter, const FillRows& fill) {
   each_tile(parameter, fill, &Sink::add);
 }
 
-void Tiles::each_tile(int parameter, const FillRows& fill, Hand hand) {
+void Tiles::each_tile(int parameter, const FillRows& fill, SinkCall hand) {
   const Parameter& p = parameters_[static_cast<std::size_t>(parameter)];
   const std::int64_t step = rows_[static_cast<std::size_t>(parameter)], columns = p.size() / p.shape[0];
   for (std::int64_t first = 0; first < p.shape[0]; first += step) {

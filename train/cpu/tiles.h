@@ -19,8 +19,8 @@ class Tiles final : public Gradients {
   void give_to(Sink& sink) { sink_ = &sink; }
 
  private:
-  using Hand = void (Sink::*)(std::span<const scruple_piece>);
-  void each_tile(int parameter, const FillRows& fill, Hand hand);
+  using SinkCall = void (Sink::*)(std::span<const scruple_piece>);
+  void each_tile(int parameter, const FillRows& fill, SinkCall hand);
 
   const std::vector<Parameter> parameters_;
   std::vector<std::int64_t> rows_;  // of each parameter's tiles

@@ -10,7 +10,7 @@
 
 namespace scruple::train::cuda {
 
-// Of queries, keys and values beside each other: rows of (heads + 2 kv_heads) x head_width values, normed and turned
+// Of queries, keys and values beside each other: rows of (heads + 2 kv_heads) x head_width values, normed and rotated
 // already. 16-bit values of heads 64, 80, 96 and 128 wide go through tensor cores; every other head width up to 256, and
 // fp32, through plain arithmetic.
 struct Attention {

@@ -10,14 +10,14 @@ namespace scruple::train::cuda {
 inline constexpr int kHeadThreads = 256;
 inline constexpr int kHeadRows = 8;  // rows that a block works on at a time
 
-__host__ __device__ __forceinline__ Index qkv_width(const Turning& shape) {
+__host__ __device__ __forceinline__ Index qkv_width(const RopeShape& shape) {
   return static_cast<Index>(shape.heads + 2 * shape.kv_heads) * shape.head_width;
 }
-__host__ __device__ __forceinline__ bool has_norms(const Turning& shape) {
+__host__ __device__ __forceinline__ bool has_norms(const RopeShape& shape) {
   return shape.query_norm.data != nullptr || shape.key_norm.data != nullptr;
 }
 
-__device__ __forceinline__ Values norm_of(const Turning& shape, int head) {
+__device__ __forceinline__ Values norm_of(const RopeShape& shape, int head) {
   const bool query = head < shape.heads;  // member by member: a choice of structs would go through memory
   return {query ? shape.query_norm.data : shape.key_norm.data,
           query ? shape.query_norm.type : shape.key_norm.type};
@@ -29,9 +29,9 @@ struct Pairs {
   Floats<N> left, right;
 };
 
-// Turned by the angles of their position; back where sign is -1.
+// Roped by the angles of their position; back where sign is -1.
 template <int N>
-__device__ __forceinline__ void turn_pairs(Pairs<N>& x, const float* rotation, Index position, int pairs,
+__device__ __forceinline__ void rope_pairs(Pairs<N>& x, const float* rotation, Index position, int pairs,
                                            int pair, float sign) {
   const float* cosines = rotation + position * 2 * pairs + pair;
   const Floats<N> c = decode(load<N>(cosines)), s = decode(load<N>(cosines + pairs));
@@ -51,7 +51,7 @@ __device__ __forceinline__ float squares_of(const Pairs<N>& x) {
   return sum;
 }
 
-__device__ __forceinline__ float head_rstd(float squares, const Turning& shape) {
+__device__ __forceinline__ float head_rstd(float squares, const RopeShape& shape) {
   return 1.0f / sqrtf(squares / static_cast<float>(shape.head_width) + shape.epsilon);
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void each_head(Index first_row, Index rows, int heads
 // `done` heads of each row: queries, keys, and values where they are to be copied. A thread has V pairs.
 template <class T, int V>
 __global__ void __launch_bounds__(kHeadThreads)
-    turn_vectors(Turning shape, const T* from, T* to, int done, int lanes) {
+    rope_vectors(RopeShape shape, const T* from, T* to, int done, int lanes) {
   const int pairs = shape.head_width / 2, pair = static_cast<int>(threadIdx.x) % lanes * V;
   const bool norms = has_norms(shape);
   const auto one = [&](Index row, int head, bool there) {
@@ -95,14 +95,14 @@ __global__ void __launch_bounds__(kHeadThreads)
 #pragma unroll
       for (int j = 0; j < V; ++j) x.left[j] *= rstd * a[j], x.right[j] *= rstd * b[j];
     }
-    if (shape.rotation != nullptr) turn_pairs(x, shape.rotation, shape.positions[row], pairs, pair, 1);
+    if (shape.rotation != nullptr) rope_pairs(x, shape.rotation, shape.positions[row], pairs, pair, 1);
     store(to + at, encode<T>(x.left)), store(to + at + pairs, encode<T>(x.right));
   };
   each_head(static_cast<Index>(blockIdx.x) * kHeadRows, shape.rows, done, lanes, one);
 }
 
 // Heads of any width, a warp to each, one value at a time. Where the width is odd the middle one has no partner (and
-// nothing is turned).
+// nothing is roped).
 template <class T>
 struct OneHead {
   T* data;
@@ -124,7 +124,7 @@ struct OneHead {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kHeadThreads) turn_singles(Turning shape, T* from, T* to, int done) {
+__global__ void __launch_bounds__(kHeadThreads) rope_singles(RopeShape shape, T* from, T* to, int done) {
   const int lane = threadIdx.x % kWarp;
   const auto one = [&](Index row, int head, bool there) {
     if (!there) return;  // the whole warp
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kHeadThreads) turn_singles(Turning shape, T* f
         x.left[0] *= rstd * weight.left[0], x.right[0] *= rstd * weight.right[0];
       }
       if (shape.rotation != nullptr && !value)
-        turn_pairs(x, shape.rotation, shape.positions[row], in.half, i, 1);
+        rope_pairs(x, shape.rotation, shape.positions[row], in.half, i, 1);
       out.write(i, x);
     }
   };
@@ -161,10 +161,10 @@ struct HeadKind {
   float* sums;  // the block's own
 };
 
-__device__ __forceinline__ HeadKind queries_of(const Turning& shape, float* sums) {
+__device__ __forceinline__ HeadKind queries_of(const RopeShape& shape, float* sums) {
   return {0, shape.heads, shape.query_norm, sums + static_cast<Index>(blockIdx.x) * 2 * shape.head_width};
 }
-__device__ __forceinline__ HeadKind keys_of(const Turning& shape, float* sums) {
+__device__ __forceinline__ HeadKind keys_of(const RopeShape& shape, float* sums) {
   return {shape.heads, shape.kv_heads, shape.key_norm,
           sums + (static_cast<Index>(blockIdx.x) * 2 + 1) * shape.head_width};
 }
@@ -197,8 +197,8 @@ __device__ __forceinline__ void finish(Floats<N>& a, const Floats<N>& x, float r
 }
 
 template <class T, int V>
-__device__ __forceinline__ void turn_back_kind(const Turning& shape, const HeadKind& kind, const T* qkv,
-                                               T* dqkv, int lanes, float* shared) {
+__device__ __forceinline__ void rope_backward_kind(const RopeShape& shape, const HeadKind& kind, const T* qkv,
+                                                   T* dqkv, int lanes, float* shared) {
   const int pairs = shape.head_width / 2, pair = static_cast<int>(threadIdx.x) % lanes * V;
   const bool normed = kind.norm.data != nullptr;
   Pairs<V> sums = {all_of<V>(0), all_of<V>(0)};
@@ -212,7 +212,7 @@ __device__ __forceinline__ void turn_back_kind(const Turning& shape, const HeadK
     const auto x_right = there && normed ? load<V>(qkv + at + pairs) : nothing<T, V>();
     Pairs<V> g = decoded(left, right);
     if (there && shape.rotation != nullptr)
-      turn_pairs(g, shape.rotation, shape.positions[row], pairs, pair, -1);
+      rope_pairs(g, shape.rotation, shape.positions[row], pairs, pair, -1);
     if (normed) {
       const Pairs<V> x = decoded(x_left, x_right);
       const float rstd = head_rstd(sum_of_lanes(squares_of(x), lanes), shape);
@@ -247,16 +247,16 @@ __device__ __forceinline__ void turn_back_kind(const Turning& shape, const HeadK
 
 template <class T, int V>
 __global__ void __launch_bounds__(kHeadThreads, 3)
-    turn_back_vectors(Turning shape, const T* qkv, T* dqkv, int lanes, float* sums) {
+    rope_backward_vectors(RopeShape shape, const T* qkv, T* dqkv, int lanes, float* sums) {
   __shared__ float shared[2 * V * kHeadThreads];  // groups x head_width at most
-  turn_back_kind<T, V>(shape, queries_of(shape, sums), qkv, dqkv, lanes, shared);
-  turn_back_kind<T, V>(shape, keys_of(shape, sums), qkv, dqkv, lanes, shared);
+  rope_backward_kind<T, V>(shape, queries_of(shape, sums), qkv, dqkv, lanes, shared);
+  rope_backward_kind<T, V>(shape, keys_of(shape, sums), qkv, dqkv, lanes, shared);
 }
 
 // The same for heads of any width, a warp to each. Its sums of columns are in shared memory, a row of it to each warp.
 template <class T>
-__device__ __forceinline__ void turn_back_singles_kind(const Turning& shape, const HeadKind& kind, T* qkv,
-                                                       T* dqkv, float* shared) {
+__device__ __forceinline__ void rope_backward_singles_kind(const RopeShape& shape, const HeadKind& kind,
+                                                           T* qkv, T* dqkv, float* shared) {
   const int lane = threadIdx.x % kWarp, width = shape.head_width;
   const bool normed = kind.norm.data != nullptr;
   float* own = shared + static_cast<int>(threadIdx.x / kWarp) * width;
@@ -267,16 +267,16 @@ __device__ __forceinline__ void turn_back_singles_kind(const Turning& shape, con
     if (!there) return;  // the whole warp
     const Index at = row * qkv_width(shape) + static_cast<Index>(kind.first + head) * width;
     const OneHead<T> d(dqkv + at, width), x(qkv + at, width);
-    const auto turned_back = [&](int i) {
+    const auto rotated_back = [&](int i) {
       Pairs<1> g = d.read(i);
-      if (shape.rotation != nullptr) turn_pairs(g, shape.rotation, shape.positions[row], d.half, i, -1);
+      if (shape.rotation != nullptr) rope_pairs(g, shape.rotation, shape.positions[row], d.half, i, -1);
       return g;
     };
     float rstd = 1, mean_ax = 0;
     if (normed) {
       float squares = 0, ax = 0;
       for (int i = lane; i < d.half; i += kWarp) {
-        Pairs<1> g = turned_back(i);
+        Pairs<1> g = rotated_back(i);
         const Pairs<1> v = x.read(i), weight = x.weight(kind.norm, i);
         multiply(g.left, weight.left), multiply(g.right, weight.right);
         squares += squares_of(v), ax += dot(g, v);
@@ -285,7 +285,7 @@ __device__ __forceinline__ void turn_back_singles_kind(const Turning& shape, con
       mean_ax = sum_of_warp(ax) / static_cast<float>(width);
     }
     for (int i = lane; i < d.half; i += kWarp) {
-      Pairs<1> g = turned_back(i);
+      Pairs<1> g = rotated_back(i);
       if (normed) {
         const Pairs<1> v = x.read(i), weight = x.weight(kind.norm, i);
         own[i] += g.left[0] * v.left[0] * rstd;
@@ -311,10 +311,10 @@ __device__ __forceinline__ void turn_back_singles_kind(const Turning& shape, con
 
 template <class T>
 __global__ void __launch_bounds__(kHeadThreads)
-    turn_back_singles(Turning shape, T* qkv, T* dqkv, float* sums) {
+    rope_backward_singles(RopeShape shape, T* qkv, T* dqkv, float* sums) {
   extern __shared__ float shared[];
-  turn_back_singles_kind(shape, queries_of(shape, sums), qkv, dqkv, shared);
-  turn_back_singles_kind(shape, keys_of(shape, sums), qkv, dqkv, shared);
+  rope_backward_singles_kind(shape, queries_of(shape, sums), qkv, dqkv, shared);
+  rope_backward_singles_kind(shape, keys_of(shape, sums), qkv, dqkv, shared);
 }
 
 }  // namespace scruple::train::cuda

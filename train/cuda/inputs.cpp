@@ -10,7 +10,7 @@ Inputs::Inputs(const Description& model, std::int64_t rows, const Stream& stream
                Ledger& ledger)
     : model_(model),
       rows_(rows),
-      stride_(rows + 1),  // readers begin at one more place than there are
+      stride_(rows + 1),  // occurrences begin at one more place than there are
       stream_(stream),
       device_(ledger, "activations", (kParts * stride_ + 1) * std::int64_t{sizeof(std::int32_t)}, memory) {}
 
@@ -65,7 +65,7 @@ void Inputs::sort(const std::int32_t* read_from, std::int64_t table_rows, int ta
     order[counts_[static_cast<std::size_t>(read_from[i])]++] = static_cast<std::int32_t>(i);
 }
 
-Readers Inputs::readers(int table, std::int64_t first, std::int64_t rows) const {
+Occurrences Inputs::occurrences(int table, std::int64_t first, std::int64_t rows) const {
   const std::vector<std::int32_t>& all = targets_[static_cast<std::size_t>(table)];
   const auto from = std::lower_bound(all.begin(), all.end(), first);
   const auto to = std::lower_bound(from, all.end(), first + rows);

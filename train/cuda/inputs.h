@@ -30,16 +30,18 @@ class Inputs {
   const std::int32_t* documents() const { return isolated_ ? positions() : nullptr; }
 
   // Who read rows [first, first + rows) of the table of tokens, or of positions.
-  Readers readers_of_tokens(std::int64_t first, std::int64_t rows) const { return readers(0, first, rows); }
-  Readers readers_of_positions(std::int64_t first, std::int64_t rows) const {
-    return readers(1, first, rows);
+  Occurrences token_occurrences(std::int64_t first, std::int64_t rows) const {
+    return occurrences(0, first, rows);
+  }
+  Occurrences position_occurrences(std::int64_t first, std::int64_t rows) const {
+    return occurrences(1, first, rows);
   }
 
  private:
   static constexpr int kTables = 2, kParts = 3 + 3 * kTables, kCopies = 2;
   const std::int32_t* part(int index) const { return device_.as<std::int32_t>() + index * stride_; }
   void sort(const std::int32_t* read_from, std::int64_t table_rows, int table, std::int32_t* host);
-  Readers readers(int table, std::int64_t first, std::int64_t rows) const;
+  Occurrences occurrences(int table, std::int64_t first, std::int64_t rows) const;
 
   const Description model_;
   const std::int64_t rows_, stride_;

@@ -241,7 +241,7 @@ void embed(Precision precision, const std::int32_t* tokens, const std::int32_t* 
 void activate(Precision precision, Mlp mlp, const void* expanded, std::int64_t rows, std::int64_t inner,
               void* activated, cudaStream_t stream) {
   if (rows == 0 || inner == 0) return;
-  const bool gated = mlp == Mlp::gated_silu;
+  const bool gated = mlp == Mlp::swiglu;
   const bool vectors = in_vectors(precision, gated ? inner : 0, {expanded, activated});
   with_lanes(precision, vectors, [&]<class T, int V>(Lanes<T, V>) {
     const T* x = static_cast<const T*>(expanded);
@@ -257,7 +257,7 @@ void activate(Precision precision, Mlp mlp, const void* expanded, std::int64_t r
 void activate_backward(Precision precision, Mlp mlp, const void* dactivated, const void* expanded,
                        std::int64_t rows, std::int64_t inner, void* dexpanded, cudaStream_t stream) {
   if (rows == 0 || inner == 0) return;
-  const bool gated = mlp == Mlp::gated_silu;
+  const bool gated = mlp == Mlp::swiglu;
   const bool vectors = in_vectors(precision, gated ? inner : 0, {dactivated, expanded, dexpanded});
   with_lanes(precision, vectors, [&]<class T, int V>(Lanes<T, V>) {
     const T *dy = static_cast<const T*>(dactivated), *x = static_cast<const T*>(expanded);
@@ -274,15 +274,15 @@ void activate_backward(Precision precision, Mlp mlp, const void* dactivated, con
 
 namespace {
 
-constexpr int kReaderWarps = 16, kReaderBatch = 8;
-constexpr int kFewReaders = 32;      // that one warp sums by itself
+constexpr int kOccurrenceWarps = 16, kReaderBatch = 8;
+constexpr int kFewOccurrences = 32;  // that one warp sums by itself
 constexpr int kMostTargets = kWarp;  // to a block: a lane looks up each
 
-// The sum of V columns over the readers [begin, end): this warp takes every warps-th batch of them. The rows of the next
+// The sum of V columns over the occurrences [begin, end): this warp takes every warps-th batch of them. The rows of the next
 // batch are looked up while this one's values are on their way.
 template <class T, int V>
-__device__ __forceinline__ Floats<V> sum_of_readers(const T* g, Index width, const std::int32_t* order,
-                                                    int begin, int end, int warp, int warps, bool there) {
+__device__ __forceinline__ Floats<V> sum_of_occurrences(const T* g, Index width, const std::int32_t* order,
+                                                        int begin, int end, int warp, int warps, bool there) {
   Floats<V> sum = all_of<V>(0);
   int rows[kReaderBatch];
   const auto look_up = [&](int at) {
@@ -309,55 +309,56 @@ __device__ __forceinline__ Floats<V> sum_of_readers(const T* g, Index width, con
 
 struct TableGradient {
   Index width;
-  Readers readers;
+  Occurrences occurrences;
   Index first;
   Values table;
   int slabs;     // of one warp's vectors to a row
   Index blocks;  // to a slab
 };
 
-// A block takes targets that lie `blocks` apart, for those that have many readers are often neighbours. First those of
+// A block takes targets that lie `blocks` apart, for those that occur often are often neighbours. First those of
 // many, all warps together; then a warp for each of the others.
 template <class T, int V>
-__global__ void __launch_bounds__(kReaderWarps* kWarp, 2) add_readers(TableGradient job, const T* g) {
+__global__ void __launch_bounds__(kOccurrenceWarps* kWarp, 2) add_occurrences(TableGradient job, const T* g) {
   constexpr int kColumns = kWarp * V;
-  __shared__ float parts[kReaderWarps][kColumns];
+  __shared__ float parts[kOccurrenceWarps][kColumns];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const Index block = blockIdx.x / job.slabs, slab = blockIdx.x % job.slabs * kColumns;
   const Index column = slab + static_cast<Index>(lane) * V;
   const bool there = column < job.width;
   const Index mine = block + lane * job.blocks;  // of the targets
-  const bool exists = mine < job.readers.count;
-  const int target = exists ? job.readers.target[mine] : 0;
-  const int begin = exists ? job.readers.begin[mine] : 0, end = exists ? job.readers.begin[mine + 1] : 0;
+  const bool exists = mine < job.occurrences.count;
+  const int target = exists ? job.occurrences.target[mine] : 0;
+  const int begin = exists ? job.occurrences.begin[mine] : 0,
+            end = exists ? job.occurrences.begin[mine + 1] : 0;
 
-  unsigned many = __ballot_sync(kWholeWarp, end - begin > kFewReaders);  // the same in every warp
+  unsigned many = __ballot_sync(kWholeWarp, end - begin > kFewOccurrences);  // the same in every warp
   for (; many != 0; many &= many - 1) {
     const int i = __ffs(static_cast<int>(many)) - 1;
     const int from = __shfl_sync(kWholeWarp, begin, i), to = __shfl_sync(kWholeWarp, end, i);
     const Index row = __shfl_sync(kWholeWarp, target, i) - job.first;
-    const Floats<V> sum =
-        sum_of_readers<T, V>(g + column, job.width, job.readers.order, from, to, warp, kReaderWarps, there);
+    const Floats<V> sum = sum_of_occurrences<T, V>(g + column, job.width, job.occurrences.order, from, to,
+                                                   warp, kOccurrenceWarps, there);
 #pragma unroll
     for (int j = 0; j < V; ++j) parts[warp][j * kWarp + lane] = sum[j];  // no two lanes in one bank
     __syncthreads();
-    for (int c = threadIdx.x; c < kColumns; c += kReaderWarps * kWarp) {
+    for (int c = threadIdx.x; c < kColumns; c += kOccurrenceWarps * kWarp) {
       const Index at = row * job.width + slab + c;
       if (slab + c >= job.width) break;
       Floats<1> total = read<1>(job.table, at);
       float added = 0;
-      for (int w = 0; w < kReaderWarps; ++w) added += parts[w][c % V * kWarp + c / V];
+      for (int w = 0; w < kOccurrenceWarps; ++w) added += parts[w][c % V * kWarp + c / V];
       total[0] += added;
       write<1>(job.table, at, total);
     }
     __syncthreads();
   }
-  for (int i = warp; i < kMostTargets; i += kReaderWarps) {
+  for (int i = warp; i < kMostTargets; i += kOccurrenceWarps) {
     const int from = __shfl_sync(kWholeWarp, begin, i), to = __shfl_sync(kWholeWarp, end, i);
     const Index row = __shfl_sync(kWholeWarp, target, i) - job.first;
-    if (from == to || to - from > kFewReaders) continue;
+    if (from == to || to - from > kFewOccurrences) continue;
     const Floats<V> sum =
-        sum_of_readers<T, V>(g + column, job.width, job.readers.order, from, to, 0, 1, there);
+        sum_of_occurrences<T, V>(g + column, job.width, job.occurrences.order, from, to, 0, 1, there);
     if (!there) continue;
     const Index at = row * job.width + column;
     Floats<V> total = read<V>(job.table, at);
@@ -369,15 +370,15 @@ __global__ void __launch_bounds__(kReaderWarps* kWarp, 2) add_readers(TableGradi
 
 }  // namespace
 
-void embedding_gradient(Precision precision, const void* g, std::int64_t width, Readers readers,
+void embedding_gradient(Precision precision, const void* g, std::int64_t width, Occurrences occurrences,
                         std::int64_t first, Values table, cudaStream_t stream) {
-  if (readers.count == 0 || width == 0) return;
-  const Index targets = std::clamp<Index>(readers.count / 512, 1, kMostTargets);  // to a block
+  if (occurrences.count == 0 || width == 0) return;
+  const Index targets = std::clamp<Index>(occurrences.count / 512, 1, kMostTargets);  // to a block
   const bool vectors = in_vectors(precision, width, {g}, {table});
   with_lanes(precision, vectors, [&]<class T, int V>(Lanes<T, V>) {
-    const Index slabs = ceil_div(width, kWarp * V), blocks = ceil_div(readers.count, targets);
-    const TableGradient job{width, readers, first, table, static_cast<int>(slabs), blocks};
-    add_readers<T, V><<<static_cast<unsigned>(slabs * blocks), kReaderWarps * kWarp, 0, stream>>>(
+    const Index slabs = ceil_div(width, kWarp * V), blocks = ceil_div(occurrences.count, targets);
+    const TableGradient job{width, occurrences, first, table, static_cast<int>(slabs), blocks};
+    add_occurrences<T, V><<<static_cast<unsigned>(slabs * blocks), kOccurrenceWarps * kWarp, 0, stream>>>(
         job, static_cast<const T*>(g));
   });
   launched("the gradient of a table");
@@ -385,8 +386,8 @@ void embedding_gradient(Precision precision, const void* g, std::int64_t width, 
 
 // ---- Norms ----
 
-void normalise(Precision precision, const Norm& norm, const void* x, std::int64_t rows, std::int64_t width,
-               void* y, float* mean, float* rstd, cudaStream_t stream) {
+void norm_forward(Precision precision, const Norm& norm, const void* x, std::int64_t rows, std::int64_t width,
+                  void* y, float* mean, float* rstd, cudaStream_t stream) {
   if (rows == 0 || width == 0) return;
   const NormForward job{norm, x, rows, width, y, mean, rstd};
   const auto all = static_cast<unsigned>(rows);
@@ -453,9 +454,9 @@ void start_normalise_back(const NormBackward& job, Index parts, cudaStream_t str
 
 std::int64_t norm_parts(std::int64_t rows) { return std::min(rows, kParts); }
 
-void normalise_backward(Precision precision, const Norm& norm, const void* dy, const void* x,
-                        const float* mean, const float* rstd, std::int64_t rows, std::int64_t width,
-                        bool adds, void* g, float* sums, cudaStream_t stream) {
+void norm_backward(Precision precision, const Norm& norm, const void* dy, const void* x, const float* mean,
+                   const float* rstd, std::int64_t rows, std::int64_t width, bool adds, void* g, float* sums,
+                   cudaStream_t stream) {
   if (rows == 0 || width == 0) return;
   const NormBackward job{norm, dy, x, mean, rstd, rows, width, adds, g, sums};
   with_lanes(precision, in_vectors(precision, width, {dy, x, g}, {norm.weight}),
@@ -492,7 +493,7 @@ void bias_gradient(Precision precision, const void* dy, std::int64_t rows, std::
 namespace {
 
 // Threads to a head, each with a vector of left and one of right values; 0: they do not fit.
-int lanes_of(Precision precision, const Turning& shape, const void* qkv, const void* to) {
+int lanes_of(Precision precision, const RopeShape& shape, const void* qkv, const void* to) {
   const Index n = 16 / bytes_of(precision), pairs = shape.head_width / 2;
   if (shape.head_width % 2 != 0 || pairs > n * kWarp) return 0;
   const Values rotation{const_cast<float*>(shape.rotation), Precision::fp32};
@@ -504,7 +505,7 @@ int lanes_of(Precision precision, const Turning& shape, const void* qkv, const v
 
 }  // namespace
 
-void turn(Precision precision, const Turning& shape, const void* qkv, void* to, cudaStream_t stream) {
+void rope(Precision precision, const RopeShape& shape, const void* qkv, void* to, cudaStream_t stream) {
   if (shape.rows == 0) return;
   const bool copies = to != qkv;
   if (!has_norms(shape) && shape.rotation == nullptr) {
@@ -518,30 +519,30 @@ void turn(Precision precision, const Turning& shape, const void* qkv, void* to, 
   with_lanes(precision, lanes > 0, [&]<class T, int V>(Lanes<T, V>) {
     T* from = static_cast<T*>(const_cast<void*>(qkv));
     if constexpr (V > 1)
-      turn_vectors<T, V><<<blocks, kHeadThreads, 0, stream>>>(shape, from, static_cast<T*>(to), done, lanes);
+      rope_vectors<T, V><<<blocks, kHeadThreads, 0, stream>>>(shape, from, static_cast<T*>(to), done, lanes);
     else
-      turn_singles<T><<<blocks, kHeadThreads, 0, stream>>>(shape, from, static_cast<T*>(to), done);
+      rope_singles<T><<<blocks, kHeadThreads, 0, stream>>>(shape, from, static_cast<T*>(to), done);
   });
-  launched("turning queries and keys");
+  launched("rope");
 }
 
-std::int64_t turn_parts(const Turning& shape) {
+std::int64_t rope_parts(const RopeShape& shape) {
   return std::min(ceil_div(shape.rows, kHeadRows), 2 * kParts);
 }
 
-void turn_backward(Precision precision, const Turning& shape, const void* qkv, void* dqkv, float* sums,
+void rope_backward(Precision precision, const RopeShape& shape, const void* qkv, void* dqkv, float* sums,
                    cudaStream_t stream) {
   if (shape.rows == 0 || (!has_norms(shape) && shape.rotation == nullptr)) return;
   const void* x = has_norms(shape) ? qkv : nullptr;  // nobody reads it otherwise
   const int lanes = lanes_of(precision, shape, x, dqkv);
-  const auto parts = static_cast<unsigned>(turn_parts(shape));
+  const auto parts = static_cast<unsigned>(rope_parts(shape));
   with_lanes(precision, lanes > 0, [&]<class T, int V>(Lanes<T, V>) {
     T *from = static_cast<T*>(const_cast<void*>(x)), *d = static_cast<T*>(dqkv);
     if constexpr (V > 1) {
-      turn_back_vectors<T, V><<<parts, kHeadThreads, 0, stream>>>(shape, from, d, lanes, sums);
+      rope_backward_vectors<T, V><<<parts, kHeadThreads, 0, stream>>>(shape, from, d, lanes, sums);
     } else {
       const auto shared = has_norms(shape) ? sizeof(float) * kHeadThreads / kWarp * shape.head_width : 0;
-      turn_back_singles<T><<<parts, kHeadThreads, shared, stream>>>(shape, from, d, sums);
+      rope_backward_singles<T><<<parts, kHeadThreads, shared, stream>>>(shape, from, d, sums);
     }
   });
   launched("the gradient of queries and keys");

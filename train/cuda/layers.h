@@ -33,12 +33,12 @@ void embed(Precision precision, const std::int32_t* tokens, const std::int32_t* 
 
 // Rows that were read from one row of a table, for the gradient of tables: row `target[i]` was read by rows
 // order[begin[i]] to order[begin[i + 1]], in this order. In device memory.
-struct Readers {
+struct Occurrences {
   const std::int32_t *target, *begin, *order;
   std::int64_t count;  // of targets
 };
-// table[target - first] += the sum of its readers' rows of g; other rows stay as they are. Targets ascend.
-void embedding_gradient(Precision precision, const void* g, std::int64_t width, Readers readers,
+// table[target - first] += the sum of the rows of g in which it occurs; other rows stay as they are. Targets ascend.
+void embedding_gradient(Precision precision, const void* g, std::int64_t width, Occurrences occurrences,
                         std::int64_t first, Values table, cudaStream_t stream);
 
 // y = norm(x) weight + bias; keeps 1 / deviation of each row, and the mean where the norm has one (else nullptr).
@@ -47,14 +47,14 @@ struct Norm {
   float epsilon;
   Values weight, bias;
 };
-void normalise(Precision precision, const Norm& norm, const void* x, std::int64_t rows, std::int64_t width,
-               void* y, float* mean, float* rstd, cudaStream_t stream);
+void norm_forward(Precision precision, const Norm& norm, const void* x, std::int64_t rows, std::int64_t width,
+                  void* y, float* mean, float* rstd, cudaStream_t stream);
 // g (+)= the gradient of x, where dy is that of y: adds where `adds`, else overwrites. `sums`, norm_parts(rows) x 2 x
 // width floats, take parts of the gradients of weight and bias.
 std::int64_t norm_parts(std::int64_t rows);
-void normalise_backward(Precision precision, const Norm& norm, const void* dy, const void* x,
-                        const float* mean, const float* rstd, std::int64_t rows, std::int64_t width,
-                        bool adds, void* g, float* sums, cudaStream_t stream);
+void norm_backward(Precision precision, const Norm& norm, const void* dy, const void* x, const float* mean,
+                   const float* rstd, std::int64_t rows, std::int64_t width, bool adds, void* g, float* sums,
+                   cudaStream_t stream);
 // The sum of `parts` rows of `sums`, which are `stride` floats apart, over `width` columns.
 void sum_parts(const float* sums, std::int64_t parts, std::int64_t stride, std::int64_t width, Values out,
                cudaStream_t stream);
@@ -65,22 +65,21 @@ void bias_gradient(Precision precision, const void* dy, std::int64_t rows, std::
                    std::int64_t width, float* sums, Values out, cudaStream_t stream);
 
 // Queries and keys as attention wants them: each head normed by itself where there are weights (RMS, Zhang & Sennrich,
-// 1910.07467), then turned by its position (Su et al., 2104.09864; value i with value i + head_width / 2, as Hugging Face
+// 1910.07467), then rotated by its position (Su et al., 2104.09864; value i with value i + head_width / 2, as Hugging Face
 // lays them out). Values are copied. `to` may be `qkv`.
-struct Turning {
+struct RopeShape {
   std::int64_t rows;
   int heads, kv_heads, head_width;
   const std::int32_t* positions;
-  const float*
-      rotation;  // for each position cosines, then sines, of head_width / 2 angles; nullptr: not turned
+  const float* rotation;  // for each position cosines, then sines, of head_width / 2 angles; nullptr: no rope
   Values query_norm, key_norm;  // no data: not normed
   float epsilon;
 };
-void turn(Precision precision, const Turning& shape, const void* qkv, void* to, cudaStream_t stream);
-// dqkv, in place, from the gradient of what turn() gave to that of `qkv`. `sums`, turn_parts(shape) x 2 x head_width
+void rope(Precision precision, const RopeShape& shape, const void* qkv, void* to, cudaStream_t stream);
+// dqkv, in place, from the gradient of what rope() gave to that of `qkv`. `sums`, rope_parts(shape) x 2 x head_width
 // floats, take parts of the gradients of both norms, query's first; used only where there are norms.
-std::int64_t turn_parts(const Turning& shape);
-void turn_backward(Precision precision, const Turning& shape, const void* qkv, void* dqkv, float* sums,
+std::int64_t rope_parts(const RopeShape& shape);
+void rope_backward(Precision precision, const RopeShape& shape, const void* qkv, void* dqkv, float* sums,
                    cudaStream_t stream);
 
 // GELU in its tanh form of `inner` values (Hendrycks & Gimpel, 1606.08415), or SiLU of the left half of 2 inner values

@@ -43,7 +43,7 @@ Operations::Operations(const Setup& setup, Index rows, Visible weights, const In
       outbox_(outbox),
       weights_(weights),
       hidden_(tensor(model_.width)),
-      rotation_(floats("workspace", rotation_floats(model_))),
+      rotation_(floats("workspace", rope_floats(model_))),
       residuals_(caches() ? 1 : model_.layers + 1, rows * model_.width * bytes_of(precision_), setup.offloads,
                  stream, memory, ledger) {
   if (const char* const problem = cuda::problem_with(attention()); problem != nullptr)
@@ -63,8 +63,8 @@ Operations::Operations(const Setup& setup, Index rows, Visible weights, const In
     reserve_for_training();
   }
   if (model_.rotary.base > 0 && !ledger.only_counts()) {
-    std::vector<float> table(static_cast<std::size_t>(rotation_floats(model_)));
-    rotation_of(model_, table.data());
+    std::vector<float> table(static_cast<std::size_t>(rope_floats(model_)));
+    rope_table(model_, table.data());
     memory.write(rotation_.as<void>(), table.data(), rotation_.bytes());
   }
 }
@@ -100,7 +100,7 @@ void Operations::add_statistics(Tensor& residual) const {
 Operations::Tensor Operations::new_tensor(Activation activation) {
   switch (activation) {
     case Activation::qkv: return tensor(model_.qkv_width());
-    case Activation::up: return tensor(model_.expanded_width());
+    case Activation::up: return tensor(model_.up_width());
     case Activation::activated: return tensor(model_.inner);
     case Activation::attended: {
       Tensor made = tensor(model_.query_width());
@@ -122,8 +122,7 @@ void Operations::reserve_for_weights() {
   else
     reserve(converted_matrix_, places_.head);
   for (const LayerPlaces& layer : places_.layers)
-    for (const LinearPlaces* const all :
-         {&layer.attention_in, &layer.attention_out, &layer.mlp_in, &layer.mlp_out})
+    for (const LinearPlaces* const all : {&layer.qkv, &layer.attention_out, &layer.mlp_up, &layer.mlp_down})
       for (const LinearPlace& l : *all)
         reserve(converted_matrix_, l.weight), reserve(converted_bias_, l.bias);
 }
@@ -138,12 +137,11 @@ void Operations::reserve_for_training() {
   outer_ = values("activations", rows_ * std::max(m.width, m.query_width()));
   dqkv_ = alias(inner_, m.qkv_width()), dactivated_ = alias(inner_, m.inner);
   dattended_ = alias(outer_, m.query_width()), dnormed_ = alias(outer_, m.width);
-  dup_.width = m.expanded_width();
+  dup_.width = m.up_width();
   norm_sums_ = floats("workspace", norm_parts(rows_) * 2 * m.width);
-  bias_sums_ =
-      floats("workspace", bias_parts(rows_) * std::max({m.width, m.qkv_width(), m.expanded_width()}));
+  bias_sums_ = floats("workspace", bias_parts(rows_) * std::max({m.width, m.qkv_width(), m.up_width()}));
   if (m.tied || part_rows_ < rows_) table_gradient_ = floats("workspace", logit_stride(m) * m.width);
-  if (m.head_norms) head_norm_sums_ = floats("workspace", turn_parts(rope_of({})) * 2 * m.head_width);
+  if (m.head_norms) head_norm_sums_ = floats("workspace", rope_parts(rope_of({})) * 2 * m.head_width);
   attention_work_ = Block(ledger_, "workspace", attend_backward_bytes(attention()), memory_);
 }
 
@@ -193,7 +191,7 @@ Attention Operations::attention() const {
           caches() ? nullptr : inputs_->documents()};
 }
 
-Turning Operations::rope_of(const LayerPlaces& at) const {
+RopeShape Operations::rope_of(const LayerPlaces& at) const {
   return {rows_,
           static_cast<int>(model_.heads),
           static_cast<int>(model_.kv_heads),
@@ -233,8 +231,8 @@ void Operations::embed(Tensor& x) {
 }
 
 void Operations::norm(const NormPlace& at, Tensor& x, Tensor& y) {
-  normalise(precision_, norm_of(at), x.data, rows_, model_.width, y.data, x.mean.as<float>(),
-            x.rstd.as<float>(), stream_);
+  norm_forward(precision_, norm_of(at), x.data, rows_, model_.width, y.data, x.mean.as<float>(),
+               x.rstd.as<float>(), stream_);
 }
 
 // y = x w + b, for each of the products of x; a single one may have a residual added.
@@ -248,7 +246,7 @@ void Operations::product(const LinearPlaces& at, const Tensor& x, Tensor& y, con
                    .d = this->at(y, l.column),
                    .stride = y.width,
                    .c = residual,
-                   .finish = l.bias < 0 ? Finish::none : Finish::bias,
+                   .epilogue = l.bias < 0 ? Epilogue::none : Epilogue::bias,
                    .bias = bias(l.bias)});
 }
 
@@ -258,11 +256,11 @@ void* Operations::at(const Tensor& x, Index element) const {
 
 // Head norms keep what they read for backward, so that rope then writes elsewhere, each time that attention reads it.
 void Operations::rope(const LayerPlaces& at, Tensor& qkv) {
-  if (has_rope() && !model_.head_norms) turn(precision_, rope_of(at), qkv.data, qkv.data, stream_);
+  if (has_rope() && !model_.head_norms) cuda::rope(precision_, rope_of(at), qkv.data, qkv.data, stream_);
 }
 
 void Operations::attend(const LayerPlaces& at, std::size_t layer, const Tensor& qkv, Tensor& y) {
-  if (model_.head_norms) turn(precision_, rope_of(at), qkv.data, roped_.as<void>(), stream_);
+  if (model_.head_norms) cuda::rope(precision_, rope_of(at), qkv.data, roped_.as<void>(), stream_);
   const void* const seen = model_.head_norms ? roped_.as<void>() : qkv.data;
   if (!caches()) return cuda::attend(attention(), seen, y.data, y.log_sums.as<float>(), stream_);
   const Index floats = 2 * model_.context * model_.key_width();
@@ -283,7 +281,7 @@ void Operations::up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor&
                  .b = matrix_of(l, false),
                  .d = activated.data,
                  .stride = l.out,
-                 .finish = Finish::gelu,
+                 .epilogue = Epilogue::gelu,
                  .bias = bias(l.bias),
                  .kept = up.data});
 }
@@ -373,22 +371,22 @@ void Operations::take_embeddings() {
     check(cudaMemsetAsync(to.data, 0, static_cast<std::size_t>(count * bytes_of(to.type)), stream_),
           "clearing a gradient");
   };
-  const auto add = [&](Readers readers, Index first, Values to) {
-    embedding_gradient(precision_, g_.data, model_.width, readers, first, to, stream_);
+  const auto add = [&](Occurrences occurrences, Index first, Values to) {
+    embedding_gradient(precision_, g_.data, model_.width, occurrences, first, to, stream_);
   };
   if (places_.positions >= 0)
     outbox_->take(places_.positions, [&](Index first, Index count, Values to) {
       clear(to, count * model_.width);
-      add(inputs_->readers_of_positions(first, count), first, to);
+      add(inputs_->position_occurrences(first, count), first, to);
     });
   if (model_.tied) {
     const Values whole = {table_gradient_.as<void>(), Precision::fp32};
-    add(inputs_->readers_of_tokens(0, model_.vocabulary), 0, whole);
+    add(inputs_->token_occurrences(0, model_.vocabulary), 0, whole);
     return outbox_->take_whole(places_.tokens, whole);
   }
   outbox_->take(places_.tokens, [&](Index first, Index count, Values to) {
     clear(to, count * model_.width);
-    add(inputs_->readers_of_tokens(first, count), first, to);
+    add(inputs_->token_occurrences(first, count), first, to);
   });
 }
 
@@ -424,20 +422,20 @@ Operations::Tensor& Operations::up_backward(const LinearPlaces& at, Tensor& up) 
                  .b = matrix_of(l, true),
                  .d = dup_.data,
                  .stride = l.in,
-                 .finish = Finish::gelu_backward,
+                 .epilogue = Epilogue::gelu_backward,
                  .kept = up.data});
   return dup_;
 }
 
 Operations::Tensor& Operations::attend_backward(const LayerPlaces& at, const Tensor& qkv,
                                                 const Tensor& attended) {
-  const Turning shape = rope_of(at);
-  if (model_.head_norms) turn(precision_, shape, qkv.data, roped_.as<void>(), stream_);
+  const RopeShape shape = rope_of(at);
+  if (model_.head_norms) cuda::rope(precision_, shape, qkv.data, roped_.as<void>(), stream_);
   cuda::attend_backward(attention(), model_.head_norms ? roped_.as<void>() : qkv.data, attended.data,
                         attended.log_sums.as<float>(), dattended_.data, dqkv_.data,
                         attention_work_.as<void>(), stream_);
   if (has_rope())
-    turn_backward(precision_, shape, qkv.data, dqkv_.data, head_norm_sums_.as<float>(), stream_);
+    rope_backward(precision_, shape, qkv.data, dqkv_.data, head_norm_sums_.as<float>(), stream_);
   return dqkv_;
 }
 
@@ -449,8 +447,8 @@ void Operations::norm_linear_backward(const NormPlace& norm, const LinearPlaces&
 
 // From the gradient of the norm's output to g.
 void Operations::norm_backward(const NormPlace& at, const Tensor& x, bool adds) {
-  normalise_backward(precision_, norm_of(at), dnormed_.data, x.data, x.mean.as<float>(), x.rstd.as<float>(),
-                     rows_, model_.width, adds, g_.data, norm_sums_.as<float>(), stream_);
+  cuda::norm_backward(precision_, norm_of(at), dnormed_.data, x.data, x.mean.as<float>(), x.rstd.as<float>(),
+                      rows_, model_.width, adds, g_.data, norm_sums_.as<float>(), stream_);
 }
 
 // ---- Gradients of parameters ----
@@ -495,7 +493,7 @@ void Operations::take_norm(const NormPlace& at) {
 
 void Operations::take_head_norms(const LayerPlaces& at) {
   if (!model_.head_norms) return;
-  const Index parts = turn_parts(rope_of(at));
+  const Index parts = rope_parts(rope_of(at));
   take_sums(at.query_norm.weight, head_norm_sums_, parts, model_.head_width, 0);
   take_sums(at.key_norm.weight, head_norm_sums_, parts, model_.head_width, model_.head_width);
 }

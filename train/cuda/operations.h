@@ -93,7 +93,7 @@ class Operations {
   Operand matrix_of(const LinearPlace& l, bool backward) const;
   Norm norm_of(const NormPlace& at) const;
   Attention attention() const;
-  Turning rope_of(const LayerPlaces& at) const;
+  RopeShape rope_of(const LayerPlaces& at) const;
   bool has_rope() const { return model_.rotary.base > 0 || model_.head_norms; }
   bool fuses_gelu() const;
   bool caches() const { return inputs_ == nullptr; }

@@ -71,14 +71,14 @@ void Outbox::take(int parameter, const FillRows& fill) {
   take_whole(parameter, to);
 }
 
-void Outbox::hand(Hand how, std::span<const scruple_piece> pieces) {
+void Outbox::hand(SinkCall how, std::span<const scruple_piece> pieces) {
   if (recording_.is_running())
     recording_.hand(*sink_, how, pieces);
   else
     (sink_->*how)(pieces);
 }
 
-void Outbox::take_in_pieces(int parameter, const FillRows& fill, std::int64_t rows, Hand how) {
+void Outbox::take_in_pieces(int parameter, const FillRows& fill, std::int64_t rows, SinkCall how) {
   const std::int64_t all = parameters_[static_cast<std::size_t>(parameter)].shape[0];
   for (std::int64_t first = 0; first < all; first += rows) {
     const std::int64_t count = std::min(rows, all - first);

@@ -31,8 +31,8 @@ class Outbox {
 
  private:
   scruple_piece piece_of(int parameter, std::int64_t first, std::int64_t rows, Values gradient) const;
-  void hand(Hand how, std::span<const scruple_piece> pieces);
-  void take_in_pieces(int parameter, const FillRows& fill, std::int64_t rows, Hand how);
+  void hand(SinkCall how, std::span<const scruple_piece> pieces);
+  void take_in_pieces(int parameter, const FillRows& fill, std::int64_t rows, SinkCall how);
 
   const std::vector<Parameter> parameters_;
   const Precision type_;

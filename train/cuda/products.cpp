@@ -86,8 +86,8 @@ struct Described {
 using Layout = Described<cublasLtMatrixLayout_t, &Library::MatrixLayoutCreate, &Library::MatrixLayoutDestroy>;
 using Operation = Described<cublasLtMatmulDesc_t, &Library::MatmulDescCreate, &Library::MatmulDescDestroy>;
 // What an algorithm should be like.
-using Wishes = Described<cublasLtMatmulPreference_t, &Library::MatmulPreferenceCreate,
-                         &Library::MatmulPreferenceDestroy>;
+using Preference = Described<cublasLtMatmulPreference_t, &Library::MatmulPreferenceCreate,
+                             &Library::MatmulPreferenceDestroy>;
 
 template <class Value>
 void set(const Operation& operation, cublasLtMatmulDescAttributes_t what, Value value) {
@@ -95,8 +95,8 @@ void set(const Operation& operation, cublasLtMatmulDescAttributes_t what, Value 
              "describing a product");
 }
 template <class Value>
-void set(const Wishes& wishes, cublasLtMatmulPreferenceAttributes_t what, Value value) {
-  check_blas(library().MatmulPreferenceSetAttribute(wishes.made, what, &value, sizeof value),
+void set(const Preference& preference, cublasLtMatmulPreferenceAttributes_t what, Value value) {
+  check_blas(library().MatmulPreferenceSetAttribute(preference.made, what, &value, sizeof value),
              "describing a product");
 }
 
@@ -147,33 +147,35 @@ Products::Plans::Plan::Plan(const Product& p, Precision precision, cublasLtHandl
   set(operation, CUBLASLT_MATMUL_DESC_TRANSA, p.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(operation, CUBLASLT_MATMUL_DESC_TRANSB, p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   const bool bias = p.bias != nullptr;
-  switch (p.finish) {
-    case Finish::none: break;
-    case Finish::bias: set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS); break;
-    case Finish::gelu:
+  switch (p.epilogue) {
+    case Epilogue::none: break;
+    case Epilogue::bias: set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS); break;
+    case Epilogue::gelu:
       set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE,
           bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX);
       break;
-    case Finish::gelu_backward: set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DGELU); break;
+    case Epilogue::gelu_backward:
+      set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_DGELU);
+      break;
   }
   if (bias) set(operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
   if (p.kept != nullptr) {
     set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.stride);
     set(operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.kept);
   }
-  Wishes wishes;
-  set(wishes, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
+  Preference preference;
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
   // Parts of a sum are added up in fp32, too.
-  set(wishes, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
       std::uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE | CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
-  set(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
-  set(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
-  set(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.c == nullptr ? p.d : p.c));
-  set(wishes, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.b.data));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.a.data));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.c == nullptr ? p.d : p.c));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
   cublasLtMatmulHeuristicResult_t found = {};
   int count = 0;
   const cublasStatus_t status = library().MatmulAlgoGetHeuristic(
-      handle, operation.made, a.made, b.made, d.made, d.made, wishes.made, 1, &found, &count);
+      handle, operation.made, a.made, b.made, d.made, d.made, preference.made, 1, &found, &count);
   if (status != CUBLAS_STATUS_SUCCESS || count == 0)
     throw std::runtime_error("cuBLASLt has no product of [" + std::to_string(p.rows) + ", " +
                              std::to_string(p.depth) + "] and [" + std::to_string(p.depth) + ", " +
@@ -195,7 +197,7 @@ Products::Plans::Plan& Products::Plans::find(const Product& p) {
                    p.b.transposed,
                    p.stride,
                    p.wide,
-                   static_cast<int>(p.finish),
+                   static_cast<int>(p.epilogue),
                    p.bias != nullptr,
                    p.c != nullptr,
                    alignments};

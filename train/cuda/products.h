@@ -19,7 +19,7 @@ struct Operand {
 
 // What is done to a product before it is written: bias is added along its columns; GELU keeps what it was applied to
 // in `kept`; its backward multiplies by the derivative there.
-enum class Finish { none, bias, gelu, gelu_backward };
+enum class Epilogue { none, bias, gelu, gelu_backward };
 
 struct Product {
   std::int64_t rows, columns, depth;
@@ -28,8 +28,8 @@ struct Product {
   std::int64_t stride;      // of d
   const void* c = nullptr;  // is added; may be d; its rows lie as those of d
   bool wide = false;        // c and d are fp32, whatever a and b are
-  Finish finish = Finish::none;
-  const void* bias = nullptr;  // of the type of d; may be absent where `finish` is gelu
+  Epilogue epilogue = Epilogue::none;
+  const void* bias = nullptr;  // of the type of d; may be absent where `epilogue` is gelu
   void* kept = nullptr;        // rows as those of d
 };
 

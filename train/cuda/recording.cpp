@@ -12,7 +12,7 @@ void Recording::begin_part() {
   check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "recording a graph");
 }
 
-void Recording::end_part(Hand how, std::span<const scruple_piece> pieces) {
+void Recording::end_part(SinkCall how, std::span<const scruple_piece> pieces) {
   cudaGraph_t graph = nullptr;
   check(cudaStreamEndCapture(stream_, &graph), "recording a graph");
   cudaGraphExec_t ready = nullptr;
@@ -23,7 +23,7 @@ void Recording::end_part(Hand how, std::span<const scruple_piece> pieces) {
   check(cudaGraphLaunch(ready, stream_), "launching a graph");
 }
 
-void Recording::hand(Sink& sink, Hand how, std::span<const scruple_piece> pieces) {
+void Recording::hand(Sink& sink, SinkCall how, std::span<const scruple_piece> pieces) {
   end_part(how, pieces);
   (sink.*how)(pieces);
   begin_part();

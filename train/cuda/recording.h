@@ -10,7 +10,7 @@
 namespace scruple::train::cuda {
 
 // How a sink takes pieces: Sink::add, or Sink::measure.
-using Hand = void (Sink::*)(std::span<const scruple_piece>);
+using SinkCall = void (Sink::*)(std::span<const scruple_piece>);
 
 class Recording {
  public:
@@ -22,7 +22,7 @@ class Recording {
   // What is queued from begin() to finish() is recorded, and runs as well.
   void begin();
   bool is_running() const { return running_; }
-  void hand(Sink& sink, Hand how, std::span<const scruple_piece> pieces);
+  void hand(Sink& sink, SinkCall how, std::span<const scruple_piece> pieces);
   void finish();
   void cancel() noexcept;  // after an exception: nothing is recorded
   void clear() noexcept;
@@ -34,11 +34,11 @@ class Recording {
   // A graph, and what goes to the sink after it; nothing after the last.
   struct Part {
     cudaGraphExec_t graph;
-    Hand how;
+    SinkCall how;
     std::vector<scruple_piece> pieces;
   };
   void begin_part();
-  void end_part(Hand how, std::span<const scruple_piece> pieces);
+  void end_part(SinkCall how, std::span<const scruple_piece> pieces);
 
   const Stream& stream_;
   bool running_ = false;

@@ -13,7 +13,7 @@ using Index = std::int64_t;
 std::string text(Index number) { return std::to_string(number); }
 
 // Queries, keys and values are one product.
-bool is_joined(const Description& model) { return model.names->attention_in.size() == 1; }
+bool is_joined(const Description& model) { return model.names->qkv.size() == 1; }
 
 // Lists the parameters and remembers where each stands.
 struct Inventory {
@@ -70,8 +70,8 @@ LayerPlaces Inventory::layer(const std::string& prefix) {
   const std::vector<Index> joined = {model.qkv_width()}, apart = {queries, keys, keys};
   LayerPlaces at;
   at.attention_norm = norm(prefix + names.attention_norm, model.norm, width);
-  at.attention_in = linear(prefix, names.attention_in, width, is_joined(model) ? joined : apart,
-                           model.qkv_bias, model.deviation);
+  at.qkv =
+      linear(prefix, names.qkv, width, is_joined(model) ? joined : apart, model.qkv_bias, model.deviation);
   if (model.head_norms) {
     at.query_norm = norm(prefix + names.query_norm, NormKind::rms, model.head_width);
     at.key_norm = norm(prefix + names.key_norm, NormKind::rms, model.head_width);
@@ -80,9 +80,9 @@ LayerPlaces Inventory::layer(const std::string& prefix) {
       linear(prefix, {names.attention_out}, queries, {width}, model.attention_out_bias, model.residual);
   if (names.attention_out_norm != nullptr) norm(prefix + names.attention_out_norm, model.norm, width);
   at.mlp_norm = norm(prefix + names.mlp_norm, model.norm, width);
-  at.mlp_in =
-      linear(prefix, names.mlp_in, width, {model.inner, model.inner}, model.mlp_bias, model.deviation);
-  at.mlp_out = linear(prefix, {names.mlp_out}, model.inner, {width}, model.mlp_bias, model.residual);
+  at.mlp_up =
+      linear(prefix, names.mlp_up, width, {model.inner, model.inner}, model.mlp_bias, model.deviation);
+  at.mlp_down = linear(prefix, {names.mlp_down}, model.inner, {width}, model.mlp_bias, model.residual);
   if (names.mlp_out_norm != nullptr) norm(prefix + names.mlp_out_norm, model.norm, width);
   return at;
 }
@@ -166,13 +166,13 @@ std::string problem_with(const Description& model) {
   return "";
 }
 
-Index rotation_floats(const Description& model) {
+Index rope_floats(const Description& model) {
   return model.rotary.base > 0 ? model.context * model.head_width : 0;
 }
 
 // The angle of position p and pair i is p base^(-2i/d) (Su et al., 2104.09864, eq. 15), in fp32 as everyone
 // trains with. Llama 3's stretch is that of its published code.
-void rotation_of(const Description& model, float* table) {
+void rope_table(const Description& model, float* table) {
   const Rotary& rotary = model.rotary;
   const Index pairs = model.head_width / 2;
   for (Index i = 0; i < pairs; ++i) {

@@ -12,11 +12,11 @@ namespace scruple::train {
 struct Names {
   const char *tokens, *positions, *layers;
   const char* attention_norm;
-  std::vector<const char*> attention_in;  // one product for queries, keys and values, or one for each
+  std::vector<const char*> qkv;  // one product for queries, keys and values, or one for each
   const char *query_norm, *key_norm, *attention_out;
   const char* mlp_norm;
-  std::vector<const char*> mlp_in;  // one product, or the gate and what it lets through
-  const char* mlp_out;
+  std::vector<const char*> mlp_up;  // one product, or the gate and what it lets through
+  const char* mlp_down;
   const char *last_norm, *head;
   const char *attention_out_norm = nullptr,
              *mlp_out_norm = nullptr;  // of what is added to the residual stream
@@ -26,7 +26,7 @@ struct Names {
 enum class NormKind { layer, rms };
 
 // The tanh form of GELU (Hendrycks & Gimpel, 1606.08415); SwiGLU (Shazeer, 2002.05202)
-enum class Mlp { gelu, gated_silu };
+enum class Mlp { gelu, swiglu };
 inline constexpr float kGeluSlope = 0.79788456f, kGeluCubic = 0.044715f;  // sqrt(2 / pi), and of x^3
 
 // Rotary positions (Su et al., 2104.09864), and how Llama 3 stretches them beyond the context that it was
@@ -65,7 +65,7 @@ struct Description {
   std::int64_t query_width() const { return heads * head_width; }
   std::int64_t key_width() const { return kv_heads * head_width; }  // and that of the values
   std::int64_t qkv_width() const { return query_width() + 2 * key_width(); }
-  std::int64_t expanded_width() const { return mlp == Mlp::gated_silu ? 2 * inner : inner; }
+  std::int64_t up_width() const { return mlp == Mlp::swiglu ? 2 * inner : inner; }
 };
 
 // Why no model has this description, or "".
@@ -101,11 +101,11 @@ struct LinearPlace {
 using LinearPlaces = std::vector<LinearPlace>;  // products of one input
 struct LayerPlaces {
   NormPlace attention_norm;
-  LinearPlaces attention_in;
+  LinearPlaces qkv;
   NormPlace query_norm, key_norm;
   LinearPlaces attention_out;
   NormPlace mlp_norm;
-  LinearPlaces mlp_in, mlp_out;
+  LinearPlaces mlp_up, mlp_down;
 };
 struct Places {
   int tokens, positions, head;  // a tied head is where the tokens are
@@ -115,7 +115,7 @@ struct Places {
 Places places_of(const Description& model);
 
 // For each position of the context, cosines and then sines of head_width / 2 angles; what it takes, and its values.
-std::int64_t rotation_floats(const Description& model);
-void rotation_of(const Description& model, float* table);
+std::int64_t rope_floats(const Description& model);
+void rope_table(const Description& model, float* table);
 
 }  // namespace scruple::train

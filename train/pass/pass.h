@@ -47,7 +47,7 @@ class Pass {
     for (std::size_t i = 0; i < places_.layers.size(); ++i) {
       on_.will_write(i + 1);
       compute(i, false);
-      on_.linear_residual(places_.layers[i].mlp_out, at(Activation::activated, i), at(Activation::middle, i),
+      on_.linear_residual(places_.layers[i].mlp_down, at(Activation::activated, i), at(Activation::middle, i),
                           on_.residual(i + 1));
     }
     on_.final_norm(places_.last_norm, on_.residual(places_.layers.size()));
@@ -85,22 +85,22 @@ class Pass {
     Tensor &up = at(Activation::up, layer), &activated = at(Activation::activated, layer);
     if (wants(Activation::attention_normed)) on_.norm(l.attention_norm, residual, normed);
     if (wants(Activation::qkv)) {
-      on_.linear(l.attention_in, normed, qkv);
+      on_.linear(l.qkv, normed, qkv);
       on_.rope(l, qkv);
     }
     if (wants(Activation::attended)) on_.attend(l, layer, qkv, attended);
     if (wants(Activation::middle)) on_.linear_residual(l.attention_out, attended, residual, middle);
     if (wants(Activation::mlp_normed)) on_.norm(l.mlp_norm, middle, mlp_normed);
-    if (wants(Activation::up)) on_.up(l.mlp_in, mlp_normed, up, activated);
+    if (wants(Activation::up)) on_.up(l.mlp_up, mlp_normed, up, activated);
   }
 
   void mlp_backward(std::size_t layer) {
     const LayerPlaces& l = places_.layers[layer];
     Tensor &middle = at(Activation::middle, layer), &normed = at(Activation::mlp_normed, layer);
-    Tensor& dup = on_.up_backward(l.mlp_out, at(Activation::up, layer));
-    on_.take_linear(l.mlp_out, at(Activation::activated, layer), on_.g());
-    on_.norm_linear_backward(l.mlp_norm, l.mlp_in, dup, middle);
-    on_.take_linear(l.mlp_in, normed, dup);
+    Tensor& dup = on_.up_backward(l.mlp_down, at(Activation::up, layer));
+    on_.take_linear(l.mlp_down, at(Activation::activated, layer), on_.g());
+    on_.norm_linear_backward(l.mlp_norm, l.mlp_up, dup, middle);
+    on_.take_linear(l.mlp_up, normed, dup);
     on_.take_norm(l.mlp_norm);
   }
 
@@ -111,8 +111,8 @@ class Pass {
     on_.take_linear(l.attention_out, attended, on_.g());
     Tensor& dqkv = on_.attend_backward(l, qkv, attended);
     on_.take_head_norms(l);
-    on_.norm_linear_backward(l.attention_norm, l.attention_in, dqkv, on_.residual(layer));
-    on_.take_linear(l.attention_in, at(Activation::attention_normed, layer), dqkv);
+    on_.norm_linear_backward(l.attention_norm, l.qkv, dqkv, on_.residual(layer));
+    on_.take_linear(l.qkv, at(Activation::attention_normed, layer), dqkv);
     on_.take_norm(l.attention_norm);
   }
 

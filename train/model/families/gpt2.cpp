@@ -48,13 +48,13 @@ Description gpt2(const GptShape& shape) {
                               .positions = "transformer.wpe",
                               .layers = "transformer.h.",
                               .attention_norm = "ln_1",
-                              .attention_in = {"attn.c_attn"},
+                              .qkv = {"attn.c_attn"},
                               .query_norm = nullptr,
                               .key_norm = nullptr,
                               .attention_out = "attn.c_proj",
                               .mlp_norm = "ln_2",
-                              .mlp_in = {"mlp.c_fc"},
-                              .mlp_out = "mlp.c_proj",
+                              .mlp_up = {"mlp.c_fc"},
+                              .mlp_down = "mlp.c_proj",
                               .last_norm = "transformer.ln_f",
                               .head = "lm_head"};
   Description model;

@@ -34,13 +34,13 @@ const Names& llama_names() {
                               .positions = nullptr,
                               .layers = "model.layers.",
                               .attention_norm = "input_layernorm",
-                              .attention_in = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
+                              .qkv = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"},
                               .query_norm = "self_attn.q_norm",
                               .key_norm = "self_attn.k_norm",
                               .attention_out = "self_attn.o_proj",
                               .mlp_norm = "post_attention_layernorm",
-                              .mlp_in = {"mlp.gate_proj", "mlp.up_proj"},
-                              .mlp_out = "mlp.down_proj",
+                              .mlp_up = {"mlp.gate_proj", "mlp.up_proj"},
+                              .mlp_down = "mlp.down_proj",
                               .last_norm = "model.norm",
                               .head = "lm_head"};
   return names;
@@ -97,7 +97,7 @@ Description llama_tensors(const Config& config, const LlamaTraits& traits) {
     model.head_width = model.width / model.heads;
   }
   model.norm = NormKind::rms;
-  model.mlp = Mlp::gated_silu;
+  model.mlp = Mlp::swiglu;
   model.tied = config.flag("tie_word_embeddings", traits.tied);
   model.attention_out_bias = traits.attention_bias && config.flag("attention_bias", false);
   model.qkv_bias = traits.biased_qkv || model.attention_out_bias;
