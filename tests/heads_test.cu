@@ -26,7 +26,7 @@ struct HeadsInputs {
 
 HeadsInputs heads_inputs(const HeadsCase& c) {
   HeadsInputs in{some_positions(c.rows, kContext), {}, {}, {}};
-  for (Index p = 0; c.turned && p < kContext; ++p)
+  for (Index p = 0; c.roped && p < kContext; ++p)
     for (int part = 0; part < 2; ++part)
       for (int i = 0; i < c.width / 2; ++i) {
         const double angle = static_cast<double>(p) * std::pow(100.0, -2.0 * i / c.width);
@@ -142,8 +142,8 @@ struct HeadsOnDevice {
               c.heads,
               c.kv_heads,
               c.width,
-              c.turned ? positions.data() : nullptr,
-              c.turned ? rotation.floats() : nullptr,
+              c.roped ? positions.data() : nullptr,
+              c.roped ? rotation.floats() : nullptr,
               c.query_norm ? query_norm.values() : Values{},
               c.key_norm ? key_norm.values() : Values{},
               static_cast<float>(kHeadEpsilon)} {}
@@ -155,8 +155,8 @@ struct HeadsOnDevice {
 std::string about_heads(Precision type, const HeadsCase& c, int variant) {
   return std::string(name_of(type)) + ", " + std::to_string(c.rows) + " rows, heads " +
          std::to_string(c.heads) + "/" + std::to_string(c.kv_heads) + " x " + std::to_string(c.width) +
-         (c.turned ? ", turned" : "") + (c.query_norm ? ", query norm" : "") +
-         (c.key_norm ? ", key norm" : "") + ", variant " + std::to_string(variant);
+         (c.roped ? ", rope" : "") + (c.query_norm ? ", query norm" : "") + (c.key_norm ? ", key norm" : "") +
+         ", variant " + std::to_string(variant);
 }
 
 TEST_F(Layers, Turn) {

@@ -42,7 +42,7 @@ std::string names_of(bool train) {
   return names;
 }
 
-const Family& family_of(const Config& config, bool train, const std::string& otherwise) {
+Family family_of(const Config& config, bool train, const std::string& otherwise) {
   const std::string type = config.string("model_type", "");
   for (const Family& family : kFamilies)
     if (type == family.model_type && can(family, train)) return family;
@@ -58,7 +58,7 @@ Description checked(const Description& model, const std::string& place) {
 
 Description describe(const std::string& text, const std::string& place, std::int64_t context) {
   const Config config(text, place);
-  const Family& family = family_of(config, true, "this trainer knows " + names_of(true));
+  const Family family = family_of(config, true, "this trainer knows " + names_of(true));
   Description model = family.tensors(config, family.traits);
   family.arithmetic(config, family.traits, model);
   if (context != 0 && context > model.context)
@@ -71,7 +71,7 @@ Description describe(const std::string& text, const std::string& place, std::int
 
 Description describe_tensors(const std::string& text, const std::string& place) {
   const Config config(text, place);
-  const Family& family = family_of(
+  const Family family = family_of(
       config, false,
       "known are " + names_of(false) + "; for another model give its .safetensors files or --params");
   Description model = family.tensors(config, family.traits);
