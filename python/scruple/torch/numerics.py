@@ -43,10 +43,9 @@ def check_updates(opt, model=None, threshold=0.1):
             wider = f"weights='{base}+{16 if plus else 8}' (more extra bits) or {drawn}"
             if weight == "fp32" or extra in ("16", "fp32"):
                 wider = "a larger lr"
-            found.append(
-                f"{names.get(p, f'parameter {number}')} ({weight}, lr {lr:g}): {100 * share:.0f} % of the "
-                f"weights that have a gradient would not move; the step is below their last bit. Use {wider}"
-            )
+            what = f"{names.get(p, f'parameter {number}')} ({weight}, lr {lr:g}): {100 * share:.0f} % of the weights"
+            why = "that have a gradient would not move; the step is below their last bit"
+            found.append(f"{what} {why}. Use {wider}")
     return found
 
 

@@ -122,7 +122,7 @@ class Optimizer(torch.optim.Optimizer):
     def state(self):
         """torch.optim's. Where the device counts steps, who looks here waits for it."""
         with self._lock:
-            self._looked = True  # from now on planes may be in others' hands
+            self._looks += 1  # since then planes may be in others' hands
             for table in self._tables.values():
                 if table.counter is not None:
                     table.count()
@@ -210,7 +210,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- What is remembered between steps, and can be made anew from state and groups ----
 
     def _forget(self):
-        self._rules, self._cells, self._handle, self._looked = {}, {}, None, False
+        self._rules, self._cells, self._handle, self._looks = {}, {}, None, 0
         self._lock = threading.RLock()  # a state dict may be taken by another thread
         self._forget_tables()
 
@@ -389,7 +389,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._handle.refuse_stored(f"{sized(params[0])}, unfrozen, of another model or set by hand")
             for p, g in zip(params, gradients):  # before any state is made
                 check_gradient(p, g)
-        elif table.fill(gradients, self._looked):
+        elif table.fill(gradients, self._looks):
             return table
         for p in params:  # in another table until now, or moved
             if p in self._owner:
@@ -397,7 +397,7 @@ class Optimizer(torch.optim.Optimizer):
         entries = [self._entry(p) for p in params]
         table = self._tables[key] = Table(key, params, entries, [self._state[p] for p in params])
         self._owner.update(dict.fromkeys(params, table))
-        table.fill(gradients, self._looked)
+        table.fill(gradients, self._looks)
         return table
 
     # ---- The step ----
@@ -455,8 +455,7 @@ class Optimizer(torch.optim.Optimizer):
         return {device: (~torch.isfinite(total)).to(torch.float32).view(1) for device, total in sums.items()}
 
     def clip_and_step(self, max_norm):
-        """step(max_norm=max_norm), and the norm before clipping as a tensor on the gradients' device; None
-        where no parameter has a gradient."""
+        """step(max_norm=max_norm), and the norm before clipping, a tensor on its device; None without a gradient."""
         self.last_norm = None
         self.step(max_norm=max_norm)
         return self.last_norm

@@ -337,8 +337,6 @@ def recode(row, array, form, codes, scales, device):
     """Writes the values that stand in planes of another format, a piece at a time."""
     planes = [None if plane is None else plane.reshape(-1).view(torch.uint8) for plane in (codes, scales)]
     for first, size, part in chunks(row):
-        held = [
-            None if plane is None else plane[begin : begin + count]
-            for plane, begin, count in zip(planes, form.bytes(first), form.bytes(size))
-        ]
+        parts = zip(planes, form.bytes(first), form.bytes(size))
+        held = [x if x is None else x[begin : begin + count] for x, begin, count in parts]
         encode(part, array, decode_as(part, array, form, held, (size,), device), device)

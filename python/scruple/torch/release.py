@@ -208,7 +208,7 @@ class Sinks:
         self.sinks = {device: Sink(self, device, held) for device, held in self.devices.items()}
 
     def begin(self):
-        if any(sink.counts.rewritten(self.opt._looked) for sink in self.sinks.values()):
+        if any(sink.counts.rewritten(self.opt._looks) for sink in self.sinks.values()):
             self.replace(self.params)
         if self.replaced or self.batches == 0 and any(sink.all.moved() for sink in self.sinks.values()):
             self.renew()  # weights move as fully_shard does it with uneven shards before torch 2.8

@@ -99,7 +99,5 @@ def like(param, plane, values_per_unit, by_rows=False, bytes_apart=False):
         return plane
     from torch.distributed.tensor import DTensor
 
-    stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(
-        plane, param.device_mesh, param.placements, run_check=False, shape=torch.Size(whole), stride=stride
-    )
+    shaped = dict(shape=torch.Size(whole), stride=torch.empty(whole, device="meta").stride())
+    return DTensor.from_local(plane, param.device_mesh, param.placements, run_check=False, **shaped)

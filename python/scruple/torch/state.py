@@ -359,10 +359,8 @@ def _read_others(opt, p, number, state, source):
         for slot in flash:
             codes, scales = state[slot + "::quantized"], state[slot + "::scales"]
             codes = codes.to(torch.int16).to(torch.uint8) if codes.element_size() > 1 else codes
-            form = _abi.format_named("flash8")
-            held[slot] = decode_as(
-                layout.row, layout.index(slot), form, (codes, scales), p.shape, weight.device
-            )
+            form, array = _abi.format_named("flash8"), layout.index(slot)
+            held[slot] = decode_as(layout.row, array, form, (codes, scales), p.shape, weight.device)
         opt.state[p] = held
         try:
             entry = opt._entry(p)

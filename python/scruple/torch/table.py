@@ -5,6 +5,7 @@ They live as long as the same parameters come; then a step only writes addresses
 
 import array
 import ctypes
+import sys
 
 import torch
 from torch.autograd.graph import increment_version
@@ -21,6 +22,9 @@ _WORDS, _STEP = ctypes.sizeof(_abi.Tensor) // 8, _abi.Tensor.step.offset // 8
 _GRADIENT = (_abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array)) // 8
 _PIECE_WORDS, _PIECE_GRADIENT = ctypes.sizeof(_abi.Piece) // 8, _abi.Piece.gradient.offset // 8
 _FORMAT, _CODES = _abi.Array.format.offset // 8, _abi.Array.codes.offset // 8
+# What sys.getrefcount says of a tensor that its State, its Entry and Counts have: one more than of an object that two
+# have. Tried with CPython 3.11 and 3.12; a lower count would only leave `x.data = ...` of such a tensor unseen.
+_OWNERS = next(map(sys.getrefcount, [_probe := object()])) + 1
 # Torch's table of functions that show a tensor to C, which older versions have not; and what reads a tuple there.
 _exchange, _item = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), None
 if _exchange is not None:
@@ -51,12 +55,18 @@ class Counts:
             views = torch.frombuffer(self.memory, dtype=dtype).unbind()
         for state, count, view in zip(states, counts, views):
             state.show(count, view)
-        self.watched = [x for state in states for x in (state.shown, *state.entry.planes)]
-        self.places = list(map(torch.Tensor.data_ptr, self.watched))
+        self.tensors = [x for state in states for x in (state.shown, *state.entry.planes)]
+        self.homes = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.looks, self.held, self.places = None, [], []
 
-    def rewritten(self, looked):
-        """Whether a user, who has `looked`, has written to a count, or put one or a plane elsewhere (`x.data = ...`)."""
-        moved = looked and list(map(torch.Tensor.data_ptr, self.watched)) != self.places
+    def rewritten(self, looks):
+        """Whether a user, who has looked at opt.state so often, has written to a count, or put elsewhere (`x.data = ...`)
+        a tensor that somebody else has, too: to watch all would double a step's time."""
+        if looks != self.looks:
+            self.looks, self.held = looks, []
+            found = [i for i, n in enumerate(list(map(sys.getrefcount, self.tensors))) if n > _OWNERS]
+            self.held, self.places = ([xs[i] for i in found] for xs in (self.tensors, self.homes))
+        moved = list(map(torch.Tensor.data_ptr, self.held)) != self.places
         return moved or self.memory.tobytes() != self.told
 
     def advance(self, counts):
@@ -150,9 +160,9 @@ class Table(Rows):
         self.strided = [i for i, entry in enumerate(entries) if entry.strided]
         self.kept = None  # the gradients, until the call has been queued
 
-    def fill(self, gradients, looked):
+    def fill(self, gradients, looks):
         """Lends it the gradients of this step. False: a weight is in another place now, or a count another."""
-        if self.moved() or self.counts.rewritten(looked):
+        if self.moved() or self.counts.rewritten(looks):
             return False
         self.kept = self.lend(gradients)
         return True

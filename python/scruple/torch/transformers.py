@@ -32,10 +32,8 @@ class Release(TrainerCallback):
         per_tensor = options.get("tensor_norm") or options.get("adagc")
         max_norm = args.max_grad_norm if args.max_grad_norm and not per_tensor else None
         if max_norm and self.policy == "released":
-            raise UsageError(
-                f"'released' with max_grad_norm={max_norm} (the Trainer's default is 1.0) steps before the "
-                "norm is known; use 'compressed', max_grad_norm=0, or clip each by tensor_norm or adagc"
-            )
+            what = f"'released' with max_grad_norm={max_norm} (the Trainer's default is 1.0) steps before the norm is known"
+            raise UsageError(f"{what}; use 'compressed', max_grad_norm=0, or clip by tensor_norm or adagc")
         params = [p for p in trainer.model_wrapped.parameters() if p.requires_grad]
         parts = args.gradient_accumulation_steps
         if self.policy == "released" and parts == 1 and not any(map(is_sharded, params)):
