@@ -13,6 +13,7 @@ import torch
 import scruple
 from support import BF16, DEVICE, FP32, STORAGE, WIDE, Case, ModelRun, Run, beside_torch, copies, each, mlp
 from support import parameter, parameters, st, stored, take_steps, tensor
+from scruple.torch import watched
 
 # torch's own has it from 2.7 on.
 needs_decoupled = unittest.skipUnless(
@@ -161,14 +162,57 @@ class InEveryRecipe(Case):
             run.opt.state[p][name].zero_()
         values = run.opt.state_dict(as_="torch")["state"][0]
         self.assertEqual(float(values["exp_avg"].abs().max() + values["exp_avg_sq"].abs().max()), 0)
-        old = run.opt.state[p]["exp_avg"]
+
+    @each(
+        recipe=("scruple", "flash", "scant"),
+        write={
+            "in place": (lambda x: x, lambda held: held.zero_()),
+            "past its version": (lambda x: x, lambda held: held.data.zero_()),
+            "by its data": (lambda x: x.data, lambda held: held.zero_()),
+            "by a view": (lambda x: x.view(-1)[7:], lambda held: held.zero_()),
+            "in other memory": (lambda x: x, lambda held: setattr(held, "data", torch.zeros_like(held))),
+        },
+    )
+    def test_written_after_a_step_took_it_over(self, recipe, write):
+        """Refused, however much is read meanwhile; set again, it counts."""
+        hold, change = write
+        run, p = alone(recipe=recipe, steps=2)
+        held = hold(run.opt.state[p]["exp_avg"])
+        run.steps(2)
+        run.opt.state[p]["exp_avg"].clone()
         run.steps(1)
-        old.zero_()
+        change(held)
         before = p.detach().clone()
         with self.refused("exp_avg", "read", "again"):
             run.steps(1)
         self.assertSame(p.detach(), before)
         run.steps(1)  # who was told can go on
+        mine = torch.ones_like(p, dtype=FP32)
+        for value, given in ((1.0, mine), (2.0, mine), (3.0, mine.data)):
+            mine.fill_(value)
+            run.opt.state[p]["exp_avg"] = given
+            self.assertNear(run.opt.state_dict(as_="torch")["state"][0]["exp_avg"], mine, 0.1)
+            run.steps(1)
+
+    def test_what_nobody_holds_is_not_kept(self):
+        run, alive, most = Run().steps(2), weakref.WeakSet(), []
+
+        class Counted(watched.Lent):
+            def __init__(self, values):
+                super().__init__(values)
+                alive.add(self)
+                most.append(len(alive))
+
+        for state in run.opt.state.values():
+            state["exp_avg"].mul_(0.5)
+        held = run.opt.state[run.params[0]]["exp_avg_sq"]
+        with mock.patch("scruple.torch.optimizer.Lent", Counted):
+            run.steps(1)
+        self.assertEqual(len(most), len(run.params) + 1)
+        self.assertEqual((max(most), len(alive)), (2, 1))
+        del held
+        run.steps(1)
+        self.assertEqual(len(alive), 0)
 
     @each(recipe=("fp32", "scruple"), dtype=(FP32, BF16))
     def test_pruned_and_grown(self, recipe, dtype):

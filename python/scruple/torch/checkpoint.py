@@ -339,8 +339,7 @@ def _load_groups(opt, held, stored, contents, saved):
                 raise UsageError(f"{folder} {kinds}; load it into one of the same kind")
             group.update(_from_hypers(group, source, folder))
             try:
-                values = {} if saved is None else saved[number]
-                values = {key: _restored(x, group) for key, x in values.items()}
+                values = {key: _restored(x, group) for key, x in (saved[number] if saved else {}).items()}
                 group.update({key: x for key, x in values.items() if key not in (*_FORMATS, *_NOT_SAVED)})
                 opt._new_rule(group)  # the library looks at the values
             except _UNREADABLE as problem:

@@ -36,8 +36,7 @@ def check_updates(opt, model=None, threshold=0.1):
         base, plus, extra = weight.partition("+")
         if rounding == "stochastic" or rounding == "wide" and extra != "16":  # with 16 wide drops nothing
             continue
-        share = _unmoved(opt, p)
-        if share > threshold:
+        if (share := _unmoved(opt, p)) > threshold:
             lr = float(opt.param_groups[index]["lr"])
             drawn = "rounding={'weights': 'wide'}" if plus else "rounding='stochastic'"
             wider = f"weights='{base}+{16 if plus else 8}' (more extra bits) or {drawn}"

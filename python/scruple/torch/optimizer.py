@@ -13,7 +13,6 @@ import numbers
 import operator
 import threading
 import warnings
-import weakref
 from ctypes import byref
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from .planes import NAMES, Layout, count_of, decode, described, encode
 from .planes import is_begun, meaning, sized, start_extra
 from .shards import groups_of, like, local, offset_of, part_of
 from .table import Table, check_gradient
-from .watched import States, copy_of, version
+from .watched import Lent, States, copy_of
 
 _turns = itertools.count()  # of groups, parameters and formats, over all optimizers
 # What decides how state is stored, beside hyperparameters that ask for exact moments.
@@ -285,11 +284,9 @@ class Optimizer(torch.optim.Optimizer):
         left = {plane.name: held for plane, held in state.entry.by_plane()}
         for name, was in map(meaning, state.entry.layout.described):
             if now.get(name, was) != was and dict.get(state, name) is left.get(name):
-                what = f"{name} of {sized(p)} is held as {was}, and would be {now[name]}"
+                what = f"{name} of {sized(p)} is held as {was}, not {now[name]}: its group was changed, or it was cast"
                 hint = "Set that back; or load state_dict(as_='torch'), and set_master_weights, into a new optimizer"
-                raise UsageError(
-                    f"{what}: its group was changed, or it was cast, after its first step. {hint}"
-                )
+                raise UsageError(f"{what}, after its first step. {hint}")
 
     def _make_buckets(self, hypers):
         """The parameters that can go into one call: those of one device."""
@@ -326,9 +323,11 @@ class Optimizer(torch.optim.Optimizer):
             here = decode(row, array, weight.shape, weight.device)
             if not torch.equal(here, part.to(here)):  # else it was only read
                 encode(row, array, part, weight.device)
-            state.lent[slot] = weakref.ref(found), version(found)
+            state.lent[slot, local(found).data_ptr()] = Lent(found)
         for slot in layout.coded:
             dict.pop(state, slot, None)
+        values = found = part = None
+        state.forget_lent()  # what nobody else has
         dict.update(state, planes)
         strided = not weight.is_contiguous()
         held, places = list(planes.values()), [x.data_ptr() for x in planes.values()]
@@ -476,8 +475,9 @@ class Optimizer(torch.optim.Optimizer):
         """Norm, flag and factor of all gradients, on the first table's device: the host waits for none."""
         device = tables[0].device
         max_norm = 0.0 if math.isinf(max_norm) else max_norm  # the library's word for no limit
-        norm = torch.empty((), dtype=torch.float64, device=device)
-        flag, clip = torch.empty((), device=device), torch.empty((), device=device)
+        norm, flag, clip = (
+            torch.empty((), dtype=t, device=device) for t in (torch.float64, *[torch.float32] * 2)
+        )
         held = None if scale is None else scale.to(device, torch.float32, non_blocking=True)
         options = _abi.options(_abi.MeasureOptions, max_norm=max_norm, loss_scale=_address(held))
         options.norm, options.found_inf, options.clip = norm.data_ptr(), flag.data_ptr(), clip.data_ptr()
@@ -559,9 +559,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def master_state_dict(self, model):
         """A copy of model.state_dict() with floats in fp32, and the optimizer's extra bits in the weights."""
-        wide = self.master_weights()
-        named = dict(model.named_parameters(remove_duplicate=False))
-        made = {}
+        wide, named, made = self.master_weights(), dict(model.named_parameters(remove_duplicate=False)), {}
         for name, value in model.state_dict().items():
             if (p := named.get(name)) in wide:
                 value = wide[p]
@@ -573,8 +571,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_master_state_dict(self, model, state_dict, strict=True):
         """Loads weights of any precision; what a parameter cannot show goes into its extra bits."""
-        named = dict(model.named_parameters())
-        mine = set(self._own_params())
+        named, mine = dict(model.named_parameters()), set(self._own_params())
         wide = {named[name]: value for name, value in state_dict.items() if named.get(name) in mine}
         rest = {name: value for name, value in state_dict.items() if named.get(name) not in mine}
         own = model.state_dict(keep_vars=True)

@@ -94,8 +94,7 @@ def codes_name(slot, form):
 
 def meaning(described):
     """An array's name, and what its codes mean: the format, with the first rounding that is read alike."""
-    name, form, rounding = described
-    names = _abi.rounding_names()
+    (name, form, rounding), names = described, _abi.rounding_names()
     return name, f"{form} {names[_abi.format_named(form).reads_as(names.index(rounding))]}"
 
 
@@ -153,8 +152,7 @@ class Layout:
         row = _abi.Tensor(optimizer=rule.handle, size=size, step=1)
         library.tensor_use(byref(row), str(group["recipe"]).encode())
         row.arrays[_abi.GRADIENT] = _abi.Array()
-        arrays = _arrays(row)
-        small = size <= _abi.recipes()[group["recipe"]].small
+        arrays, small = _arrays(row), size <= _abi.recipes()[group["recipe"]].small
         asked = group["weights"] if not small else None
         named = weight_format(asked or _abi.format_at(row.arrays[_abi.WEIGHT].format).name, dtype, asked)
         library.tensor_set_format(byref(row), b"weights", named.encode())
@@ -315,8 +313,7 @@ def decode_as(row, array, form, planes, shape, device):
 def chunks(row):
     """(first, size, row) of pieces of a row that are converted one at a time."""
     for first in range(0, row.size, CHUNK):
-        size = min(CHUNK, row.size - first)
-        part = _abi.Tensor()
+        size, part = min(CHUNK, row.size - first), _abi.Tensor()
         library.tensor_view(byref(row), first, size, byref(part))
         yield first, size, part
 

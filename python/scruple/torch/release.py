@@ -161,10 +161,8 @@ class Steps:
     def end(self):
         return True  # every backward is a step
 
-    def _nothing(self, *_):
-        return None  # is known of the gradients, and nothing waits
-
-    begin = flush = renew = settle = replace = report = _nothing
+    # Nothing is known of the gradients, and nothing waits.
+    begin = flush = renew = settle = replace = report = lambda self, *_: None
 
 
 class Sinks:
@@ -395,8 +393,7 @@ class Handle:
     """What release_gradients returns."""
 
     def __init__(self, opt, params, path, process_group, knows_scaler):
-        self._opt, self._path, self._lock = opt, path, threading.RLock()
-        self._params = params
+        self._opt, self._params, self._path, self._lock = opt, params, path, threading.RLock()
         # Whether gradients are taken, opt.zero_grad() came since the last step, this is inside paused().
         self._armed, self._zeroed, self._paused = True, False, False
         self._left, self._done = {}, set()  # gradients left in p.grad; parameters stepped since opt.step()
@@ -536,15 +533,14 @@ class Handle:
         self._opt._update_rules()
         self._path.begin()
         self._task = torch._C._current_graph_task_id()
-        callback = self._near_end
-        self._callback = weakref.ref(callback)  # the backward holds it until its end, whichever that is
+        callback = self._near_end  # which the backward holds until its end, whichever that is
+        self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     @torch.no_grad()
     def _abandon(self):
         """The step begins anew: the last backward ended in an exception, or was no training pass."""
-        self._task, self._waiting, self._size, self._flying = None, {}, 0, ({}, [])
-        self._folded = False
+        self._task, self._waiting, self._size, self._flying, self._folded = None, {}, 0, ({}, []), False
         self._used.clear()
         self._path.renew()
 

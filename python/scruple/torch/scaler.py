@@ -29,6 +29,5 @@ class LossScaler(torch.amp.GradScaler):
         """One call that only reads, where torch's writes every gradient back; over all ranks of shards."""
         if not isinstance(optimizer, Optimizer):
             return super()._check_inf_per_device(optimizer)
-        found = optimizer._found_inf()
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = optimizer._found_inf()
         return found

@@ -41,8 +41,7 @@ def offset_of(param):
     """
     if not is_sharded(param):
         return 0
-    _, begins = _place(param)
-    index = 0
+    (_, begins), index = _place(param), 0
     for begin, size in zip(begins, param.shape):
         index = index * size + begin
     return index if param._local_tensor.numel() else 0

@@ -50,8 +50,7 @@ def save(opt, as_):
     for group in opt.param_groups:  # of a parameter that is repeated the number that torch gives it
         numbers.update({p: i for i, p in enumerate(group["params"], first) if p not in numbers})
         first += len(group["params"])
-    by_rows = _asked_by_checkpoint()
-    state = {}
+    by_rows, state = _asked_by_checkpoint(), {}
     for key, held in opt.state.items():
         if key in numbers and held:
             layout = opt._layout(key) if key.dtype in NAMES else None
@@ -291,8 +290,7 @@ def _plane_part(p, plane, per):
 
 def _from_bytes(plane):
     """Entries of 8 or 16 bits whose bytes are the last dimension."""
-    plane = plane.contiguous()
-    return (plane.view(torch.int16) if plane.shape[-1] == 2 else plane).squeeze(-1)
+    return (plane.contiguous().view(torch.int16) if plane.shape[-1] == 2 else plane).squeeze(-1)
 
 
 def _decoded_whole(p, number, layout, slot, state):
@@ -386,11 +384,8 @@ def make_state(opt, p, steps=0):
 def _load_error_bits(row, weight, errors, source):
     """FlashOptim's wide weight: visible + code / top * ulp / 2 (FlashOptim, 2602.23349, section 3)."""
     bits, least = (7, -126) if weight.dtype == torch.bfloat16 else (10, -14)
-    wide = source.get("master_bytewidth") == 4
-    if wide and errors.dtype != torch.int16:
-        errors = errors.view(torch.int16)
-    top = 32767 if wide else 127
-    visible, errors = weight.detach().reshape(-1), errors.reshape(-1)
+    wide, top = (torch.int16, 32767) if source.get("master_bytewidth") == 4 else (errors.dtype, 127)
+    visible, errors = weight.detach().reshape(-1), errors.view(wide).reshape(-1)
     for first, size, part in chunks(row):
         high = visible[first : first + size].float()
         _, exponent = torch.frexp(high)

@@ -34,12 +34,11 @@ class Release(TrainerCallback):
         if max_norm and self.policy == "released":
             what = f"'released' with max_grad_norm={max_norm} (the Trainer's default is 1.0) steps before the norm is known"
             raise UsageError(f"{what}; use 'compressed', max_grad_norm=0, or clip by tensor_norm or adagc")
-        params = [p for p in trainer.model_wrapped.parameters() if p.requires_grad]
-        parts = args.gradient_accumulation_steps
+        model, parts = trainer.model_wrapped, args.gradient_accumulation_steps  # a DDP is seen and refused
+        params = [p for p in model.parameters() if p.requires_grad]
         if self.policy == "released" and parts == 1 and not any(map(is_sharded, params)):
             # Before those of release, which take the gradients.
             self.hooks = [p.register_post_accumulate_grad_hook(self._see) for p in params]
-        model = trainer.model_wrapped  # not the model inside: a DDP has to be seen and refused
         given = dict(accumulate=parts, max_norm=max_norm, scaler=trainer.accelerator.scaler or False)
         given["reduction"] = "sum"  # the Trainer divides the loss
         self.handle = release.release_gradients(model, trainer.optimizer, self.policy, **given, **options)

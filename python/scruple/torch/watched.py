@@ -7,8 +7,10 @@ optimizer takes that over before its next step (Optimizer._adopt). Without a not
 import collections
 import functools
 import sys
+import weakref
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _get_scalar_dtype
 
 from .._abi import UsageError
@@ -27,9 +29,22 @@ def _noting(cls):
     return cls
 
 
-def version(tensor):
-    """Of its values; a tensor of inference mode has none."""
-    return 0 if local(tensor).is_inference() else local(tensor)._version
+class Lent:
+    """Values that a step took over, and what they were: to be kept while somebody has them, or memory of theirs."""
+
+    def __init__(self, values):
+        x = local(values).detach()
+        self.tensor, self.memory = weakref.ref(values), StorageWeakRef(x.untyped_storage())
+        self.was, self.part = x.clone(), (x.storage_offset(), x.shape, x.stride())
+
+    def found(self):
+        """The tensor, which may be elsewhere now (`x.data = ...`), and its memory, which views may have."""
+        tensor, memory = self.tensor(), torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        found = [] if tensor is None else [local(tensor)]
+        return found if memory is None else [*found, self.was.new_empty(0).set_(memory, *self.part)]
+
+    def is_written(self):
+        return not all(torch.equal(self.was, x.to(self.was)) for x in self.found())
 
 
 @_noting
@@ -46,7 +61,7 @@ class State(dict):
         self.entry = None  # the Entry over these planes, which says what they mean
         # The count, the tensor that shows it as "step", and where that lies.
         self.steps, self.shown, self.place = 0, None, 0
-        self.lent = {}  # values that were taken over: {name: (reference, version)}
+        self.lent = {}  # {(name, address): Lent}
 
     def note(self, *_):
         self.changed[self.param] = None
@@ -63,12 +78,17 @@ class State(dict):
         """Whether it stands here; `in` is true of what can be read, too."""
         return dict.__contains__(self, name)
 
+    def forget_lent(self):
+        self.lent = {key: x for key, x in self.lent.items() if x.found()}
+
     def is_intact(self, param):
         """Whether all that a step of this parameter uses is as it was left."""
-        self.lent = {name: (x, now) for name, (x, now) in self.lent.items() if x() is not None}
-        for name, (reference, was) in self.lent.items():
-            if version(reference()) != was and dict.get(self, name) is not reference():
-                del self.lent[name]
+        self.forget_lent()
+        for (name, place), lent in list(self.lent.items()):
+            again = dict.get(self, name)
+            again = torch.is_tensor(again) and (again is lent.tensor() or local(again).data_ptr() == place)
+            if not again and lent.is_written():
+                del self.lent[name, place]
                 what = f"a tensor that was {name!r} in opt.state before the last step was written to"
                 raise UsageError(f"{what}; read or set opt.state[p][{name!r}] again, and write before a step")
         if self.entry is None or self.get("step") is not self.shown:
