@@ -1,6 +1,6 @@
-"""`scruple train --device cuda` beside PyTorch on the same GPU: tokens per second, memory, MFU.
+"""`scruple train --device cuda` beside PyTorch and LLMQ on the same GPU: tokens per second, memory, MFU.
 
-    python bench/gpu_trainer.py SCRUPLE [--cases NAME,NAME] [--lines FILE] [--minutes M] [--no-torch]
+    python bench/gpu_trainer.py SCRUPLE [--cases NAME,NAME] [--lines FILE] [--minutes M] [--no-torch] [--llmq PROGRAM]
     python bench/gpu_trainer.py --table FILE
 
 SCRUPLE is the path of the command. Every run is a process of its own, and one JSON line: printed, and appended to
@@ -30,13 +30,15 @@ GPT-2's vocabulary is padded to 50,304 for PyTorch, which is faster so; ours has
                none), and 6 x layers x context x (heads x head width) for causal attention. What is recomputed is not
                counted
 
+LLMQ: its own program, built elsewhere, with its graphs and random weights; the time of a step is that between two of its
+lines. It keeps bf16 weights and moments and no extra bits, 8 bytes per parameter with its gradients.
+
 Attention alone: --attention PATH names a program that is called with SEQUENCES LENGTH HEADS KV_HEADS HEAD_WIDTH and
 whose last line is {"forward_ms": ..., "backward_ms": ...}.
 """
 
 import argparse
 import ctypes
-import dataclasses
 import datetime
 import json
 import os
@@ -50,272 +52,11 @@ import tempfile
 import threading
 import time
 
-WARM = 4  # steps that do not count: algorithms are chosen, graphs captured, kernels compiled
-GIB = 2**30
+from gpu_cases import ATTENTION, ATTENTION_BAR, CASES, GIB, PEAKS, TINY_ATTENTION, TRIES, WARM
+from gpu_cases import flop_per_token, parameters_of, random_tokens, write_tokens, write_weights
+from gpu_torch import torch_attention, torch_one
+
 LONG_TO_WRITE = 2 * GIB
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-
-
-def gpt2(layers, width, heads, vocabulary=50257, context=1024):
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_layer": layers,
-        "n_embd": width,
-        "n_head": heads,
-        "n_positions": context,
-        "vocab_size": vocabulary,
-        "activation_function": "gelu_new",
-        "torch_dtype": "bfloat16",
-    }
-
-
-def llama(layers, width, heads, kv_heads, inner, vocabulary, kind="llama", theta=10000.0, context=2048):
-    return {
-        "model_type": kind,
-        "architectures": [kind.capitalize() + "ForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": inner,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": theta,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-
-
-@dataclasses.dataclass
-class Case:
-    config: dict
-    batch: int
-    context: int = 1024
-    steps: int = 30
-    recipe: str = "scruple"
-    gradients: str = "stored"
-    recompute: str = "none"
-    accumulate: int = 1
-    clip: float = 0
-    offload: bool = False
-    limit: str = ""  # --memory-limit
-    beside: str = ""  # the case whose time per token it is measured by
-    torch: tuple = ("autocast", "bf16", "scruple")
-    bar: str = ""
-    goal: str = ""
-
-    def tokens(self):
-        return self.batch * self.context * self.accumulate
-
-    def options(self):
-        chosen = {
-            "--batch": self.batch,
-            "--context": self.context,
-            "--steps": self.steps,
-            "--recipe": self.recipe,
-            "--gradients": self.gradients,
-            "--recompute": self.recompute,
-            "--accumulate": self.accumulate,
-            "--clip": self.clip,
-            "--lr": 1e-4,
-            "--schedule": "constant",
-            "--validation": 1e-4,
-            "--validate-every": 1000000,
-        }
-        if self.limit:
-            chosen["--memory-limit"] = self.limit
-        words = [str(word) for pair in chosen.items() for word in pair]
-        return words + (["--offload"] if self.offload else [])
-
-
-LLAMA_8B = llama(32, 4096, 32, 8, 14336, 128256, theta=500000.0, context=8192)
-QWEN_14B = llama(48, 5120, 40, 8, 13824, 152064, kind="qwen2", theta=1000000.0, context=32768)
-CASES = {
-    "gpt2-124m": Case(gpt2(12, 768, 12), 64, steps=40, bar="510000", goal="620000"),
-    "gpt2-774m": Case(gpt2(36, 1280, 20), 16, steps=30, bar="90000", goal="105000"),
-    "llama-1.1b": Case(
-        llama(22, 2048, 32, 4, 5632, 32000), 8, steps=30, bar="0.9 of torch", goal="1.1 of torch"
-    ),
-    "llama-8b": Case(
-        LLAMA_8B,
-        4,
-        steps=16,
-        gradients="released",
-        recompute="block",
-        torch=("bf16", "scruple"),
-        bar="9000, 45 GiB",
-        goal="12000, 42 GiB",
-    ),
-    "llama-8b-46gib": Case(
-        LLAMA_8B,
-        4,
-        steps=9,
-        recipe="scant",  # 43.2 GiB of state; `scruple` has 46.3 before the first activation
-        gradients="compressed",
-        recompute="block",
-        accumulate=4,
-        clip=1,
-        offload=True,  # 46.1 GiB without
-        limit="46GiB",
-        beside="llama-8b",
-        torch=("scruple",),
-        bar="runs",
-        goal="1.05 of llama-8b's time per token",
-    ),
-    "qwen-14b": Case(
-        QWEN_14B,
-        4,
-        steps=10,
-        recipe="scant",
-        gradients="released",
-        recompute="block",
-        limit="78GiB",
-        torch=(),
-        bar="10 steps",
-    ),
-    "tiny": Case(
-        llama(2, 64, 4, 2, 128, 512, context=128),
-        2,
-        context=64,
-        steps=8,
-        gradients="compressed",
-        recompute="block",
-        accumulate=2,
-        clip=1,
-        bar="runs",
-        beside="tiny-gpt2",
-    ),
-    "tiny-gpt2": Case(gpt2(2, 64, 4, vocabulary=300, context=64), 2, context=64, steps=8),
-    "tiny-qwen": Case(
-        llama(2, 64, 4, 2, 128, 70000, kind="qwen2", context=128),
-        2,
-        context=64,
-        steps=8,
-        recipe="scant",
-        gradients="released",
-        recompute="block",
-    ),
-}
-TRIES = ("tiny", "tiny-gpt2", "tiny-qwen")  # of the script itself; not part of the table
-
-# sequences, length, heads, kv_heads, head_width
-ATTENTION = ((64, 1024, 12, 12, 64), (16, 1024, 20, 20, 64), (4, 1024, 32, 8, 128), (8, 2048, 32, 8, 128))
-TINY_ATTENTION = ((2, 64, 4, 2, 16),)
-ATTENTION_BAR = ("0.6 of torch", "1.0 of torch")
-
-# Dense bf16 TFLOP/s as NVIDIA states them; --peak-tflops for others.
-PEAKS = {"H200": 989.5, "H100 PCIe": 756, "H100": 989.5, "A100": 312, "L40S": 362, "RTX 4090": 165.2, "A6000": 154.8}
-
-
-# ---- The model, its weights and its arithmetic ----
-
-
-def shapes_of(config):
-    """Hugging Face's names and shapes, in the order of the file."""
-    if config["model_type"] == "gpt2":
-        width = config["n_embd"]
-        shapes = {
-            "transformer.wte.weight": (config["vocab_size"], width),
-            "transformer.wpe.weight": (config["n_positions"], width),
-        }
-        products = (
-            ("attn.c_attn", width, 3 * width),
-            ("attn.c_proj", width, width),
-            ("mlp.c_fc", width, 4 * width),
-            ("mlp.c_proj", 4 * width, width),
-        )
-        for layer in (f"transformer.h.{i}." for i in range(config["n_layer"])):
-            for norm in ("ln_1", "ln_2"):
-                shapes[f"{layer}{norm}.weight"] = shapes[f"{layer}{norm}.bias"] = (width,)
-            for name, inputs, outputs in products:
-                shapes[f"{layer}{name}.weight"], shapes[f"{layer}{name}.bias"] = (inputs, outputs), (outputs,)
-        shapes["transformer.ln_f.weight"] = shapes["transformer.ln_f.bias"] = (width,)
-        return shapes
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    keys = width // config["num_attention_heads"] * config["num_key_value_heads"]
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], width)}
-    for layer in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{layer}{norm}.weight"] = (width,)
-        for name, outputs in (("q", width), ("k", keys), ("v", keys)):
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (outputs, width)
-            if config["model_type"] == "qwen2":
-                shapes[f"{layer}self_attn.{name}_proj.bias"] = (outputs,)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (width, width)
-        for name in ("gate", "up"):
-            shapes[f"{layer}mlp.{name}_proj.weight"] = (inner, width)
-        shapes[f"{layer}mlp.down_proj.weight"] = (width, inner)
-    shapes["model.norm.weight"] = (width,)
-    shapes["lm_head.weight"] = (config["vocab_size"], width)
-    return shapes
-
-
-def size_of(shape):
-    size = 1
-    for dimension in shape:
-        size *= dimension
-    return size
-
-
-def parameters_of(config):
-    return sum(size_of(shape) for shape in shapes_of(config).values())
-
-
-def flop_per_token(config, context):
-    """Forward and backward; see the top of this file."""
-    tied = config["model_type"] == "gpt2"
-    no_product = ("wpe.weight",) if tied else ("embed_tokens.weight",)
-    weights = sum(
-        size_of(shape)
-        for name, shape in shapes_of(config).items()
-        if len(shape) == 2 and not name.endswith(no_product)
-    )
-    layers, width = ("n_layer", "n_embd") if tied else ("num_hidden_layers", "hidden_size")
-    return 6 * weights + 6 * config[layers] * context * config[width]
-
-
-def write_weights(path, config):
-    """A safetensors file: norms 1, biases 0, the rest of N(0, 0.02), the same 16 million numbers again and again."""
-    import numpy
-
-    header, offset = {}, 0
-    for name, shape in shapes_of(config).items():
-        end = offset + 2 * size_of(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    count = min(1 << 24, max(size_of(shape) for shape in shapes_of(config).values()))
-    drawn = numpy.random.default_rng(1).standard_normal(count, dtype=numpy.float32) * numpy.float32(0.02)
-    drawn = (drawn.view(numpy.uint32) >> 16).astype(numpy.uint16)  # bf16, towards zero
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes_of(config).items():
-            left = size_of(shape)
-            if len(shape) == 1:
-                file.write(numpy.full(left, 0 if name.endswith("bias") else 0x3F80, numpy.uint16))
-                continue
-            while left > 0:
-                file.write(drawn[:left])
-                left -= min(left, count)
-
-
-def write_tokens(path, vocabulary):
-    """llm.c's form (docs/data.md)."""
-    import numpy
-
-    narrow = vocabulary <= 1 << 16
-    tokens = numpy.random.default_rng(2).integers(
-        vocabulary, size=1 << 22, dtype=numpy.uint16 if narrow else numpy.uint32
-    )
-    header = numpy.zeros(256, numpy.int32)
-    header[:3] = (20240520, 1, tokens.size) if narrow else (20240801, 7, tokens.size)
-    with open(path, "wb") as file:
-        file.write(header)
-        file.write(tokens)
 
 
 # ---- Watching a process ----
@@ -466,7 +207,9 @@ def watched(command, metrics, steps, is_killed, timeout):
             seen.look()
             now = time.perf_counter()
             if now - begin > timeout:
-                raise Failed(f"stopped after {timeout:.0f} s, at step {len(seen.times)}; {last_words(err.text(), 3)}")
+                raise Failed(
+                    f"stopped after {timeout:.0f} s, at step {len(seen.times)}; {last_words(err.text(), 3)}"
+                )
             if is_killed and enough is None and len(seen.times) >= steps:
                 enough = now
             if enough is not None and (now - enough > 3 or f"step {steps:,}/{steps:,}" in err.text()):
@@ -538,206 +281,73 @@ def model_of(case, folder, drawn):
     return config if drawn else where
 
 
-# ---- PyTorch, in a process of its own ----
+# ---- LLMQ ----
 
 
-def torch_llama(config, recompute, compiles):
-    import torch
-    from torch import nn
-    from torch.nn import functional
-    from torch.utils.checkpoint import checkpoint
+def llmq_row(case, arguments, folder):
+    """LLMQ's own trainer from random weights, by its command line: bf16 weights, gradients and moments, no extra bits."""
+    import numpy
 
-    width, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    each, bias = width // heads, config["model_type"] == "qwen2"
-
-    def turned(x, cosine, sine):
-        left, right = x.chunk(2, -1)
-        return x * cosine + torch.cat((-right, left), -1) * sine
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm1, self.norm2 = (nn.RMSNorm(width, config["rms_norm_eps"]) for _ in range(2))
-            self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * each, bias=bias)
-            self.out = nn.Linear(width, width, bias=False)
-            self.up = nn.Linear(width, 2 * config["intermediate_size"], bias=False)
-            self.down = nn.Linear(config["intermediate_size"], width, bias=False)
-
-        def forward(self, x, cosine, sine):
-            b, t, _ = x.shape
-            qkv = self.qkv(self.norm1(x)).view(b, t, heads + 2 * kv_heads, each).transpose(1, 2)
-            q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
-            q, k = turned(q, cosine, sine).to(v.dtype), turned(k, cosine, sine).to(v.dtype)
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-            x = x + self.out(y.transpose(1, 2).reshape(b, t, width))
-            gate, up = self.up(self.norm2(x)).chunk(2, -1)
-            return x + self.down(functional.silu(gate) * up)
-
-    class Llama(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tokens = nn.Embedding(config["vocab_size"], width)
-            self.blocks = nn.ModuleList(Block() for _ in range(config["num_hidden_layers"]))
-            self.norm = nn.RMSNorm(width, config["rms_norm_eps"])
-            self.head = nn.Linear(width, config["vocab_size"], bias=False)
-            for p in self.parameters():
-                nn.init.normal_(p, std=0.02) if p.dim() == 2 else None
-            self.called = [torch.compile(b, dynamic=False) if compiles and recompute else b for b in self.blocks]
-            self.ended = torch.compile(self.loss, dynamic=False) if compiles and recompute else self.loss
-
-        def loss(self, x, targets):
-            logits = self.head(self.norm(x))
-            return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-        def forward(self, tokens, targets):
-            places = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
-            steps = torch.arange(0, each, 2, device=tokens.device, dtype=torch.float32) / each
-            angles = torch.outer(places, config["rope_theta"] ** -steps).repeat(1, 2)
-            x = self.tokens(tokens)
-            cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-            for block in self.called:
-                x = checkpoint(block, x, cosine, sine, use_reentrant=False) if recompute else block(x, cosine, sine)
-            return self.ended(x, targets)
-
-    return Llama()
-
-
-def torch_model(case, kind, device, compiles):
-    """The module, and what is called in its place."""
-    import torch
-
-    torch.manual_seed(1)
-    torch.set_float32_matmul_precision("high")
-    config, recompute = case.config, case.recompute != "none"
-    torch.set_default_dtype(torch.float32 if kind == "autocast" else torch.bfloat16)
-    with torch.device(device):
-        if config["model_type"] == "gpt2":
-            sys.path.insert(0, str(ROOT / "evidence"))
-            from language import Gpt
-
-            padded = -(-config["vocab_size"] // 128) * 128
-            net = Gpt(padded, case.context, config["n_layer"], config["n_embd"], config["n_head"])
-        else:
-            net = torch_llama(config, recompute, compiles)
-    torch.set_default_dtype(torch.float32)
-    net.train()
-    return net, torch.compile(net, dynamic=False) if compiles and not recompute else net
-
-
-def torch_optimizer(case, kind, net):
-    """The optimizer, and whether the steps are taken inside the backward pass."""
-    import torch
-
-    if kind != "scruple":
-        return torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.1, fused=True), False
-    sys.path.insert(0, str(ROOT / "python"))
-    from scruple.torch import AdamW, release_gradients
-
-    opt = AdamW(net.parameters(), lr=1e-4, weight_decay=0.1, recipe=case.recipe)
-    if case.gradients == "stored":
-        return opt, False
-    options = {"max_norm": case.clip} if case.clip else {}
-    if case.accumulate > 1:
-        options["accumulate"] = case.accumulate
-    release_gradients(net, opt, case.gradients, **options)
-    return opt, True
-
-
-def torch_one(case, kind, device, compiles):
-    import torch
-
-    net, called = torch_model(case, kind, device, compiles)
-    opt, inside = torch_optimizer(case, kind, net)
+    where = folder / "llmq"
+    where.mkdir(exist_ok=True)
+    (where / "config.json").write_text(json.dumps(case.config), encoding="utf-8")
     vocabulary = case.config["vocab_size"]
-
-    def step():
-        for _ in range(case.accumulate):
-            tokens = torch.randint(vocabulary, (case.batch, case.context + 1), device=device)
-            with torch.autocast(device, torch.bfloat16, enabled=kind == "autocast"):
-                loss = called(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-            (loss if inside else loss / case.accumulate).backward()
-        if inside:
-            return loss
-        if case.clip:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), case.clip)
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    begin = time.perf_counter()
-    times, losses = [], []
-    for i in range(case.steps):
-        if i == WARM and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        loss = step()
-        wait()
-        times.append(1e3 * (time.perf_counter() - start))
-        losses.append(loss.item())
-        if i == WARM:
-            warm_s = start - begin
-    most = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
-    return {
+    for name in ("train.bin", "eval.bin"):
+        tokens = random_tokens(vocabulary, numpy.int32)
+        with open(where / name, "wb") as file:
+            header = numpy.array(
+                [2, 4, tokens.size, vocabulary, 0], numpy.int32
+            ).tobytes()  # version, bytes, ...
+            file.write((b"BIN.TOK\n" + header).ljust(1024, b"\0"))
+            file.write(tokens)
+    options = {
+        "model": where,
+        "train-file": where / "train.bin",
+        "eval-file": where / "eval.bin",
+        "seq-len": case.context,
+        "batch-size": case.batch,
+        "grad-accumulation": case.accumulate,
         "steps": case.steps,
-        "ms": round(statistics.median(times[WARM:]), 3),
-        "ms_mean": round(statistics.mean(times[WARM:]), 3),
-        "ms_most": round(max(times[WARM:]), 3),
-        "load_s": None,
-        "first_step_s": round(warm_s, 2),
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
-        "counted_gib": most and round(most, 3),
-        "torch": torch.__version__,
+        "eval-every-n-steps": 0,
+        "ckpt-interval": 100000,
+        "log-gpu-util": 0,
+        "log-file": where / "log.json",
+        **dict.fromkeys(("model-dtype", "matmul-dtype", "opt-m-dtype", "opt-v-dtype"), "bf16"),
+    }
+    command = [os.path.abspath(arguments.llmq), "--from-scratch", "--use-cuda-graphs", "--gpus=1"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with GpuMemory(True) as memory:
+        process = subprocess.Popen(
+            ["stdbuf", "-oL", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=where,
+        )
+        out, begin = Lines(process.stdout), time.perf_counter()
+        try:  # it is not left to write its model
+            while process.poll() is None and out.text().count("[T] step") < case.steps:
+                if time.perf_counter() - begin > arguments.timeout:
+                    raise Failed(f"stopped after {arguments.timeout:.0f} s; {last_words(out.text(), 3)}")
+                time.sleep(0.01)
+        finally:
+            end(process)
+            out.thread.join(5)
+    times = [at for at, line in out.lines if line.startswith("[T] step")]
+    if len(times) < WARM + 2:
+        raise Failed(f"{len(times)} steps were seen: {last_words(out.text())}")
+    steady = [1e3 * (b - a) for a, b in zip(times[:-1], times[1:])][WARM - 1 :]
+    return {
+        "steps": len(times),
+        "ms": round(statistics.median(steady), 3),
+        "ms_mean": round(statistics.mean(steady), 3),
+        "ms_most": round(max(steady), 3),
+        "peak_gib": memory.peak_gib(),
+        "command": " ".join(["llmq", *command[1:]]).replace(str(folder) + "/", ""),
     }
 
 
-def torch_attention(shapes, device):
-    """scaled_dot_product_attention, forward and backward, of torch's own choice of kernel."""
-    import torch
-    from torch.nn import functional
-
-    def timed(work, times=20):
-        for _ in range(3):
-            work()
-        found = []
-        for _ in range(times):
-            if device == "cuda":
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                start.record(), work(), stop.record()
-                torch.cuda.synchronize()
-                found.append(start.elapsed_time(stop))
-            else:
-                start = time.perf_counter()
-                work()
-                found.append(1e3 * (time.perf_counter() - start))
-        return round(statistics.median(found), 4)
-
-    rows = []
-    for sequences, length, heads, kv_heads, width in shapes:
-        torch.manual_seed(1)
-        q, k, v = (
-            torch.randn(sequences, length, count, width, device=device, dtype=torch.bfloat16)
-            .transpose(1, 2)
-            .requires_grad_()
-            for count in (heads, kv_heads, kv_heads)
-        )
-
-        def forward():
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-
-        y = forward()
-        dy = torch.randn_like(y)
-        forward_ms = timed(forward)
-        rows.append(
-            {
-                "forward_ms": forward_ms,
-                "backward_ms": timed(lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)),
-                "torch": torch.__version__,
-            }
-        )
-    return rows
+# ---- PyTorch, in a process of its own ----
 
 
 def in_child(arguments, name, kind, memory):
@@ -752,7 +362,12 @@ def in_child(arguments, name, kind, memory):
     with memory:
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=arguments.timeout, env=environment, check=False
+                command,
+                capture_output=True,
+                text=True,
+                timeout=arguments.timeout,
+                env=environment,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise Failed(f"stopped after {arguments.timeout:.0f} s") from None
@@ -784,7 +399,9 @@ def attention_rows(who, shapes, found):
 def own_attention(path, shapes, timeout):
     rows = []
     for shape in shapes:
-        done = subprocess.run([path, *map(str, shape)], capture_output=True, text=True, timeout=timeout, check=False)
+        done = subprocess.run(
+            [path, *map(str, shape)], capture_output=True, text=True, timeout=timeout, check=False
+        )
         if done.returncode != 0:
             raise Failed(f"exit code {done.returncode}: {last_words(done.stderr)}")
         rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
@@ -794,7 +411,9 @@ def own_attention(path, shapes, timeout):
 def gpu_name():
     try:
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+        return (
+            subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+        )
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "no GPU"
 
@@ -832,19 +451,23 @@ class Report:
 def table(path):
     with open(path, encoding="utf-8") as file:
         lines = [json.loads(line) for line in file if line.strip()]
-    torch_ms = {}  # the least of each case, with torch's own optimizer
+    best_ms = {}  # the least of each case's peers: LLMQ, and PyTorch with its own optimizer
     for line in lines:
         if line["who"] not in ("ours", "torch, scruple") and "ms" in line:
-            torch_ms[line["case"]] = min(line["ms"], torch_ms.get(line["case"], float("inf")))
+            best_ms[line["case"]] = min(line["ms"], best_ms.get(line["case"], float("inf")))
     rates = [line for line in lines if "tokens_per_s" in line]
     own_rate = {line["case"]: line["tokens_per_s"] for line in rates if line["who"] == "ours"}
-    print("| case | who | tokens/s | ms | MFU | peak GiB | counted GiB | load s | of torch's best | bar | goal |")
+    print(
+        "| case | who | tokens/s | ms | MFU | peak GiB | counted GiB | load s | of the best peer | bar | goal |"
+    )
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |")
     for line in lines:
         if "error" in line:
-            print(f"| {line['case']} | {line['who']} | {' '.join(line['error'].split())[:200]} | | | | | | | | |")
+            print(
+                f"| {line['case']} | {line['who']} | {' '.join(line['error'].split())[:200]} | | | | | | | | |"
+            )
             continue
-        best, ours = torch_ms.get(line["case"]), line["who"] == "ours"
+        best, ours = best_ms.get(line["case"]), line["who"] == "ours"
         rate = f"{line['tokens_per_s']:,}" if "tokens_per_s" in line else f"{line.get('tflops', '')} TFLOP/s"
         cells = [line["case"], line["who"], rate, line["ms"]]
         cells += [line.get(key) for key in ("mfu", "peak_gib", "counted_gib", "load_s")]
@@ -882,6 +505,12 @@ def run_case(name, arguments, report, folder, in_time):
         except (Failed, OSError) as problem:
             row = {"error": str(problem)}
         report.add(name, "ours", case, row | {"wall_s": round(time.perf_counter() - begin, 1)})
+    if arguments.llmq and case.llmq and in_time():
+        try:
+            row = llmq_row(case, arguments, folder)
+        except (Failed, OSError) as problem:
+            row = {"error": str(problem)}
+        report.add(name, "LLMQ", case, row)
     for kind in case.torch if arguments.torch is True else arguments.torch:
         if not in_time():
             return
@@ -901,13 +530,22 @@ def parsed():
     add = parser.add_argument
     usual = [name for name in CASES if name not in TRIES] + ["attention"]
     add("scruple", nargs="?", help="path of the command; without it PyTorch alone is measured")
-    add("--cases", default=",".join(usual), help=f"of {', '.join([*CASES, 'attention'])}; default: all but tiny ones")
+    add(
+        "--cases",
+        default=",".join(usual),
+        help=f"of {', '.join([*CASES, 'attention'])}; default: all but tiny ones",
+    )
     add("--device", default="cuda", help="cuda or cpu; cpu is not passed on")
     add("--lines", help="a file that each JSON line is appended to")
     add("--minutes", type=float, default=float("inf"), help="nothing is started after that")
     add("--timeout", type=float, default=300, help="seconds that one process may take")
     add("--no-torch", action="store_true")
     add("--torch", help="rows in place of each case's own: autocast,bf16,scruple")
+    add(
+        "--llmq",
+        metavar="PROGRAM",
+        help="LLMQ's `train` (github.com/IST-DASLab/llmq): rows of cases that it has, too",
+    )
     add("--eager", action="store_true", help="PyTorch without torch.compile")
     add("--attention", help="the program that measures our attention")
     add("--drawn", action="store_true", help="no weights are written; the trainer draws them")

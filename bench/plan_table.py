@@ -13,7 +13,7 @@ import pathlib
 import subprocess
 import tempfile
 
-from gpu_trainer import GIB, LLAMA_8B, QWEN_14B, gpt2, llama
+from gpu_cases import GIB, LLAMA_8B, QWEN_14B, gpt2, llama
 
 TIED = {"tie_word_embeddings": True}
 MODELS = {
