@@ -245,7 +245,7 @@ TEST_F(AttentionTest, GroupsAndDocuments) {
 // More (sequence, head) pairs than a section of blocks has.
 TEST_F(AttentionTest, ManyPairs) {
   for (const Precision precision : kTypes)
-    for (const int kv_heads : {14, 1})
+    for (const int kv_heads : {14, 2, 1})
       expect_right({precision, 5, 140, 14, kv_heads, 64, Documents::several});
 }
 
@@ -286,6 +286,9 @@ TEST(AttentionShape, Problems) {
   const Attention fine{Precision::bf16, 4, 1024, 32, 8, 128, nullptr};
   EXPECT_EQ(problem_with(fine), nullptr);
   EXPECT_EQ(attend_backward_bytes(fine), 4 * 32 * 1024 * 8);
+  Attention grouped = fine;
+  grouped.heads = 28, grouped.kv_heads = 4;  // in parts of two heads, whose sums are added up
+  EXPECT_EQ(attend_backward_bytes(grouped), 4 * 28 * 1024 * 8 + 4 * (2 * 4 * 4 * 1024 * 128) * 4);
   const auto with = [&](auto change) {
     Attention shape = fine;
     change(shape);

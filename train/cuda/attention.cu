@@ -86,7 +86,11 @@ void attend(const Attention& shape, const void* qkv, void* y, float* log_sums, c
 }
 
 std::int64_t attend_backward_bytes(const Attention& shape) {
-  return shape.sequences * shape.heads * padded(shape.length) * static_cast<std::int64_t>(sizeof(float2));
+  std::int64_t more = 0;
+  choose(shape,
+         [&]<class Kernels, class T>(Kernels, T) { more = Kernels::workspace_bytes(sizes_of(shape)); });
+  return shape.sequences * shape.heads * padded(shape.length) * static_cast<std::int64_t>(sizeof(float2)) +
+         more;
 }
 
 void attend_backward(const Attention& shape, const void* qkv, const void* y, const float* log_sums,

@@ -264,6 +264,7 @@ __global__ void __launch_bounds__(kPlainThreads)
 // R: 2 for heads up to 128 wide, 1 up to 256; then shared memory stays below 99 KB.
 template <class T, int R>
 struct PlainAttention {
+  static std::int64_t workspace_bytes(const Sizes&) { return 0; }
   static void forward(const Sizes& sizes, const T* qkv, T* y, float* log_sums, cudaStream_t stream) {
     launch(plain_forward_kernel<T, R>, blocks(sizes, sizes.heads), kPlainThreads, bytes(sizes, 2, 1), stream,
            "attention", sizes, qkv, y, log_sums);

@@ -537,6 +537,59 @@ __device__ void hide_keys(float (&scores)[M][N][4], const Sizes& sizes, int sequ
     }
 }
 
+// Query heads over one head of keys that a block takes. All of a large group in one block leave a GPU unbalanced: 28 heads
+// over 4, of 4 x 1,024 tokens, are 256 blocks, of which the first has 16 times the work of the last. Two to a block bring
+// backward from 0.460 to 0.404 ms there, 12 heads over 2 from 0.412 to 0.373, 32 over 4 (of 64) from 0.524 to 0.459; but
+// 32 over 8 from 0.417 to 0.456 (H200, 2026-11-18).
+__host__ __device__ inline int heads_of_block(const Sizes& sizes) {
+  return sizes.group() > 4 ? 2 : sizes.group();
+}
+// Blocks over one tile of keys. Where there are several, each writes its sums in fp32, and these are added up.
+__host__ __device__ inline int key_parts(const Sizes& sizes) {
+  return (sizes.group() + heads_of_block(sizes) - 1) / heads_of_block(sizes);
+}
+// [part, sequence, kv_head, key or value, row, D] in fp32.
+__host__ __device__ inline std::int64_t key_sums(const Sizes& sizes) {
+  return 2LL * sizes.sequences * sizes.kv_heads * sizes.length * sizes.width;
+}
+
+// A warp's own rows as they are.
+template <int D, int M>
+__device__ void store_sums(const float (&c)[M][D / 8][4], float* to, int first, int length) {
+  const int lane = lane_of_thread();
+#pragma unroll
+  for (int m = 0; m < M; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first + m * 16 + product_row(lane, 2 * half);
+      if (row >= length) continue;
+      float* const at = to + static_cast<std::int64_t>(row) * D + product_column(lane, 0);
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n)
+        *reinterpret_cast<float2*>(at + n * 8) = {c[m][n][2 * half], c[m][n][2 * half + 1]};
+    }
+}
+
+// Adds the parts up, four values at a time.
+template <class T>
+__global__ void __launch_bounds__(256) add_key_parts(Sizes sizes, const float* sums, T* dqkv) {
+  const std::int64_t all = key_sums(sizes), i = (blockIdx.x * std::int64_t{256} + threadIdx.x) * 4;
+  if (i >= all) return;
+  float4 sum = *reinterpret_cast<const float4*>(sums + i);
+  for (int part = 1; part < key_parts(sizes); ++part) {
+    const float4 more = *reinterpret_cast<const float4*>(sums + part * all + i);
+    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+  }
+  const std::int64_t row = i / sizes.width, of_head = row / sizes.length;
+  const bool is_value = of_head % 2 != 0;
+  const int pair = static_cast<int>(of_head / 2), kv_head = pair % sizes.kv_heads;
+  const int slot = sizes.heads + (is_value ? sizes.kv_heads : 0) + kv_head;
+  const float scale = is_value ? 1 : 1 / sqrtf(sizes.width);
+  T* const to = sizes.packed(dqkv, pair / sizes.kv_heads, slot).row(static_cast<int>(row % sizes.length));
+  *reinterpret_cast<uint2*>(to + i % sizes.width) = {pack<T>(sum.x * scale, sum.y * scale),
+                                                     pack<T>(sum.z * scale, sum.w * scale)};
+}
+
 template <int D>
 constexpr int key_gradient_bytes() {
   return (2 * kKeyGradient<D>.own() + 4 * kKeyGradient<D>.tile) * Tile<D>::kStride +
@@ -544,7 +597,8 @@ constexpr int key_gradient_bytes() {
 }
 template <class T, int D>
 __global__ void __launch_bounds__(kThreads, 2)
-    key_gradient_kernel(Sizes sizes, const T* qkv, const T* dy, const float2* statistics, T* dqkv) {
+    key_gradient_kernel(Sizes sizes, const T* qkv, const T* dy, const float2* statistics, T* dqkv,
+                        float* sums) {
   constexpr Tiling kTiling = kKeyGradient<D>;
   constexpr int M = kTiling.fragments, kQueries = kTiling.tile, kChunk = kTiling.chunk;
   constexpr int kOwnBytes = kTiling.own() * Tile<D>::kStride, kTileBytes = kQueries * Tile<D>::kStride;
@@ -553,14 +607,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   const std::uint32_t statistics_at = stages_at + 4 * kTileBytes;
 
   const int tiles = sizes.tiles(kTiling.own());
-  const Work work = work_of_block(tiles, sizes.sequences * sizes.kv_heads);
-  const int sequence = work.pair / sizes.kv_heads, kv_head = work.pair % sizes.kv_heads;
+  const int parts = key_parts(sizes);
+  const Work work = work_of_block(tiles, sizes.sequences * sizes.kv_heads * parts);
+  const int part = work.pair % parts, pair = work.pair / parts;
+  const int sequence = pair / sizes.kv_heads, kv_head = pair % sizes.kv_heads;
   const int first = work.tile * kTiling.own();
   const int first_of_warp = first + warp_of_thread() * 16 * M, last_of_warp = first_of_warp + 16 * M - 1;
   const int begin = first / kQueries;
   const int last_key = min(first + kTiling.own(), sizes.length) - 1;
   const int end = end_of_seeing(sizes, sequence, begin, kQueries, 0, last_key);
-  const int first_head = kv_head * sizes.group(), end_of_heads = first_head + sizes.group();
+  const int first_head = kv_head * sizes.group() + part * heads_of_block(sizes);
+  const int end_of_heads = min(first_head + heads_of_block(sizes), (kv_head + 1) * sizes.group());
   const auto load_stage = [&](int stage, int head, int tile) {
     const std::uint32_t to = stages_at + stage * 2 * kTileBytes;
     const int here = not_known(sequence);
@@ -637,6 +694,13 @@ __global__ void __launch_bounds__(kThreads, 2)
       add_weighted<T, D>(key_gradient, weights, queries_at);
     });
   }
+  if (parts > 1) {
+    sums += part * key_sums(sizes) + pair * 2LL * sizes.length * D;
+    store_sums<D>(key_gradient, sums, first_of_warp, sizes.length);
+    store_sums<D>(value_gradient, sums + static_cast<std::int64_t>(sizes.length) * D, first_of_warp,
+                  sizes.length);
+    return;
+  }
   store_rows<T, D>(key_gradient, Factors<M>(scale).of, own_at, sizes.keys(dqkv, sequence, kv_head),
                    first_of_warp, sizes.length);
   store_rows<T, D>(value_gradient, Factors<M>(1).of, own_at, sizes.values(dqkv, sequence, kv_head),
@@ -645,6 +709,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 template <class T, int D>
 struct TensorAttention {
+  // Of sums, behind the statistics.
+  static std::int64_t workspace_bytes(const Sizes& sizes) {
+    const int parts = key_parts(sizes);
+    return parts > 1 ? parts * key_sums(sizes) * static_cast<std::int64_t>(sizeof(float)) : 0;
+  }
   static void forward(const Sizes& sizes, const T* qkv, T* y, float* log_sums, cudaStream_t stream) {
     launch(forward_kernel<T, D>, blocks(sizes, kForward<D>, sizes.heads), kThreads, forward_bytes<D>(),
            stream, "attention", sizes, qkv, y, log_sums);
@@ -652,9 +721,15 @@ struct TensorAttention {
   static void backward(const Sizes& sizes, const T* qkv, const T* y, const float* log_sums, const T* dy,
                        T* dqkv, float2* statistics, cudaStream_t stream) {
     launch_delta<T, D == 64 ? 8 : 16, true>(sizes, y, dy, log_sums, statistics, stream);
-    launch(key_gradient_kernel<T, D>, blocks(sizes, kKeyGradient<D>, sizes.kv_heads), kThreads,
+    const int parts = key_parts(sizes);
+    float* const sums =
+        reinterpret_cast<float*>(statistics + sizes.sequences * sizes.heads * padded(sizes.length));
+    launch(key_gradient_kernel<T, D>, blocks(sizes, kKeyGradient<D>, sizes.kv_heads * parts), kThreads,
            key_gradient_bytes<D>(), stream, "attention: gradients of keys and values", sizes, qkv, dy,
-           statistics, dqkv);
+           statistics, dqkv, sums);
+    if (parts > 1)
+      launch(add_key_parts<T>, (key_sums(sizes) / 4 + 255) / 256, 256, 0, stream,
+             "attention: gradients of keys and values", sizes, sums, dqkv);
     launch(query_gradient_kernel<T, D>, blocks(sizes, kQueryGradient<D>, sizes.heads), kThreads,
            query_gradient_bytes<D>(), stream, "attention: gradients of queries", sizes, qkv, dy, statistics,
            dqkv);
