@@ -39,7 +39,7 @@ void run(Index tokens, Index width, Index inner, Index vocabulary) {
   cuda::Stream stream;
   cuda::DeviceMemory memory(stream);
   Ledger ledger;
-  cuda::Products products(Precision::bf16, stream, memory, ledger);
+  cuda::Products products(Precision::bf16, true, stream, memory, ledger);
   const Index part = std::min<Index>(tokens, 5248), widest = std::max(inner, 3 * width);
   const Block a(ledger, "a", tokens * widest * 2, memory), b(ledger, "b", tokens * widest * 2, memory),
       d(ledger, "d", tokens * widest * 2, memory), kept(ledger, "kept", tokens * widest * 2, memory),

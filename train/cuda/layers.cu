@@ -206,6 +206,28 @@ struct GateBack {
   }
 };
 
+// splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of each word and its place; a sum is the same in any order.
+__global__ void digest_words(const std::uint16_t* values, std::int64_t count, std::int64_t words,
+                             std::int64_t stride, unsigned long long* digest) {
+  unsigned long long hash = 0, nonzero = 0;
+  for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += std::int64_t{gridDim.x} * blockDim.x) {
+    const std::uint16_t word = values[i / words * stride + i % words];
+    unsigned long long x = (static_cast<unsigned long long>(i) << 16 | word) + 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    hash += x ^ x >> 31;
+    nonzero += word != 0;
+  }
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    hash += __shfl_down_sync(~0u, hash, lanes);
+    nonzero += __shfl_down_sync(~0u, nonzero, lanes);
+  }
+  if (threadIdx.x % 32 != 0) return;
+  atomicAdd(&digest[0], hash);
+  atomicAdd(&digest[1], nonzero);
+}
+
 __global__ void multiply_one(const float* a, const float* b, float* out) { *out = *a * *b; }
 
 }  // namespace
@@ -218,6 +240,14 @@ void convert(Values from, Values to, std::int64_t count, cudaStream_t stream) {
   else
     start_each_value<1>(job, count, stream);
   launched("converting values");
+}
+
+void add_digest(const void* values, std::int64_t rows, std::int64_t words, std::int64_t stride,
+                unsigned long long* digest, cudaStream_t stream) {
+  if (rows * words == 0) return;
+  digest_words<<<1024, 256, 0, stream>>>(static_cast<const std::uint16_t*>(values), rows * words, words,
+                                         stride, digest);
+  launched("a digest");
 }
 
 void multiply(const float* a, const float* b, float* out, cudaStream_t stream) {

@@ -24,6 +24,11 @@ struct Values {
 // to[i] = from[i]
 void convert(Values from, Values to, std::int64_t count, cudaStream_t stream);
 
+// Of `rows` rows of `words` 16-bit words, `stride` words apart: digest[0] += a hash of the words and their places,
+// digest[1] += how many are not 0.
+void add_digest(const void* values, std::int64_t rows, std::int64_t words, std::int64_t stride,
+                unsigned long long* digest, cudaStream_t stream);
+
 // *out = *a *b
 void multiply(const float* a, const float* b, float* out, cudaStream_t stream);
 

@@ -38,7 +38,7 @@ Operations::Operations(const Setup& setup, Index rows, Visible weights, const In
       parameters_(parameters_of(model_)),
       sequences_(setup.batch),
       rows_(rows),
-      products_(precision_, stream, memory, ledger),
+      products_(precision_, inputs != nullptr, stream, memory, ledger),
       inputs_(inputs),
       outbox_(outbox),
       weights_(weights),

@@ -35,10 +35,12 @@ struct Product {
 
 std::string products_version();  // of cuBLASLt: another may sum in another order
 
-// Sums are fp32. The same shapes get the same algorithm, the first that cuBLASLt proposes: runs repeat to the bit.
+// Sums are fp32. The bits are those of the first algorithm that cuBLASLt proposes for a shape, so that runs repeat to the
+// bit. `tunes`: a large product is computed by the fastest of a few that give the same bits; they are tried when its shape
+// is first asked for, and then its operands must not change beside it.
 class Products {
  public:
-  Products(Precision precision, const Stream& stream, Memory& memory, Ledger& ledger);
+  Products(Precision precision, bool tunes, const Stream& stream, Memory& memory, Ledger& ledger);
   ~Products();
   void run(const Product& product);
 
