@@ -52,12 +52,17 @@ struct Options {
 int draw(const std::vector<float>& logits, const Options& options, std::uint64_t index) {
   std::vector<int> order(logits.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-    return logits[static_cast<std::size_t>(a)] > logits[static_cast<std::size_t>(b)];
-  });
+  const auto comes_before = [&](int a, int b) {
+    const float x = logits[static_cast<std::size_t>(a)], y = logits[static_cast<std::size_t>(b)];
+    return x > y || (x == y && a < b);
+  };
+  std::size_t kept = options.temperature == 0 ? 1 : static_cast<std::size_t>(options.top_k);
+  if (kept == 0 || kept > order.size()) kept = order.size();
+  const auto end = order.begin() + static_cast<std::ptrdiff_t>(kept);
+  if (kept < order.size()) std::nth_element(order.begin(), end, order.end(), comes_before);
+  std::sort(order.begin(), end, comes_before);
+  order.resize(kept);
   if (options.temperature == 0) return order.front();
-  if (options.top_k > 0 && static_cast<std::size_t>(options.top_k) < order.size())
-    order.resize(static_cast<std::size_t>(options.top_k));
   std::vector<double> sums;
   double sum = 0;
   for (const int token : order) {
