@@ -290,7 +290,8 @@ def llmq_row(case, arguments, folder):
 
     where = folder / "llmq"
     where.mkdir(exist_ok=True)
-    (where / "config.json").write_text(json.dumps(case.config), encoding="utf-8")
+    config = {"bos_token_id": 0, "eos_token_id": 0, **case.config}  # it wants to know them
+    (where / "config.json").write_text(json.dumps(config), encoding="utf-8")
     vocabulary = case.config["vocab_size"]
     for name in ("train.bin", "eval.bin"):
         tokens = random_tokens(vocabulary, numpy.int32)

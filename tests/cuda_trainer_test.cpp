@@ -9,6 +9,8 @@
 
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
+#include "train/cuda/outbox.h"
+#include "train/cuda/products.h"
 #include "train/run/trainer.h"
 
 namespace scruple::train {
@@ -398,6 +400,58 @@ TEST(CudaPlan, ReleasedBytesAreTheLedgers) {
 }
 
 // More than a GPU has, and more than is allowed: refused, and the next run is none the worse.
+// [out, in] of the largest matrices of GPT-2, Llama 3.x, Qwen 2.5 and 3, Mistral, Gemma; both ways round.
+TEST(CudaPlan, PiecesAreWhatTensorCoresTake) {
+  const std::int64_t matrices[][2] = {{50257, 1600},  {128256, 4096}, {14336, 4096},  {128256, 8192},
+                                      {28672, 8192},  {53248, 16384}, {152064, 3584}, {18944, 3584},
+                                      {13824, 5120},  {27648, 5120},  {151936, 2560}, {32768, 12288},
+                                      {262144, 5376}, {21504, 5376},  {5120, 8192},   {257, 1000003}};
+  for (const auto& [out, in] : matrices)
+    for (const Precision type : {Precision::bf16, Precision::fp32})
+      for (const Parameter& p :
+           {Parameter{"", {out, in}, true, 0, 0}, Parameter{"", {in, out}, true, 0, 0}}) {
+        const std::int64_t buffer = cuda::Outbox::buffer_bytes({p}, type), rows = p.shape[0];
+        const std::int64_t piece = cuda::Outbox::piece_rows(buffer, p, type);
+        EXPECT_LE(piece * p.shape[1] * cuda::bytes_of(type), buffer);
+        if (piece == rows) continue;
+        EXPECT_EQ(piece % 128, 0) << rows << " x " << p.shape[1];
+        EXPECT_LE(buffer, std::max<std::int64_t>(128 << 20, 128 * p.shape[1] * cuda::bytes_of(type)));
+        if (piece == 128) continue;  // the least there is; else the last is no sliver
+        EXPECT_GE((rows - 1) % piece + 1, 128) << rows << " x " << p.shape[1] << " by " << piece;
+      }
+}
+
+// Of a size at which several algorithms are tried.
+TEST_F(CudaTrainer, TunedProductsHaveTheBitsOfTheFirstAlgorithm) {
+  constexpr std::int64_t kSize = 1536;
+  cuda::Stream stream;
+  cuda::DeviceMemory memory(stream);
+  Ledger ledger;
+  std::vector<std::uint16_t> values(kSize * kSize);
+  for (std::size_t i = 0; i < values.size(); ++i)  // bf16 of either sign, between 1/128 and 2
+    values[i] = static_cast<std::uint16_t>(0x3c00 | (i * 2654435761u >> 7 & 0x83ff));
+  const Block a(ledger, "a", kSize * kSize * 2, memory), d(ledger, "d", kSize * kSize * 4, memory);
+  memory.write(a.as<void>(), values.data(), a.bytes());
+  for (const bool wide : {false, true})
+    for (const bool transposed : {false, true}) {
+      const cuda::Product product = {.rows = kSize,
+                                     .columns = kSize,
+                                     .depth = kSize,
+                                     .a = {a.as<void>(), kSize, transposed},
+                                     .b = {a.as<void>(), kSize, !transposed},
+                                     .d = d.as<void>(),
+                                     .stride = kSize,
+                                     .wide = wide};
+      std::vector<std::uint32_t> outputs[2];
+      for (const bool tunes : {false, true}) {
+        cuda::Products(Precision::bf16, tunes, stream, memory, ledger).run(product);
+        outputs[tunes].resize(kSize * kSize / (wide ? 1 : 2));
+        memory.read(outputs[tunes].data(), d.as<void>(), kSize * kSize * (wide ? 4 : 2));
+      }
+      EXPECT_EQ(outputs[0], outputs[1]);
+    }
+}
+
 TEST_F(CudaTrainer, TooMuchMemoryIsRefused) {
   Job large = job_of(llama(), cuda_backend, "scruple", Precision::bf16);
   large.batch = 1'000'000;

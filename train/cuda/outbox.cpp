@@ -17,8 +17,10 @@ constexpr std::int64_t kPieceRows = 128;
 std::int64_t aligned(std::int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 std::int64_t columns_of(const Parameter& parameter) { return parameter.size() / parameter.shape[0]; }
 
-// Of the fewest pieces that fit into `bytes`, about the same number each; or all.
-std::int64_t rows_within(std::int64_t bytes, const Parameter& parameter, Precision type) {
+}  // namespace
+
+// The fewest pieces, of about the same size.
+std::int64_t Outbox::piece_rows(std::int64_t bytes, const Parameter& parameter, Precision type) {
   const std::int64_t rows = parameter.shape[0], row = columns_of(parameter) * bytes_of(type);
   if (rows * row <= bytes) return rows;
   const std::int64_t most = std::max<std::int64_t>(bytes / row / kPieceRows, 1) * kPieceRows;
@@ -26,14 +28,12 @@ std::int64_t rows_within(std::int64_t bytes, const Parameter& parameter, Precisi
   return std::min(rows, (share + kPieceRows - 1) / kPieceRows * kPieceRows);
 }
 
-}  // namespace
-
 std::int64_t Outbox::buffer_bytes(const std::vector<Parameter>& parameters, Precision type) {
   std::int64_t all = 0, largest = 0;
   for (const Parameter& parameter : parameters) {
     all += aligned(parameter.size() * bytes_of(type));
     largest = std::max(
-        largest, aligned(rows_within(kMostBytes, parameter, type) * columns_of(parameter) * bytes_of(type)));
+        largest, aligned(piece_rows(kMostBytes, parameter, type) * columns_of(parameter) * bytes_of(type)));
   }
   return std::max(largest, std::min(all, kFewBytes));
 }
@@ -64,7 +64,7 @@ void Outbox::take(int parameter, const FillRows& fill) {
   const std::int64_t bytes = aligned(p.size() * bytes_of(type_));
   if (used_ + bytes > buffer_.bytes()) close();
   if (bytes > buffer_.bytes()) {
-    const std::int64_t rows = rows_within(buffer_.bytes(), p, type_);
+    const std::int64_t rows = piece_rows(buffer_.bytes(), p, type_);
     if (sink_->measures()) take_in_pieces(parameter, fill, rows, &Sink::measure);
     take_in_pieces(parameter, fill, rows, &Sink::add);
     return;

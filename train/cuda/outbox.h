@@ -20,6 +20,8 @@ class Outbox {
   // Hands over by way of `recording` while it runs.
   Outbox(const std::vector<Parameter>& parameters, Precision type, bool released, Recording& recording,
          Memory& memory, Ledger& ledger);
+  // Rows of a piece of a gradient that goes through a buffer of so many bytes; all of them where they fit.
+  static std::int64_t piece_rows(std::int64_t bytes, const Parameter& parameter, Precision type);
   // Bytes of the buffer for these parameters.
   static std::int64_t buffer_bytes(const std::vector<Parameter>& parameters, Precision type);
 
