@@ -15,7 +15,8 @@ tests="cast optimizers parameters rounding state masters written_state release r
 pythons=${PYTHONS:-}
 if [ -z "$pythons" ]; then
   for minor in 10 11 12 13 14 15; do
-    if command -v "python3.$minor" >/dev/null; then pythons="$pythons python3.$minor"; fi
+    # A name in the path may be pyenv's, which has nothing behind it unless that version is chosen.
+    if "python3.$minor" -c "" 2>/dev/null; then pythons="$pythons python3.$minor"; fi
   done
 fi
 

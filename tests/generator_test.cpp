@@ -1,5 +1,5 @@
 // Generation on every device: the pass with a key-value cache gives the logits that the CPU's gives in fp32, which
-// gpt_test compares with a reference.
+// cached_transformer_test compares with a reference.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <span>
@@ -135,7 +134,7 @@ void write_values(io::SafetensorsWriter& writer, std::size_t place, const io::Te
            static_cast<std::int64_t>(values.size()), values.data());
     codes.clear();
     if (stored.dtype == Dtype::f16)
-      std::transform(values.begin(), values.end(), std::back_inserter(codes), Fp16::nearest);
+      for (const float x : values) codes.push_back(Fp16::nearest(x));
     writer.write(place, codes.empty() ? std::as_bytes(std::span(values)) : std::as_bytes(std::span(codes)));
   }
 }
