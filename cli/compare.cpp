@@ -246,8 +246,10 @@ class Comparer {
   // With activations in the type that the weights are computed in, on every device: fp32 is the reference.
   train::Job job_for(const Choice& choice, const ModelOptions& model,
                      const GradientOptions& gradients) const {
-    return make_job(choice, choice.recipe, model, options_.chosen, gradients,
-                    computed_in(choice, choice.recipe));
+    train::Job job = make_job(choice, choice.recipe, model, options_.chosen, gradients,
+                              computed_in(choice, choice.recipe));
+    fit_recompute(job, model);
+    return job;
   }
 
   train::Job job_of(const std::string& recipe, const std::string& optimizer) const {

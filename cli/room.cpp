@@ -1,6 +1,7 @@
 #include "room.h"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <sstream>
@@ -36,6 +37,15 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job
 std::int64_t free_memory(const train::Job& job) {
   const std::unique_ptr<train::Backend> backend = job.backend(job.threads);
   return backend->memory().is_host() ? free_memory() : backend->free_bytes();
+}
+
+void fit_recompute(train::Job& job, const ModelOptions& options, std::int64_t limit) {
+  if (options.recompute != kAutoRecompute) return;
+  const std::int64_t room = std::min(free_memory(job), limit);
+  for (std::size_t i = 0; i < std::size(train::kRecomputes); ++i) {
+    job.recompute = static_cast<train::Recompute>(i);
+    if (train::memory_of(job).peak() <= room) return;
+  }
 }
 
 bool on_gpu(const train::Job& job) { return job.backend == train::cuda_backend; }

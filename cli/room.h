@@ -11,6 +11,7 @@
 #include "memory.h"
 #include "text.h"
 #include "train/run/trainer.h"
+#include "training.h"
 
 namespace scruple::cli {
 
@@ -22,6 +23,9 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job
                const std::string& policy);
 // What the job's device can still give.
 std::int64_t free_memory(const train::Job& job);
+// Where the options leave it open: as little recomputed as fits, also into `limit`. Each choice takes less memory than the
+// one before, and more time; the bits are the same.
+void fit_recompute(train::Job& job, const ModelOptions& options, std::int64_t limit = kNoLimit);
 bool on_gpu(const train::Job& job);
 // What would take less memory, in options that the job does not have: "choose a smaller model, --batch or --context, or
 // --recompute block, or --offload".

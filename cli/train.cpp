@@ -89,6 +89,7 @@ Data prepare(Session& session) {
   job = make_job(choice, choice.recipe, options.model, session.model, options.gradients, options.activations);
   job.isolates = data.training().isolates();
   job.schedule = options.schedule();
+  fit_recompute(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move
   session.plan = plan_of(choice, choice.recipe, job, options.gradients.policy);
   return data;
@@ -102,8 +103,9 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
             << ": " << shape_words(s) << "; " << grouped(train::parameter_count(s)) << " parameters; "
             << trainer.backend().device() << '\n'
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
-            << options.gradients.policy << ", activations " << options.activations << gradient_words(job)
-            << "; lr " << shortest(options.lr) << ' ' << options.annealing << ", seed " << job.seed << '\n'
+            << options.gradients.policy << ", activations " << options.activations << recompute_words(job)
+            << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.annealing << ", seed "
+            << job.seed << '\n'
             << plural(options.model.steps, "step") << " of " << step_words(job, data.layout()) << "; "
             << name_of(options.data) << " has " << grouped(data.size());
   if (data.layout() == train::Layout::padded || data.documents() > 1)

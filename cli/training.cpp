@@ -46,6 +46,8 @@ void note_about(const train::Data& data, const train::Cutting& cutting, const ch
 }  // namespace
 
 OptionTable ModelOptions::options(std::int64_t fewest_steps) {
+  std::vector<std::string> recomputes(std::begin(train::kRecomputes), std::end(train::kRecomputes));
+  recomputes.emplace_back(kAutoRecompute);
   return {
       {"--model", "model", &model, "MODEL",
        "gpt: a byte-level GPT-2 of the sizes below; or a Hugging Face folder (gpt2, llama, mistral, qwen2, "
@@ -60,8 +62,11 @@ OptionTable ModelOptions::options(std::int64_t fewest_steps) {
        whole_from(1)},
       {"--batch", "batch", &batch, "N", "windows in a micro-batch", whole_from(1)},
       {"--recompute", "recompute", &recompute, "",
-       "what backward computes again to save activations: none, mlp, or block (all but a layer's input)",
-       one_of(train::kRecomputes), kMayChange},
+       "what backward computes again to save activations: none; norms; mlp; keep-attention (all but a "
+       "layer's "
+       "input and what attention gave); block (all but its input); auto: as little as fits into memory, or "
+       "into --memory-limit",
+       one_of(recomputes), kMayChange},
       {"--offload", "offload", &offload, "",
        "on a GPU: what goes from layer to layer waits in host memory for the backward pass", anything(),
        kMayChange},
@@ -317,7 +322,8 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.shape = shape;
   job.initial = model.initial();
   job.batch = options.batch;
-  job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
+  if (options.recompute != kAutoRecompute)
+    job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
   job.offloads = options.offload;
   job.seed = options.seed;
   job.threads = options.threads;
@@ -360,6 +366,11 @@ std::string kind_words(const train::ModelConfig& model) {
 std::string shape_words(const train::Description& shape) {
   return plural(shape.layers, "layer") + ", width " + grouped(shape.width) + ", " +
          plural(shape.heads, "head") + ", context " + grouped(shape.context);
+}
+
+std::string recompute_words(const train::Job& job) {
+  if (job.recompute == train::Recompute::none) return "";
+  return std::string(", recompute ") + train::kRecomputes[static_cast<int>(job.recompute)];
 }
 
 std::string gradient_words(const train::Job& job) {

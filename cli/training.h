@@ -27,6 +27,9 @@ std::string device_for(const std::string& asked);                 // cuda or cpu
 // Throws where nothing can be trained on this one, cuda or cpu; what only counts can do without.
 void check_device(const std::string& device);
 
+// Of --recompute, beside train::kRecomputes: as little as fits (fit_recompute).
+inline constexpr const char* kAutoRecompute = "auto";
+
 struct ModelOptions {
   std::string model = kGpt;  // or the path of a folder, or of a config.json
   train::GptShape shape;     // of a gpt; a folder's model has its own sizes
@@ -109,6 +112,7 @@ const char* token_word(const train::Description& shape);   // byte, or token
 std::string nats_per(const train::Description& shape);     // nats per byte
 std::string kind_words(const train::ModelConfig& model);   // gpt2, llama...
 std::string shape_words(const train::Description& shape);  // 2 layers, width 64, 4 heads, context 128
+std::string recompute_words(const train::Job& job);        // ", recompute mlp", or nothing
 // What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".
 std::string gradient_words(const train::Job& job);
 

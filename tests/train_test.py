@@ -14,7 +14,7 @@ import subprocess
 import termios
 
 import command
-from command import run, shown, start, tiny, until
+from command import content, run, shown, start, tiny, until
 
 README = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
 
@@ -117,6 +117,24 @@ class Train(Case):
             self.assertFalse(os.path.exists(self.path("no")))
         for wrong in ("46", "GiB", "46Gi", "46gib", "-1GiB", "0GiB", "1e9TiB", "nanGB", "1BB", "1iB", ""):
             self.trains(2, f"--memory-limit is '{wrong}'; it must be a size such as 46GiB, 48GB or 500MiB", "--memory-limit", wrong)
+
+    def test_as_little_is_recomputed_as_fits(self):
+        """Into memory, or a limit; the bits are the same."""
+        model = ("--layers", "4", "--width", "64", "--batch", "8", "--context", "64", "--device", "cpu")
+        totals, weights = {}, set()
+        for how in ("none", "mlp", "keep-attention", "block"):
+            said = self.trained(*model, "--recompute", how, out=how)
+            totals[how] = float(re.search(r"^total +([\d.]+) ", said, re.M)[1])
+            unit = re.search(r"^memory +(\w+) ", said, re.M)[1]
+        self.assertEqual(sorted(totals.values(), reverse=True), list(totals.values()))
+        for how, total in totals.items():
+            said = self.trained(*model, "--recompute", "auto", "--memory-limit", f"{total + 0.01}{unit}", out="auto " + how)
+            self.assertEqual(re.findall(r", recompute ([\w-]+)", said), [how] if how != "none" else [])
+            self.assertEqual(float(re.search(r"^total +([\d.]+) ", said, re.M)[1]), total)
+            weights |= {content(self.path(f"{out}/model.safetensors")) for out in (how, "auto " + how)}
+        self.assertEqual(len(weights), 1)
+        self.assertNotIn("recompute", self.trained(*model, "--recompute", "auto", out="all of it"))
+        self.trains(1, "the run needs", *model, "--recompute", "auto", "--memory-limit", f"{totals['block'] - 0.01}{unit}", out="no")
 
     def test_what_would_take_less_is_named(self):
         """As far as the run does not have it."""
