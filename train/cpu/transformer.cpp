@@ -71,36 +71,25 @@ void Transformer::backward(WeightValues& weights, Gradients& gradients, float sc
 
 // ---- Generation ----
 
-struct CachedTransformer::State {
-  State(const Description& shape, Threads& threads, Ledger& ledger)
-      : model(shape),
-        rows(std::min(kAtOnce, shape.context)),
-        on({shape, 1}, rows, true, threads, ledger),
-        pass(on, on.places(), Recompute::block) {}
-
-  const Description model;
-  const Index rows;
-  Operations on;
-  Pass<Operations> pass;
+struct CachedTransformer::State : CachedPass<Operations> {
+  using CachedPass::CachedPass;
 };
 
 CachedTransformer::CachedTransformer(const Description& model, Threads& threads, Ledger& ledger) {
-  check_setup({model, 1});
-  state_ = std::make_unique<State>(model, threads, ledger);
+  const Setup setup = {model, 1};
+  check_setup(setup);
+  state_ = std::make_unique<State>(setup, kAtOnce, true, threads, ledger);
 }
 
 CachedTransformer::~CachedTransformer() = default;
 
 void CachedTransformer::feed(WeightValues& weights, const std::int32_t* tokens, std::int64_t count,
                              float* logits) {
-  State& s = *state_;
-  check_feed(s.model, s.on.length, tokens, count);
-  s.on.start(weights, nullptr);
-  train::feed(s.on, s.pass, s.rows, tokens, count, logits);
+  state_->feed(weights, tokens, count, logits);
 }
 
-std::int64_t CachedTransformer::length() const { return state_->on.length; }
+std::int64_t CachedTransformer::length() const { return state_->length(); }
 
-void CachedTransformer::clear() { state_->on.length = 0; }
+void CachedTransformer::clear() { state_->clear(); }
 
 }  // namespace scruple::train

@@ -155,17 +155,8 @@ double Transformer::loss(Visible weights, const Batch& batch) {
 
 // ---- Generation ----
 
-struct CachedTransformer::State {
-  State(const Setup& setup, Visible weights, const Stream& stream, Memory& memory, Ledger& ledger)
-      : model(setup.shape),
-        rows(std::min(kAtOnce, model.context)),
-        on(setup, rows, weights, nullptr, nullptr, stream, memory, ledger),
-        pass(on, on.places(), Recompute::block) {}
-
-  const Description model;
-  const Index rows;
-  Operations on;
-  Pass<Operations> pass;
+struct CachedTransformer::State : CachedPass<Operations> {
+  using CachedPass::CachedPass;
 };
 
 CachedTransformer::CachedTransformer(const Description& model, Visible weights, const Stream& stream,
@@ -174,20 +165,17 @@ CachedTransformer::CachedTransformer(const Description& model, Visible weights, 
   setup.shape = model, setup.batch = 1;
   setup.activations = type_of(weights[0].arrays[SCRUPLE_WEIGHT].format);
   check_setup(setup);
-  state_ = std::make_unique<State>(setup, weights, stream, memory, ledger);
+  state_ = std::make_unique<State>(setup, kAtOnce, weights, nullptr, nullptr, stream, memory, ledger);
 }
 
 CachedTransformer::~CachedTransformer() = default;
 
 void CachedTransformer::feed(Visible weights, const std::int32_t* tokens, std::int64_t count, float* logits) {
-  State& s = *state_;
-  check_feed(s.model, s.on.length, tokens, count);
-  s.on.start(weights, false);
-  train::feed(s.on, s.pass, s.rows, tokens, count, logits);
+  state_->feed(weights, tokens, count, logits);
 }
 
-std::int64_t CachedTransformer::length() const { return state_->on.length; }
+std::int64_t CachedTransformer::length() const { return state_->length(); }
 
-void CachedTransformer::clear() { state_->on.length = 0; }
+void CachedTransformer::clear() { state_->clear(); }
 
 }  // namespace scruple::train::cuda

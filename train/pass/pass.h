@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "train/pass/backend.h"
@@ -122,17 +123,39 @@ class Pass {
   std::array<std::vector<Tensor>, kActivations> tensors_;
 };
 
-// Feeds `count` tokens to a device that has a key-value cache, `at_once` of them at a time, at most. Their last logits.
+// Generation: the same pass over one sequence, which goes on from a key-value cache. At most `at_once` tokens are fed
+// together; `rest` is what the operations want to know beside the setup and that.
 template <class Operations>
-void feed(Operations& on, Pass<Operations>& pass, std::int64_t at_once, const std::int32_t* tokens,
-          std::int64_t count, float* logits) {
-  for (std::int64_t first = 0; first < count; first += at_once) {
-    const std::int64_t now = std::min(at_once, count - first);
-    on.feed(tokens + first, now);
-    pass.forward();
-    on.length += now;
+class CachedPass {
+ public:
+  template <class... Rest>
+  CachedPass(const Setup& setup, std::int64_t at_once, Rest&&... rest)
+      : model_(setup.shape),
+        rows_(std::min(at_once, model_.context)),
+        on_(setup, rows_, std::forward<Rest>(rest)...),
+        pass_(on_, on_.places(), Recompute::block) {}
+
+  // The logits after the last of these tokens.
+  template <class Weights>
+  void feed(Weights& weights, const std::int32_t* tokens, std::int64_t count, float* logits) {
+    check_feed(model_, on_.length, tokens, count);
+    on_.start(weights, {});  // for no backward pass
+    for (std::int64_t first = 0; first < count; first += rows_) {
+      const std::int64_t now = std::min(rows_, count - first);
+      on_.feed(tokens + first, now);
+      pass_.forward();
+      on_.length += now;
+    }
+    on_.logits(logits);
   }
-  on.logits(logits);
-}
+  std::int64_t length() const { return on_.length; }
+  void clear() { on_.length = 0; }
+
+ private:
+  const Description model_;
+  const std::int64_t rows_;
+  Operations on_;
+  Pass<Operations> pass_;
+};
 
 }  // namespace scruple::train
