@@ -284,6 +284,9 @@ def head(task, row, device):
         **({package: importlib.metadata.version(package)} if package else {}),
         "begin": getattr(task, "begin", None),
         "steps": task.steps,
+        "optimizer": task.optimizer,
+        "hypers": {**task.hypers, **row.options},
+        "clip": None,  # no task clips
     }
 
 

@@ -3,6 +3,7 @@
     python evidence/report.py [--check]     --check: fails where the page is not what the lines say
 """
 
+import hashlib
 import html
 import json
 import math
@@ -20,13 +21,26 @@ PEAK = "#.3g"  # some models have less than a MiB
 DRAWN = (REFERENCE, "scruple", "scant", "flash", "scruple, compressed", "torch bf16")
 
 
+def name_of(text):
+    """What superseded.jsonl calls a line by."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def superseded():
+    """{name of a line that no longer counts: why}. Lines themselves are never changed (PROTOCOL.md)."""
+    lines = map(json.loads, (HERE / "superseded.jsonl").read_text().splitlines())
+    return {line["line"]: line["reason"] for line in lines}
+
+
 def lines_of(path):
-    found = []
+    found, old = [], superseded()
     for number, text in enumerate(path.read_text().splitlines(), 1):
         try:
-            found.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             sys.exit(f"{path}, line {number} is damaged: remove it, and that run is made again")
+        if name_of(text) not in old:
+            found.append(line)
     return found
 
 

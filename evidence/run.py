@@ -5,9 +5,11 @@
 """
 
 import argparse
+import hashlib
 import importlib
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -108,6 +110,28 @@ def command_of(words):
     return " ".join(kept)
 
 
+def commit_of():
+    """That this was run at, "+" where files were changed; None without git. SCRUPLE_COMMIT says it for a copy."""
+    try:
+        git = ["git", "-C", str(HERE)]
+        head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":!evidence/lines"], check=False).returncode
+        return head.stdout.strip() + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("SCRUPLE_COMMIT")
+
+
+def digest_of(folder):
+    """Of names and contents of the data; None where a task draws its own."""
+    if folder is None:
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in pathlib.Path(folder).rglob("*") if path.is_file()):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def main():
     start, asked = time.monotonic(), arguments()
     try:
@@ -142,7 +166,7 @@ def main():
     is_done = [key({**harness.head(task, row, device), "seed": seed}) in done for task, row, seed in mine]
     if any(is_done):
         print(f"{sum(is_done)} of {len(mine)} runs are in {asked.lines} already", flush=True)
-    failed = False
+    failed, commit, data = False, commit_of(), digest_of(asked.data)
     for again, (task, row, seed) in sorted(zip(is_done, mine), key=lambda run: run[0]):
         if again and (asked.times or not (hasattr(task, "needs") and task.needs(row, seed))):
             continue
@@ -165,7 +189,9 @@ def main():
             print(f"{label}: failed", flush=True)
             failed = True
             continue
-        line["command"] = command_of(sys.argv[1:])
+        line["command"], line["commit"], line["data"] = command_of(sys.argv[1:]), commit, data
+        if line.get("seed") is not None:
+            line["diverged"] = plain(line["metrics"]) != line["metrics"] or None in plain(line["losses"])
         append(asked.lines, plain(line))
         print("\r" * shows + f"{label}: {said}", flush=True)
         if device.type == "cuda":

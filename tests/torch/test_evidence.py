@@ -1,5 +1,6 @@
 """evidence/: its tasks run in their small form, runs are appended once, and the page is what the lines say."""
 
+import hashlib
 import json
 import pathlib
 import subprocess
@@ -55,6 +56,10 @@ class Evidence(unittest.TestCase):
             self.assertGreater(off["flash"], 1)  # second moments that became zero
             self.assertGreater(off["torch bf16"], 0.5)  # updates below the last bit
             self.assertNotIn(folder, found["scruple"]["command"])
+            self.assertEqual(found["scruple"]["hypers"], {"lr": 2e-3, "weight_decay": 1e-4})
+            said = [found["scruple"][name] for name in ("optimizer", "clip", "data", "diverged")]
+            self.assertEqual(said, ["AdamW", None, None, False])
+            self.assertRegex(found["scruple"]["commit"] or "none", r"^([0-9a-f]{10}\+?|none)$")
             again = run(*command)
             self.assertEqual(again.returncode, 0, again.stderr)
             self.assertIn("6 of 6 runs are in", again.stdout)
@@ -120,6 +125,26 @@ class Evidence(unittest.TestCase):
         done = reported(lines, "print(report.summary(tasks), report.table(tasks['t']), sep='\\n')")
         self.assertIn("| +0.5000 ± 0.0000 (2) | +33.33 % |", done.stdout, done.stderr)
         self.assertIn("| scruple (3) | 4.0000 ± 3.5000 | +0.5000 ± 0.0000 |", done.stdout)
+
+    def test_lines_are_only_appended(self):
+        """Every line of every commit is there still, and lines that do not count are lines."""
+        log = ["git", "log", "--format=", "-p", "--unified=0", "--", "evidence/lines", "evidence/superseded.jsonl"]
+        done = subprocess.run(log, cwd=EVIDENCE.parent, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            self.skipTest("no git checkout")
+        now = {path: set(path.read_text().splitlines()) for path in [*EVIDENCE.rglob("*.jsonl")]}
+        path, seen = None, 0
+        for text in done.stdout.splitlines():
+            if text.startswith("+++ b/"):
+                path = EVIDENCE.parent / text[6:]
+            elif text.startswith("+{"):
+                self.assertTrue(text[1:] in now.get(path, ()), f"removed or changed in {path.name}: {text[1:200]} ...")
+                seen += 1
+        self.assertGreater(seen, 700)
+        names = {(path.name, hashlib.sha256(text.encode()).hexdigest()[:16]) for path in now for text in now[path]}
+        marked = [json.loads(text) for text in now[EVIDENCE / "superseded.jsonl"]]
+        self.assertEqual([mark for mark in marked if (mark["file"], mark["line"]) not in names], [])
+        self.assertTrue(all(len(mark["reason"]) > 20 for mark in marked))
 
     def test_page(self):
         done = run(EVIDENCE / "report.py", "--check")
