@@ -12,8 +12,11 @@ import re
 import statistics
 import sys
 
+import verdicts
+
 HERE = pathlib.Path(__file__).resolve().parent
-REFERENCE = "torch fp32"
+REFERENCE, EXACT = "torch fp32", "mixed"
+JUDGED = ("scruple", "scant", "FlashOptim", "bitsandbytes 8-bit", "torchao 8-bit", "torch bf16")
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 ERRORS = {"applied": "step off by", "relative": "moments' step off by", "far": "sqrt(v) off by 1.5 x"}
 MORE_IS_BETTER = ("BLEU", "test accuracy")
@@ -100,9 +103,9 @@ def mean(values):
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
 
 
-def gaps_of(name, rows, key="lead"):
+def gaps_of(name, rows, key="lead", reference=REFERENCE):
     """To the reference of the same seed."""
-    exact = {run["seed"]: run[key] for run in rows[REFERENCE][0]}
+    exact = {run["seed"]: run[key] for run in rows[reference][0]}
     found = [(run[key], exact[run["seed"]]) for run in rows[name][0] if run["seed"] in exact]
     return [] if any(None in pair for pair in found) else [a - b for a, b in found]
 
@@ -180,6 +183,25 @@ def summary(tasks):
             cells += [" → ".join(f"{kept[name]:{form}}" for kept in (times, our_times)) if known else ""]
         lines.append(cells)
     return markdown(head, lines, texts=2)
+
+
+def shown(tasks):
+    """By the rules of PROTOCOL.md: rows beside `mixed`, gaps above 0 where they are worse."""
+    head = ("task", "row", "verdict", "pairs", "gap to `mixed`, % of the metric", "95 % interval", "pairs that decide")
+    lines = []
+    for task, rows in tasks.items():
+        for name in (name for name in JUDGED if name in rows and EXACT in rows):
+            metric = next(iter(rows[EXACT][0][0]["metrics"]))
+            gaps = [-x if metric in MORE_IS_BETTER else x for x in gaps_of(name, rows, reference=EXACT)]
+            if not gaps:  # one of them is not finite
+                lines.append((task, name, "worse: diverged", str(len(rows[name][0])), "", "", ""))
+                continue
+            exact = statistics.mean(run["lead"] for run in rows[EXACT][0])
+            found, gap_, half, needed = verdicts.verdict(gaps, exact)
+            ends = "" if half is None else " .. ".join(f"{100 * x / abs(exact):+.3g}" for x in (gap_ - half, gap_ + half))
+            cells = (f"{100 * gap_ / abs(exact):+.3g}", ends, "" if needed is None else str(needed))
+            lines.append((task, name, found, str(len(gaps)), *cells))
+    return markdown(head, lines, texts=3)
 
 
 def memory(tasks):
@@ -288,6 +310,7 @@ def main():
         pictures[HERE / "pictures" / f"{name}.svg"] = picture(task, rows)
     put("summary", summary(tasks) + "\n")
     put("memory", memory(tasks) + "\n")
+    put("verdicts", shown(tasks) + "\n")
     if "--check" in sys.argv[1:]:
         stale = [path for path, svg in pictures.items() if not path.exists() or path.read_text() != svg]
         if text != before or stale:

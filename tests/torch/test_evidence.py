@@ -146,6 +146,50 @@ class Evidence(unittest.TestCase):
         self.assertEqual([mark for mark in marked if (mark["file"], mark["line"]) not in names], [])
         self.assertTrue(all(len(mark["reason"]) > 20 for mark in marked))
 
+    def test_verdicts(self):
+        """Student's t as tables have it; each verdict where it must be, and none with seven pairs."""
+        sys.path.insert(0, str(EVIDENCE))
+        import verdicts
+
+        known = {(0.95, 1): 6.3138, (0.95, 7): 1.8946, (0.975, 1): 12.7062, (0.975, 7): 2.3646, (0.975, 29): 2.0452}
+        for (share, freedom), value in known.items():
+            self.assertAlmostEqual(verdicts.quantile(share, freedom), value, places=4)
+        small = [0.001, -0.001, 0.0005, -0.0005, 0.0008, -0.0008, 0.0002, 0.0]
+        for gaps, expected in (
+            (small, "equivalent"),
+            (small[:7], "not shown"),
+            ([0.01 + x for x in small], "worse"),
+            ([-0.01 + x for x in small], "better"),
+            ([0.0029 + x for x in small], "worse"),  # within the margin by its mean alone
+            ([100 * x for x in small], "not shown"),
+        ):
+            self.assertEqual(verdicts.verdict(gaps, 1.0)[0], expected, gaps)
+        self.assertEqual(verdicts.verdict([0.5], 1.0), ("not shown", 0.5, None, None))
+
+    def test_verdicts_of_the_page(self):
+        """Computed anew, from the lines alone."""
+        old = {json.loads(text)["line"] for text in (EVIDENCE / "superseded.jsonl").read_text().splitlines()}
+        texts = [text for path in sorted(EVIDENCE.glob("lines/*.jsonl")) for text in path.read_text().splitlines()]
+        lines = [json.loads(text) for text in texts if hashlib.sha256(text.encode()).hexdigest()[:16] not in old]
+        lines = [line for line in lines if line.get("seed") is not None]
+        last = {line["task"]: [line.get(key) for key in ("steps", "device", "begin")] for line in lines}
+        found = {}
+        for line in lines:
+            if last[line["task"]] == [line.get(key) for key in ("steps", "device", "begin")]:
+                value = next(iter(line["metrics"].values()))
+                found.setdefault((line["task"], line["row"]), {}).setdefault(line["seed"], []).append(value)
+        page = (EVIDENCE / "README.md").read_text().partition("<!-- verdicts -->\n")[2].partition("<!-- end -->")[0]
+        rows = [[cell.strip() for cell in text.split("|")[1:-1]] for text in page.splitlines()[2:]]
+        self.assertGreater(len(rows), 40)
+        for task, row, verdict, pairs, gap, _, _ in rows:
+            ours, exact = ({s: sum(x) / len(x) for s, x in found[task, name].items()} for name in (row, "mixed"))
+            gaps = [ours[seed] - exact[seed] for seed in ours if seed in exact]
+            mean = 100 * sum(gaps) / len(gaps) / (sum(exact.values()) / len(exact))
+            mean = -mean if task.startswith(("images", "translation")) else mean
+            self.assertEqual((int(pairs), gap), (len(gaps), f"{mean:+.3g}"), (task, row))
+            self.assertLess(len(gaps), 8)  # else the next line has to be thought over
+            self.assertEqual(verdict, "not shown")
+
     def test_page(self):
         done = run(EVIDENCE / "report.py", "--check")
         self.assertEqual(done.returncode, 0, done.stderr)
