@@ -1,7 +1,8 @@
 // How far each moment format is from fp32: on moments of even and uneven groups after one encoding with
 // nearest rounding, and after thousands of steps beside the exact moving average, with each rounding it
 // offers. Groups are runs of elements whose gradient scales are lognormal(sigma). Prints the tables of
-// docs/formats.md; takes a minute or two.
+// bench/results/2026-11-15-following.md; takes a minute or two. --curve prints one case step by step instead,
+// as CSV.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -324,9 +325,13 @@ Followers all_followers(scruple_engine* engine, const scruple_optimizer* adamw, 
   return rows;
 }
 
-// Root mean square of ln(sqrt(v) / sqrt(exact)) over the elements that are not zero, and, if any, the share
-// of those that became zero.
-std::string following_error(const std::vector<double>& exact, const std::vector<float>& v) {
+// Root mean square of ln(sqrt(v) / sqrt(exact)) over the elements that are not zero, and the share of those
+// that became zero.
+struct FollowingError {
+  double rms, zero;
+};
+
+FollowingError following_error(const std::vector<double>& exact, const std::vector<float>& v) {
   double error = 0, counted = 0, zero = 0;
   for (std::size_t i = 0; i < v.size(); ++i) {
     if (exact[i] <= 0) continue;
@@ -338,11 +343,14 @@ std::string following_error(const std::vector<double>& exact, const std::vector<
     error += off * off;
     counted += 1;
   }
+  return {std::sqrt(error / counted), zero / (zero + counted)};
+}
+
+std::string cell(const FollowingError& error) {
   char text[64];
-  const int end = std::snprintf(text, sizeof text, "%.3f", std::sqrt(error / counted));
-  if (zero > 0) {
-    std::snprintf(text + end, sizeof text - static_cast<std::size_t>(end), ", %.2f %%",
-                  100 * zero / (zero + counted));
+  const int end = std::snprintf(text, sizeof text, "%.3f", error.rms);
+  if (error.zero > 0) {
+    std::snprintf(text + end, sizeof text - static_cast<std::size_t>(end), ", %.2f %%", 100 * error.zero);
   }
   return text;
 }
@@ -368,6 +376,13 @@ void append_factors(const std::vector<double>& exact, const std::vector<float>& 
   }
 }
 
+// The exact moving average of squared gradients.
+void average(std::vector<double>& exact, const std::vector<float>& g, double beta2) {
+  for (std::size_t i = 0; i < kFollowed; ++i) {
+    exact[i] = beta2 * exact[i] + (1 - beta2) * (static_cast<double>(g[i]) * g[i]);
+  }
+}
+
 // One pattern, all rows: appends a cell to each line; the first, stationary one also fills in `steps`.
 void follow(const Run& run, const Pattern& pattern, Followers& rows, std::vector<std::string>& lines,
             std::vector<std::string>& steps) {
@@ -377,9 +392,7 @@ void follow(const Run& run, const Pattern& pattern, Followers& rows, std::vector
   const bool measured = &pattern == &kPatterns[0];
   for (std::int64_t t = 1; t <= run.steps; ++t) {
     const std::vector<float>& g = gradients.step(t);
-    for (std::size_t i = 0; i < kFollowed; ++i) {
-      exact[i] = run.beta2 * exact[i] + (1 - run.beta2) * (static_cast<double>(g[i]) * g[i]);
-    }
+    average(exact, g, run.beta2);
     const bool measure = measured && t > run.steps / 2 && t % (run.steps / 2 / kMeasuredSteps) == 0;
     for (std::size_t r = 0; r < rows.size(); ++r) {
       rows[r]->step(g, t);
@@ -388,15 +401,19 @@ void follow(const Run& run, const Pattern& pattern, Followers& rows, std::vector
     }
   }
   for (std::size_t r = 0; r < rows.size(); ++r) {
-    lines[r] += " " + following_error(exact, rows[r]->moment()) + " |";
+    lines[r] += " " + cell(following_error(exact, rows[r]->moment())) + " |";
     if (measured) steps[r] = " " + step_error(std::move(factors[r])) + " |";
   }
 }
 
-void following_table(scruple_engine* engine, scruple_optimizer* adamw, const Run& run) {
+void set_hypers(scruple_optimizer* adamw, const Run& run) {
   const std::pair<const char*, double> hypers[] = {
       {"lr", 1}, {"beta1", 0}, {"beta2", run.beta2}, {"eps", 1e-30}, {"weight_decay", 0}};
   for (const auto& [name, value] : hypers) check(scruple_optimizer_set(adamw, name, value));
+}
+
+void following_table(scruple_engine* engine, scruple_optimizer* adamw, const Run& run) {
+  set_hypers(adamw, run);
   std::vector<std::string> lines, steps;
   for (const Pattern& pattern : kPatterns) {
     Followers rows = all_followers(engine, adamw, run.beta2);
@@ -419,21 +436,51 @@ void following_table(scruple_engine* engine, scruple_optimizer* adamw, const Run
   for (std::size_t r = 0; r < lines.size(); ++r) std::printf("%s%s\n", lines[r].c_str(), steps[r].c_str());
 }
 
+// A third of the gradients grows by 5 at step 3,200: the error of every row every 50 steps.
+void following_curve(scruple_engine* engine, scruple_optimizer* adamw) {
+  const Run& run = kRuns[1];
+  const Pattern& pattern = kPatterns[1];
+  set_hypers(adamw, run);
+  Followers rows = all_followers(engine, adamw, run.beta2);
+  Gradients gradients(run, pattern);
+  std::vector<double> exact(kFollowed);
+  std::printf("step");
+  for (const auto& row : rows) std::printf(",\"%s\"", row->name().c_str());
+  for (std::int64_t t = 1; t <= run.steps; ++t) {
+    const std::vector<float>& g = gradients.step(t);
+    average(exact, g, run.beta2);
+    for (const auto& row : rows) row->step(g, t);
+    if (t % 50 != 0) continue;
+    std::printf("\n%lld", static_cast<long long>(t));
+    for (const auto& row : rows) std::printf(",%.4f", following_error(exact, row->moment()).rms);
+  }
+  std::printf("\n");
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char** words) {
+  const bool curve = count == 2 && std::string(words[1]) == "--curve";
+  if (count > 1 && !curve) {
+    std::fprintf(stderr, "usage: format_error [--curve]\n");
+    return 2;
+  }
   scruple_engine* engine = nullptr;
   check(scruple_engine_create("cpu", 1, &engine));
   scruple_optimizer* adamw = nullptr;
   check(scruple_optimizer_create("adamw", &adamw));
-  scruple_tensor tensor = {};
-  tensor.optimizer = adamw;
-  tensor.size = kSize;
-  table(engine, tensor, SCRUPLE_SLOT, SCRUPLE_ROLE_SIGNED,
-        "exp_avg: relative RMS error, share of elements off by half or more");
-  table(engine, tensor, SCRUPLE_SLOT + 1, SCRUPLE_ROLE_NONNEG,
-        "exp_avg_sq: RMS error of ln(1 / sqrt(v)), share of elements that became zero");
-  for (const Run& run : kRuns) following_table(engine, adamw, run);
+  if (curve) {
+    following_curve(engine, adamw);
+  } else {
+    scruple_tensor tensor = {};
+    tensor.optimizer = adamw;
+    tensor.size = kSize;
+    table(engine, tensor, SCRUPLE_SLOT, SCRUPLE_ROLE_SIGNED,
+          "exp_avg: relative RMS error, share of elements off by half or more");
+    table(engine, tensor, SCRUPLE_SLOT + 1, SCRUPLE_ROLE_NONNEG,
+          "exp_avg_sq: RMS error of ln(1 / sqrt(v)), share of elements that became zero");
+    for (const Run& run : kRuns) following_table(engine, adamw, run);
+  }
   scruple_optimizer_destroy(adamw);
   scruple_engine_destroy(engine);
   return 0;

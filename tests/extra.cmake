@@ -19,6 +19,7 @@ add_test(NAME header_c COMMAND header_c)
 add_test(NAME checkpoint_c COMMAND checkpoint_c ${CMAKE_CURRENT_BINARY_DIR}/checkpoint_c)
 
 add_test(NAME include_rule COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/scripts/check_includes.py)
+add_test(NAME pictures COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/bench/pictures.py --check)
 add_test(NAME formatted COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_format.sh)
 set_tests_properties(formatted PROPERTIES SKIP_RETURN_CODE 77)
 add_test(NAME headers_alone COMMAND ${PROJECT_SOURCE_DIR}/scripts/check_headers.sh ${CMAKE_CXX_COMPILER}
