@@ -106,4 +106,4 @@ fi
 says 0 "scruple $version" scruple --version
 says 2 "sudo apt install libcli11-dev nlohmann-json3-dev" scruple list
 
-"$source/tests/install/consume.sh" "$("$fresh" -c "import scruple; print(*scruple.__path__)")"
+"$fresh" "$source/tests/install/link_test.py" pip "$fresh"

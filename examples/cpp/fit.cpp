@@ -1,5 +1,5 @@
 // Fits y = A x + b to samples of a known A and b: two tensors, stepped in one call, clipped by their global norm.
-// Prints the squared error at the start and at the end, and what each parameter costs in memory.
+// Prints the squared error on the way, and what each parameter of A costs in memory.
 #include <cstdio>
 #include <random>
 #include <scruple/scruple.hpp>
@@ -13,17 +13,19 @@ int main() try {
   std::vector<float> true_a(kOut * kIn), true_b(kOut);
   for (float& value : true_a) value = normal(random) / 8;
   for (float& value : true_b) value = normal(random);
-
-  scruple::Engine engine;  // "cuda" takes device pointers
-  scruple::Optimizer decayed("adamw", {{"lr", 0.01}, {"weight_decay", 1e-4}});
-  scruple::Optimizer without_decay("adamw", {{"lr", 0.01}, {"weight_decay", 0}});
-  std::vector<scruple::Tensor> layers;
-  layers.emplace_back(engine, decayed, kOut * kIn, "scruple", 0);
-  layers.emplace_back(engine, without_decay, kOut, "scruple", 1);
-
   std::vector<float> a(kOut * kIn), b(kOut), grad_a(kOut * kIn), grad_b(kOut), x(kIn);
-  layers[0].gradient(grad_a.data(), "fp32");
+
+  scruple::Engine engine;
+  scruple::Optimizer decayed("adamw", {{"lr", 0.01}, {"weight_decay", 1e-4}});
+  scruple::Optimizer undecayed("adamw", {{"lr", 0.01}, {"weight_decay", 0}});
+  std::vector<scruple::Tensor> layers;
+  layers.emplace_back(engine, decayed, kOut * kIn, "scruple", 0);  // the last argument is its id
+  layers.emplace_back(engine, undecayed, kOut, "scruple", 1);
+  layers[0].load(a.data());  // the first weights
+  layers[1].load(b.data());
+  layers[0].gradient(grad_a.data(), "fp32");  // where each step will find the gradient
   layers[1].gradient(grad_b.data(), "fp32");
+
   for (int step = 0; step <= kSteps; ++step) {
     layers[0].weights(a.data());
     layers[1].weights(b.data());
@@ -40,20 +42,17 @@ int main() try {
         grad_b[i] += 2 * error / kBatch;
       }
     }
-    if (step % 200 == 0) std::printf("step %3d: squared error %.5f\n", step, loss);
-    const scruple::Norm norm = scruple::norm(engine, layers);
-    const float clip = norm.value > 10 ? static_cast<float>(10 / norm.value) : 1.0f;
-    for (scruple::Optimizer* optimizer : {&decayed, &without_decay})
+    if (step % 200 == 0) std::printf("step %3d: squared error %.2f\n", step, loss);
+    for (scruple::Optimizer* optimizer : {&decayed, &undecayed})
       optimizer->set("lr", 0.01 * (1 - 1.0 * step / (kSteps + 1)));
-    if (norm.finite) scruple::step(engine, layers, clip);
+    const scruple::Norm norm = scruple::norm(engine, layers);
+    if (norm.finite) scruple::step(engine, layers, scruple_clip_factor(norm.value, 10));
   }
 
   std::int64_t bytes = 0;
-  for (const int array : {+SCRUPLE_WEIGHT, +SCRUPLE_SLOT, SCRUPLE_SLOT + 1}) {
-    std::int64_t codes = 0, aux = 0;
-    scruple::check(scruple_format_bytes(layers[0].raw().arrays[array].format, kOut * kIn, &codes, &aux));
-    bytes += codes + aux;
-  }
+  for (const int array : scruple::used_arrays(layers[0].raw()))
+    if (array != SCRUPLE_GRADIENT)
+      bytes += scruple::plane_bytes(layers[0].raw().arrays[array].format, kOut * kIn).total();
   std::printf("%s: %.3f bytes per parameter\n", engine.name(), static_cast<double>(bytes) / (kOut * kIn));
 } catch (const scruple::Error& error) {
   std::fprintf(stderr, "%s\n", error.what());
