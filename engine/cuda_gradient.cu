@@ -3,7 +3,7 @@
 #include "engine/clip.h"
 #include "engine/cuda_arrays.cuh"
 #include "engine/cuda_tiles.cuh"
-#include "optim/all.h"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {

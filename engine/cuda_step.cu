@@ -6,7 +6,7 @@
 #include "engine/cuda_tiles.cuh"
 #include "engine/cuda_update.cuh"
 #include "engine/registry.h"
-#include "optim/all.h"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {

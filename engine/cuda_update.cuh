@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engine/cuda_table.h"
-#include "optim/all.h"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {

@@ -11,8 +11,8 @@
 #include "engine/block_codec_neon.h"
 #include "engine/strings.h"
 #include "engine/unit.h"
-#include "formats/all.h"
-#include "optim/all.h"
+#include "formats/formats.def"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {

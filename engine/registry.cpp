@@ -7,7 +7,7 @@
 
 #include "engine/failure.h"
 #include "engine/unit.h"
-#include "formats/all.h"
+#include "formats/formats.def"
 
 namespace scruple {
 namespace {

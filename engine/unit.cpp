@@ -8,7 +8,7 @@
 #include "engine/fused.h"
 #include "engine/strings.h"
 #include "formats/rows.h"
-#include "optim/all.h"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
