@@ -2,7 +2,7 @@
 #pragma once
 
 #include "engine/lanes.h"
-#include "formats/all.h"
+#include "formats/formats.def"
 
 #if SCRUPLE_LANES
 namespace scruple {

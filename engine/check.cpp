@@ -98,7 +98,8 @@ bool same_but_for_step(const scruple_tensor& a, const scruple_tensor& b) {
 
 CheckedTable::Rule rule_of(const scruple_tensor& t) { return {&t.optimizer->rule(), t.optimizer->active()}; }
 
-// Whether this table is the last one at other steps, with hyperparameters that use the same slots.
+// Whether this table is the last checked one, but for step counts and for hyperparameters that use the same
+// slots.
 bool is_last(const scruple_tensor* tensors, i64 count, const CheckedTable& last) {
   if (static_cast<std::size_t>(count) != last.rows.size()) return false;
   for (std::size_t i = 0; i < last.rows.size(); ++i) {

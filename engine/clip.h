@@ -1,5 +1,5 @@
-// What becomes of gradients before an optimizer sees them: clipping by the global norm, as
-// torch.nn.utils.clip_grad_norm_ does it, or by a tensor's own history, and unscaling; and how a step ends.
+// Between gradients and optimizer: clipping by the global norm (torch.nn.utils.clip_grad_norm_) or by a
+// tensor's own history (AdaGC), and unscaling. Then the counters that change when a step ends.
 #pragma once
 
 #include "engine/scaler.h"
@@ -37,8 +37,8 @@ SCRUPLE_HD Measured measured(double sum_squares, float loss_scale, double max_no
 // AdaGC (Wang et al., "AdaGC: Enhancing LLM Pretraining Stability via Adaptive Gradient Clipping",
 // 2502.11034):
 //   h = min(1, lambda gamma / |g|);  gamma = beta gamma + (1 - beta) |h g|,  beta = 0.98
-// per tensor. gamma 0: no history; the first norm starts it, where the paper warms up under a global limit.
-// A norm that is not finite leaves no trace.
+// per tensor. gamma = 0 means no history: the first norm becomes gamma. (The paper warms up under a global
+// limit instead.) A norm that is not finite does not change gamma.
 struct AdaGc {
   float clip;
   double gamma;

@@ -1,14 +1,15 @@
-// Coins for stochastic rounding, from a counter. One Philox draw per (seed, step, tensor id, array, write)
-// places a lattice over the whole tensor; element e of it gets
-//   coin(e) = first + e step  (mod 2^32, as e counts too),  step = the golden ratio + a small random tilt.
-// `first` is uniform and drawn anew at every step: each element's coin is uniform and independent from step
-// to step, so a single rounding is as unbiased as with a random number of its own. Within a step neighbours
-// stand as far apart as can be (Kronecker's sequence; its discrepancy is least for the golden ratio), so that
-// the errors of a run of elements cancel rather than add up by chance. The tilt, up to 2^-8, leaves
-// neighbours as they are and makes elements hundreds apart (a matrix's column) independent over steps, pair
-// by pair: the mean square of the error of any sum of them is what a coin for each would give. Without it
-// elements a Fibonacci number apart would have nearly the same coin at every step. Nothing depends on
-// threads, chunks, shards or the order of calls: `offset` gives a shard its place.
+// Coins for stochastic rounding: a random 32-bit number per element, from a counter and never from threads.
+//
+// One Philox draw per (seed, step, tensor id, array, write) serves the whole tensor. Element e gets
+//   coin(e) = first + e step  (mod 2^32),  step = the golden ratio + a small random tilt.
+// - `first` is uniform and new at every step. So each rounding is unbiased, and independent from step to
+//   step.
+// - The golden ratio spreads the coins of neighbours evenly (Kronecker's sequence, of least discrepancy).
+//   Their errors cancel instead of adding up by chance.
+// - The tilt (up to 2^-8) hardly moves neighbours. It makes elements hundreds apart, such as a matrix's
+//   column, pairwise independent over steps: the mean squared error of any sum is that of independent coins.
+//   Without it elements a Fibonacci number apart would have almost the same coin at every step.
+// `offset` says where a shard begins, so shards get the coins of the whole tensor.
 #pragma once
 
 #include "engine/philox.h"

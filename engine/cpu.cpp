@@ -1,6 +1,6 @@
-// The CPU engine: joins formats and optimizers at run time, tile by tile. Any format meets any optimizer
-// here without a product of the two being compiled; the products that recipes name and that are faster for it
-// have fused loops (engine/fused.h).
+// The CPU engine. It combines formats and optimizers at run time: a tile is decoded to fp32, updated and
+// encoded. So no loop is compiled per pair of format and optimizer. Mixtures that recipes name have fused
+// loops where those are faster (engine/fused.h).
 #include "engine/cpu.h"
 
 #include <algorithm>
@@ -40,8 +40,8 @@ struct alignas(64) TileBuffers {
   float weight[kTile], gradient[kTile], slots[kMaxSlots][kTile];
 };
 
-// Each write of a step has coins of its own; only accumulators are written more than once. `later`: by how many
-// folds.
+// `later`: by how many folds. Every write has coins of its own, and only accumulators are written more than
+// once in a step, so their coins depend on the number of folds.
 ArrayWork array_work(const Unit& unit, const scruple_tensor& t, int which, int later = 0) {
   const scruple_array& array = t.arrays[which];
   const i64 write = which == SCRUPLE_GRADIENT ? t.folds + later : 0;
@@ -59,8 +59,8 @@ ArrayWork array_work(const Unit& unit, const scruple_tensor& t, int which, int l
   return work;
 }
 
-// The fused loop for these formats, where a recipe names them and the unit has one; or null. How moments are
-// rounded is no matter: nearest is coins that stand still.
+// The fused loop for these formats, or null. The rounding of moments does not matter: nearest is the
+// stochastic loop with the same coin, one half, for every element.
 FusedFn fused_of(const Unit& unit, const scruple_tensor& t) {
   const scruple_array &weight = t.arrays[SCRUPLE_WEIGHT], &gradient = t.arrays[SCRUPLE_GRADIENT];
   for (int i = 0; i < kRecipeCount; ++i) {
@@ -173,8 +173,8 @@ class CpuEngine final : public scruple_engine {
       if (bytes > 0) std::memcpy(to, to - bytes, static_cast<std::size_t>(bytes));
     };
     for_tiles(t, [&](i64 at, int n, float* tile) {
-      // Of moments (reset_slots): each of their formats holds 0 exactly, whatever the coins, so that a whole tile of it has
-      // the bytes of the one before.
+      // reset_slots: every format of moments stores 0 as the same bytes, whatever the coins. So a whole tile
+      // of zeros is a copy of the tile before it.
       if (value == 0 && n == kTile && at % kChunk != 0) {
         again(work.planes.codes, at, whole.codes);
         again(work.planes.aux, at, whole.aux);
@@ -214,8 +214,8 @@ class CpuEngine final : public scruple_engine {
   }
 
  private:
-  // One long block per thread: that is when the C library's copy bypasses the caches, so the yardstick is
-  // honest.
+  // One long block per thread, because only then does the C library's copy bypass the caches: benchmarks
+  // measure a step against this copy.
   void in_blocks(i64 bytes, const auto& work) {
     const i64 block = std::max(i64{1} << 20, (bytes + threads() - 1) / threads());
     threads_.run((bytes + block - 1) / block, [&](i64 i) {

@@ -165,9 +165,8 @@ class CudaEngine final : public scruple_engine {
   static constexpr i64 kStage = i64{1} << 20;  // values that travel to or from the host at a time
   static_assert(kStage % kChunk == 0);
 
-  // One call at a time on the host, in order on the device: a call waits for the last one, which may have
-  // been on another stream, since both use the workspaces. Not so in a capture, where the order is the
-  // graph's.
+  // Calls share the workspaces. So they exclude each other on the host, and on the device each waits for the
+  // one before, which may be on another stream. In a capture the graph gives the order instead.
   struct Call {
     explicit Call(CudaEngine& engine) : lock(engine.mutex_), current(engine.device_), self(engine) {
       cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -202,8 +201,8 @@ class CudaEngine final : public scruple_engine {
     source_keys_.clear();
   }
 
-  // Whether the workspace still holds this table, tensors that shared their constants share them still, and
-  // no graph may have overwritten it. Then only the constants are new.
+  // Whether only the constants are new: the workspace still holds this table, the tensors share constants as
+  // they did, and no captured graph can have overwritten the workspace.
   bool is_in_place(const scruple_tensor* tensors, i64 count, u64 version, float multiplier) {
     if (was_captured_ || version == 0 || workspaces_[kForStep].version != version) return false;
     workspace_ = &workspaces_[kForStep];
@@ -242,8 +241,8 @@ class CudaEngine final : public scruple_engine {
     return table;
   }
 
-  // Tensors of one optimizer at one step share their constants. Without a multiplier: those of coins alone,
-  // where no step is taken.
+  // The index of the constants that all tensors of one optimizer at one step share. Without a multiplier no
+  // step is taken, and they serve to draw coins alone.
   u32 constants_of(const scruple_tensor& t, std::optional<float> multiplier = {}) {
     const SourceKey key{t.optimizer, t.step};
     if (!sources_.empty() && last_key_ == key) return last_source_;
@@ -266,7 +265,7 @@ class CudaEngine final : public scruple_engine {
     return last_source_ = found->second;
   }
 
-  // Places the tables one behind the other and uploads what does not stand there yet.
+  // Gives the tables their places, one after another, and uploads what the workspace does not hold yet.
   void commit(const scruple_tensor* tensors) {
     i64 end = 0;
     for (KernelTable& table : tables()) {
@@ -290,8 +289,9 @@ class CudaEngine final : public scruple_engine {
     workspace_->shadow = std::move(shadow);
   }
 
-  // Host memory given to a kernel would end the process's use of the device, so it is looked for: in rows
-  // that the workspace does not hold already.
+  // A kernel that reads host memory fails, and the process cannot use the device any more. So each plane's
+  // address is checked first; only of rows that the workspace does not hold, because a check is a call to
+  // CUDA.
   void check_planes(const KernelTable& table, const scruple_tensor* tensors) {
     for (std::size_t i = 0; i < table.rows.size(); ++i) {
       const DeviceRow& row = table.rows[i];
@@ -325,8 +325,8 @@ class CudaEngine final : public scruple_engine {
          name_, " cannot use; allocate it there (scruple_tensor_alloc, cudaMalloc), or create engine cpu");
   }
 
-  // In pieces that one launch can carry. A piece that stands there already is left out, unless a graph may
-  // have overwritten it since.
+  // In pieces that fit into one launch. Skips a piece that the workspace holds already, unless a captured
+  // graph may have overwritten it.
   void upload(i64 at, const void* data, i64 bytes) {
     const auto* from = static_cast<const u8*>(data);
     for (i64 done = 0; done < bytes; done += kUploadBytes) {

@@ -1,6 +1,7 @@
-// Any format with any optimizer on CUDA, both read from the table: the step for combinations that no recipe
-// names, and every array to and from fp32. As engine/cuda_step.cu, with codecs and rule behind branches that
-// a warp takes together: one kernel instead of a product.
+// The general CUDA kernels: the step for mixtures that no recipe names, and any array to and from fp32.
+// Formats and optimizer are read from the table at run time. The step is that of engine/cuda_step.cu, but
+// codecs and rule stand behind branches that a whole warp takes together: one kernel instead of one per
+// mixture.
 #include <type_traits>
 
 #include "engine/cuda_arrays.cuh"
@@ -34,8 +35,8 @@ template <int Format, bool Nonneg>
 using CodecOf = std::conditional_t<Nonneg && !std::is_same_v<typename FormatRow<Format>::Nonneg, None>,
                                    typename FormatRow<Format>::Nonneg, typename FormatRow<Format>::Signed>;
 
-// Formats share code where that is possible. What code depends on: how a format is loaded on its layout
-// alone, how it is decoded and encoded on its codec and the width of its extra bits.
+// Formats share code where they can. Loading depends on the layout alone; decoding and encoding depend on the
+// codec and the width of the extra bits.
 enum Act { kLoads, kDecodes, kEncodes };
 struct Code {
   int what, width, group;
@@ -56,10 +57,9 @@ constexpr Code code_of() {
   return {codec_number<C>(), fixed_width(K), 0};
 }
 
-// A way to load, decode or encode an array: code, with a rounding where that makes a difference. The table has the
-// numbers of each array's ways, and kernels find the code by halving. (A `switch` with a case for every number that
-// may come up makes `any` 1.8 % longer, 688,384 bytes instead of 676,096 by nvcc 13.0 for sm_90, in as many
-// registers.)
+// A numbered piece of code that loads, decodes or encodes an array, for one rounding where that matters. The
+// table holds the numbers, and kernels find the code by binary search. (A `switch` over the numbers would
+// make `any` 1.8 % longer: 688,384 bytes instead of 676,096, as many registers; nvcc 13.0, sm_90.)
 struct Way {
   Code code;
   int number, rounding;

@@ -51,9 +51,9 @@ struct FixedFormat {
   }
 };
 
-// The roundings for which a codec needs reading, or writing, code of its own, as bits. Group formats are
-// written by coins whatever the rounding, and only dither reads coins. A wide weight is read as a nearest
-// one.
+// The roundings for which a codec needs code of its own to read or to write, as bits. Group formats write
+// every rounding by the same code, with other coins; only dither needs the coins to read. Wide weights read
+// as nearest.
 template <class C, bool Reading>
 constexpr unsigned distinct_roundings() {
   constexpr bool kHalves = (C::roundings >> kWide & 1u) != 0;
@@ -81,8 +81,8 @@ __device__ __forceinline__ void with_rounding(const DeviceArray& a, const auto& 
   if constexpr (C::roundings != 0) visit.template operator()<C, kNearest>();
 }
 
-// visit for the codec and the rounding of a gradient. Any kernel may meet any of the few formats of
-// gradients, so their code is inlined behind a branch that all threads of a tile take together.
+// Calls visit for the codec and the rounding of a gradient. Gradients have few formats, and any kernel may
+// meet any of them. So their code is inlined behind a branch, which all threads of a tile take together.
 __device__ void with_gradient(const DeviceArray& a, const auto& visit) {
   switch (a.format) {
 #define SCRUPLE_FORMAT(number, name, roles, k, Signed, Nonneg)               \

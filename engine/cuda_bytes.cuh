@@ -120,9 +120,9 @@ __device__ void store(Bytes1 to, int valid, const Words<Bytes>& from) {
 
 // ---- Parts that do not fill words ----
 // A thread's part of such a plane (codes of 5 bits, say) begins and ends inside a word; a warp's part fills
-// words. In whole tiles load_packed reads every word that the part touches, as it is in memory. align_packed
-// later shifts the part to the front of the first word. They are two calls because the shift has to wait for
-// the data, and all loads of a tile should be under way before anything waits.
+// words. In whole tiles load_packed reads every word that the part touches, and align_packed shifts the part
+// to the front of the first. The shift waits for the data, so it is a call of its own: all loads of a tile
+// are issued first.
 
 // Bytes of the first word that belong to the threads before this one. A warp's part begins at a word: its
 // first element is a multiple of 32 N, and planes are aligned.
@@ -187,10 +187,9 @@ __device__ u32 get(const Words<Bytes>& words, int i) {
   if (shift + Bits > 32) value |= words.w[word + 1] << (32 - shift);
   return Bits == 32 ? value : value & ((1u << (Bits % 32)) - 1u);
 }
-// Writes value i: the Bits bits of `value` that begin at its bit `From`. put<16, 16> writes the upper half of
-// a float, which is its bf16 code. Values must come in order. Bytes and halves cost one byte permutation per
-// call: the first of a word is stored as it is, and the second call moves both into position and drops the
-// other bits. Narrower values must have no other bits.
+// Writes value i: bits From to From + Bits - 1 of `value`. (put<16, 16> writes the upper half of a float, its
+// bf16 code.) Values must come in order. A byte or a half costs one byte permutation: the first of a word is
+// stored with its other bits, which the next call drops. Values of other widths must have no other bits set.
 template <int Bits, int From, int Bytes>
 __device__ void put(Words<Bytes>& words, int i, u32 value) {
   const int bit = i * Bits, word = bit / 32, shift = bit % 32;

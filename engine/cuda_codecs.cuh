@@ -13,9 +13,9 @@
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-// Lane<C, N> has the N elements of one thread in format C. `load` returns bytes (Raw) and `value` decodes one
-// of them: a tile loads the bytes of all its arrays before it decodes anything, and 16 decoded values of four
-// arrays would be more than there are registers for.
+// Lane<C, N> is the N elements of one thread in format C. `load` returns their bytes (Raw), `value` decodes
+// one element. Two steps, because a tile issues the loads of all its arrays before it decodes anything, and
+// because 16 decoded values of four arrays would not fit into the registers.
 
 // To be called between load and value in whole tiles: shifts packed bytes to the front of their words.
 template <class Raw>

@@ -3,7 +3,7 @@
 #include "engine/clip.h"
 #include "engine/cuda_arrays.cuh"
 #include "engine/cuda_tiles.cuh"
-#include "optim/all.h"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
@@ -67,8 +67,8 @@ __global__ void draw(DeviceRow* rows, int count, const Constants* constants) {
 
 // ---- Norms ----
 
-// A warp takes a segment: thread t has lanes 8 t to 8 t + 7 of the tree (engine/unit.h) in every row, so the
-// rows add up in registers, and pairs of lanes are first pairs of registers, then pairs of threads.
+// A warp sums a segment, in the order of the CPU's tree (engine/unit.h). Thread t has lanes 8 t to 8 t + 7 of
+// every row, so rows add up in its registers. The tree then pairs its registers, and after that the threads.
 template <class C, Rounding R, bool Whole>
 __device__ double segment_sum(const DeviceRow& row, i64 first) {
   constexpr int N = 8, kRow = 32 * N, kRows = kSegment / kRow;
@@ -108,7 +108,7 @@ __device__ double segment_sum(const DeviceRow& row, i64 first) {
   return sum;
 }
 
-// A block takes a chunk: its segments in any order, added in theirs.
+// A block sums a chunk. Its warps sum the segments in any order; these sums are added in the segments' order.
 __global__ void __launch_bounds__(kBlock, 2) sum_squares(DeviceTable table, double* sums) {
   constexpr int kSegments = kChunk / kSegment;
   __shared__ double segments[kSegments];
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kBlock, 2) sum_squares(DeviceTable table, doub
   }
 }
 
-// Chunks in order, by one thread; the others fetch.
+// Adds the sums of chunks. One thread adds them, so that the order is fixed; the others fetch them.
 __global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ NormOutput out) {
   constexpr int kBatch = 8 * kBlock;
   __shared__ alignas(16) double batch[kBatch];
@@ -168,7 +168,7 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Slice at) {
   const DeviceArray &total = row.arrays[SCRUPLE_GRADIENT], &arriving = row.arrays[0];
   const Coins before = row.coins[SCRUPLE_GRADIENT].from(at.first),
               after = row.coins[kNextFold].from(at.first);
-  // Both are on their way before either is decoded.
+  // Both loads are issued before either array is decoded.
   typename Lane<C, N>::Raw held{};
   if (row.folds > 0) held = Lane<C, N>::template load<Whole>(total, 0, at);
   float sum[N];
@@ -192,7 +192,8 @@ __device__ void fold_tile(const DeviceRow& row, float multiplier, Slice at) {
       total, [&]<class, Rounding R>() { Lane<C, N>::template encode<R, Whole>(sum, total, 0, at, after); });
 }
 
-// For the ends of tensors and odd addresses; called, so that its registers are nobody else's.
+// The slow path, for ends of tensors and odd addresses. Inlined, it would raise the registers of the fast
+// path.
 template <class C, int N>
 __device__ __noinline__ void fold_carefully(const DeviceRow& row, float multiplier, Slice at) {
   fold_tile<C, N, false>(row, multiplier, at);

@@ -6,7 +6,7 @@
 #include "engine/cuda_tiles.cuh"
 #include "engine/cuda_update.cuh"
 #include "engine/registry.h"
-#include "optim/all.h"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
@@ -92,7 +92,8 @@ struct StepTile {
     return false;
   }
 
-  // For the ends of tensors, odd addresses and rare values; called, so that its registers are nobody else's.
+  // The slow path, for ends of tensors, odd addresses and rare values. Inlined, it would raise the registers
+  // of the fast path.
   static __device__ __noinline__ void run_carefully(const DeviceRow& row, const Constants& constants,
                                                     Slice at) {
     run<false, true, IeeeMath>(row, constants, at);
@@ -179,11 +180,13 @@ constexpr int fp16_twin(int format) {
   return kNoFormat;
 }
 
-// Which kernels there are: each recipe as it stands; its weights all stochastic, where they are read in two
-// halves; with fp16 in place of bf16; and its 8-bit moments beside weights in fp32, as PyTorch's parameters
-// often are. Coins are data, so the rounding of anything else needs no kernel of its own. Whatever else there
-// is goes to the general kernel, and so do optimizers while they keep moments in fp32 for exactness (AMSGrad,
-// centered RMSprop).
+// The kernels of a recipe:
+// - the recipe as it stands;
+// - with weights rounded stochastically, where they are split in two;
+// - with fp16 in place of bf16;
+// - where weights are bf16+8, with fp32 weights: PyTorch's parameters are often fp32.
+// Other roundings need no kernel, because coins are data. All else runs on the general kernel
+// (engine/cuda_any.cu), also AMSGrad and centered RMSprop, which keep moments in fp32.
 template <class Rule, unsigned Active, int Weight, int Moment, int Nonneg, Rounding Usual>
 void add_recipe(std::vector<StepKernel>& list) {
   add_kernel<Rule, Active, Weight, Moment, Nonneg, Usual>(list);

@@ -22,9 +22,10 @@ struct DeviceArray {
   u16 zero;
 };
 
-// One tensor. Hundreds are uploaded when they change, so what changes at every step is in Constants, or
-// written on the device: the coins.
-inline constexpr int kNextFold = SCRUPLE_ARRAYS;  // the coins of an accumulator once this fold is written
+// One tensor as kernels see it. A model has hundreds of rows, so a row is uploaded only when it changes. What
+// changes at every step is not in it: Constants, and `coins`, which a kernel draws into the uploaded row. An
+// accumulator is read with coins[SCRUPLE_GRADIENT] (the last fold's) and written with coins[kNextFold].
+inline constexpr int kNextFold = SCRUPLE_ARRAYS;
 struct DeviceRow {
   i64 size, offset;
   u32 id, folds;
@@ -37,8 +38,8 @@ struct DeviceRow {
   Coins coins[SCRUPLE_ARRAYS + 1];  // from element 0 of this tensor, or shard, on
 };
 
-// One optimizer at one step: what a kernel reads, and what it is prepared from on the device, since learning
-// rate, step and multiplier may live there.
+// One optimizer at one step. Kernels read Constants. The device computes them from a ConstantsSource, because
+// the learning rate, the step count and the multiplier may be in device memory.
 struct Constants {
   StepConstants step;
   u64 seed;
@@ -81,8 +82,8 @@ struct StepKernel {
 #include "optim/optim.def"
 #undef SCRUPLE_OPTIMIZER
 
-// Kernel parameters travel with the launch, so uploads need no pinned memory, no event and no copy that a
-// captured graph would have to keep alive. 32,764 bytes are allowed since CUDA 12.1.
+// Tables are uploaded as kernel parameters. That needs no pinned memory, no event, and no host copy that a
+// captured graph would have to keep alive. CUDA 12.1 and later allow 32,764 bytes of parameters.
 inline constexpr int kUploadBytes = 32256;
 struct Upload {
   u8* to;
@@ -117,8 +118,8 @@ struct GradientKernels {
 };
 const GradientKernels& gradient_kernels();
 
-// (DeviceTable, float multiplier), for accumulators of one format; arrays[0] is what arrives. Elements of one
-// thread: fewer where either array is of 32 bits, which a warp would not read side by side.
+// (DeviceTable, float multiplier): adds arrays[0], the arriving gradient, to accumulators of one format. A
+// thread takes 16 elements; 8 where either array has 32 bits, so that a warp reads neighbouring bytes.
 inline constexpr int kFoldLane = 16, kWideFoldLane = 8;
 struct FoldKernel {
   int format;

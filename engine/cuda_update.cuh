@@ -2,15 +2,15 @@
 #pragma once
 
 #include "engine/cuda_table.h"
-#include "optim/all.h"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
 
-// a / (sqrt(x) scale + eps) without the branches for special cases. `tame` tells afterwards whether all
-// results were IEEE's: every x at least 2^-101 (corrected_root needs that), every a zero or at least 2^-64,
-// every divisor at most 2^60. Above these ranges the result is NaN, which reaches the weight.
-// tests/fast_math_test.cu compares them.
+// a / (sqrt(x) scale + eps) without branches for special cases. The bits are IEEE's as long as x is at least
+// 2^-101 (for corrected_root), a is zero or at least 2^-64, and the divisor is at most 2^60: `tame` says
+// afterwards whether that held for every element. Above these ranges the result is NaN, which reaches the
+// weight. tests/fast_math_test.cu compares it with IeeeMath.
 struct FastMath {
   float spread = 1;
   u32 least_x = ~0u, least_a = ~0u, most_divisor = 0;
@@ -67,9 +67,9 @@ __device__ bool update_lane(const auto& fetch, const float (&g)[N], const Consta
   return zero != 0;
 }
 
-// To be called where update_lane returned true: a NaN anywhere reaches the weight (optim/optimizer.h), so no
-// other tile has one. Compares bits, not x != x as `canonical` does: nvcc would share that comparison with
-// update_lane and keep N predicates alive.
+// Makes every NaN the canonical one. Needed only where update_lane returned true, since any NaN reaches the
+// weight (optim/optimizer.h). Compares bits, not x != x as `canonical` does: nvcc would share that comparison
+// with update_lane and keep N predicates alive.
 template <unsigned Active, int N>
 __device__ void make_canonical(Elements<N>& all) {
   const auto clean = [](float& x) { x = magnitude_bits(x) > 0x7f800000u ? float_of(kNaNBits) : x; };

@@ -35,7 +35,7 @@ struct scruple_engine {
   virtual const char* name() const = 0;
   virtual int threads() const = 0;
 
-  // `version`: tables of equal versions differ in their steps alone; of 0 nothing is known.
+  // `version`: two calls with the same version have the same table, but for step counts. 0: unknown.
   virtual void step(const scruple_tensor* tensors, scruple::i64 count, scruple::u64 version,
                     const scruple_step_options& options) = 0;
   virtual double sum_squares(const scruple_tensor* tensors,

@@ -1,8 +1,8 @@
-// Fused steps: decode, update and encode with nothing but vectors in between, for the mixtures that recipes
-// name. A span of 128 elements is read and updated in one loop, while the largest magnitude of each group is
-// kept; then everything is written. Where a span holds a NaN or an infinity, or a weight of zero that others
-// have written, nothing is written and the tiles take it: so the loops here need no care for them. Included
-// by engine/unit.cpp alone.
+// Fused steps: decode, update and encode in vector registers, for the mixtures of formats that recipes name.
+// One loop reads and updates a span of 128 elements and keeps the largest magnitude of each group; then all
+// of the span is written. A span with a NaN, an infinity, or a weight that somebody else has set to zero
+// (formats/split.h) is left unwritten and goes to the tile loops of engine/unit.cpp, so nothing here handles
+// special values. Included by engine/unit.cpp alone.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,8 @@
 #include "engine/block_codec_neon.h"
 #include "engine/strings.h"
 #include "engine/unit.h"
-#include "formats/all.h"
-#include "optim/all.h"
+#include "formats/formats.def"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
@@ -27,8 +27,8 @@ SCRUPLE_HD void prefetch_of(const u8* from, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// One array of a span: how 16 elements are read, and how all 128 are written. `Raw` is what 16 elements are
-// read from, `Codes` what a whole span must be unpacked to before.
+// How one array of a span is read, 16 elements at a time, and written, all 128 at once. Raw: the bytes of 16
+// elements. Codes: where a whole span is unpacked first if its codes do not fill bytes.
 template <class C, int K, Rounding R>
 struct SpanOf;
 
@@ -62,7 +62,7 @@ struct SpanOf<Split<Bf16>, 8, R> : EachSpan {
   static SCRUPLE_HD Raw load(Planes p, i64 at, Codes) {
     return {load_halves(p.codes + 2 * at), load_bytes(p.aux + at)};
   }
-  // As join. A weight of zero whose extra bits point below it becomes a NaN here.
+  // join() of formats/split.h, except that a zero whose extra bits point below it becomes a NaN.
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) {
     return float_of(upper_halves_and_signed_bytes(raw.visible, raw.extra, part));
   }
@@ -92,12 +92,13 @@ constexpr bool is_nonneg_codec() {
   return true;
 }
 
-// Group formats with formulas for vectors. Codes that do not fill bytes pass through bytes, or pairs of them,
-// a span at a time.
+// Group formats that have vector formulas. Codes that do not fill bytes are unpacked to 1 or 2 bytes each, a
+// span at a time.
 template <class C, int K, Rounding R>
 requires requires(Floats x, Words coin) { C::encode_lanes(x, x, coin); }
 struct SpanOf<C, K, R> {
-  // Which bits count as the magnitude. Among non-negative values one with a sign stands out: it is a NaN's.
+  // The bits that count as magnitude. A non-negative moment has a sign bit only if it is a NaN: counted as
+  // magnitude, it makes that NaN the largest value of its group.
   static constexpr u32 kMagnitude = is_nonneg_codec<C>() ? 0xffffffffu : 0x7fffffffu;
   static constexpr int kGroups = kSpan / C::group, kBytes = kSpan / 8 * C::bits;
   static constexpr bool kScaled = true;
@@ -119,7 +120,7 @@ struct SpanOf<C, K, R> {
   }
   static SCRUPLE_HD Floats decode(const Raw& raw, int part) { return BlockCodec<C>::decode(raw, part); }
 
-  // The scales, which go where they belong, and the gains: a group in each lane.
+  // Writes the scales to their plane and returns the gains, one group per lane.
   static SCRUPLE_HD Floats scale(Floats absmax, Planes p, i64 at) {
     u8* const to = p.aux + at / C::group * static_cast<i64>(sizeof(typename C::Scale));
     if constexpr (std::is_same_v<typename C::Scale, float>) {

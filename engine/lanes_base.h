@@ -32,8 +32,7 @@ inline constexpr int kLanes = SCRUPLE_LANES;
 // Codes are read and written 16 elements at a time: kParts vectors.
 inline constexpr int kBlock = 16, kParts = kBlock / kLanes;
 
-// The types that intrinsics take and return, whatever their elements: Words and Floats convert from and to
-// them.
+// The vector types of intrinsics (__m256i, float32x4_t and so on): Words and Floats convert from and to them.
 template <class V>
 concept Register = sizeof(V) == 4 * kLanes && !std::is_class_v<V> && requires(V v) {
   v[0];

@@ -7,7 +7,7 @@
 
 #include "engine/failure.h"
 #include "engine/unit.h"
-#include "formats/all.h"
+#include "formats/formats.def"
 
 namespace scruple {
 namespace {
@@ -63,7 +63,7 @@ constexpr std::array<scruple_format, kFormatCount> make_formats() {
   return table;
 }
 constexpr std::array<scruple_format, kFormatCount> kFormats = make_formats();
-// As many rows as places: none is empty where every number is there once.
+// There are as many rows as numbers, so a number that stands twice leaves another place empty.
 static_assert(std::all_of(kFormats.begin(), kFormats.end(),
                           [](const scruple_format& format) { return format.name != nullptr; }),
               "formats.def: a number stands twice, and another is missing");
@@ -120,7 +120,7 @@ const char* rounding_name(int rounding) {
 unsigned roundings_for(const scruple_format& format, unsigned role) {
   const unsigned roundings = format.roundings[role == SCRUPLE_ROLE_NONNEG ? 1 : 0];
   const bool is_gradient = role == SCRUPLE_ROLE_GRADIENT || role == SCRUPLE_ROLE_ACCUMULATOR;
-  // Reading it needs the number of writes, which gradients alone count.
+  // To read dithered codes takes the number of writes, and only gradients and accumulators count theirs.
   return is_gradient ? roundings : roundings & ~(1u << kDither);
 }
 
@@ -135,7 +135,7 @@ std::string rounding_names(unsigned roundings) {
   return names;
 }
 
-// Formats of two parts alone can round wide.
+// Split weights are the only formats that can round wide.
 int reads_as(const scruple_format& format, int rounding) {
   const bool is_split = (format.roundings[0] >> kWide & 1u) != 0;
   return is_split && (rounding == kTruncate || rounding == kStochastic) ? rounding : int{kNearest};

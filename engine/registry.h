@@ -59,7 +59,7 @@ const char* rounding_name(int rounding);
 unsigned roundings_for(const scruple_format& format, unsigned role);
 std::string rounding_names(unsigned roundings);
 bool can_round(const scruple_format& format, unsigned role, int rounding);
-// The first rounding whose codes mean the same.
+// The first rounding whose codes decode alike: split weights decode by their rounding, all others do not.
 int reads_as(const scruple_format& format, int rounding);
 
 }  // namespace scruple

@@ -7,7 +7,7 @@
 
 #include "engine/failure.h"
 #include "engine/unit.h"
-#include "optim/all.h"
+#include "optim/optim.def"
 #include "optim/renamed.h"
 
 namespace scruple {

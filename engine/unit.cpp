@@ -8,7 +8,7 @@
 #include "engine/fused.h"
 #include "engine/strings.h"
 #include "formats/rows.h"
-#include "optim/all.h"
+#include "optim/optim.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {
@@ -97,7 +97,7 @@ struct Tile<Split<Half>> {
   template <Rounding R, class Extra>
   static SCRUPLE_HD void join_all(const Loose<u16>* __restrict visible, const Loose<Extra>* __restrict extra,
                                   int n, int k, float* __restrict out) {
-    u16 least = 0xffffu;  // a weight of zero needs care and is rare: then all is read again
+    u16 least = 0xffffu;  // a zero needs the slower join; zeros are rare, so then everything is read again
     for (int i = 0; i < n; ++i) {
       const u16 magnitude = static_cast<u16>(visible[i] << 1);
       least = magnitude < least ? magnitude : least;
@@ -155,8 +155,8 @@ struct Tile {
         out[i] = C::decode(codes[i], unit);
     }
   }
-  // Magnitudes compare as integers: exact, in any order, and a NaN wins. In two rounds, so that the first has
-  // no chain.
+  // Compares float patterns as integers: exact in any order, and a NaN is the largest. Several maxima side by
+  // side first, because one alone would be a chain of dependent comparisons.
   static SCRUPLE_HD float absmax_of(const float* __restrict in) {
     constexpr int kLanes = kVectorBytes / 4 > 8 ? kVectorBytes / 4 : 8;
     i32 lanes[kLanes];
@@ -173,8 +173,8 @@ struct Tile {
     for (int j = 0; j < kLanes; ++j) largest = lanes[j] > largest ? lanes[j] : largest;
     return float_of(static_cast<u32>(largest));
   }
-  // The coins of the first elements, a vector of bytes long, which each run of as many shifts: nothing is built
-  // anew for a group.
+  // The coins of the first kRun elements, computed once per tile. Every later run has the same plus a
+  // constant.
   static constexpr int kRun = G < kVectorBytes ? G : kVectorBytes;
   struct Run {
     u32 at[kRun];
@@ -184,7 +184,7 @@ struct Tile {
   };
   static SCRUPLE_HD void encode_group(const float* __restrict in, float absmax, float gain, u32 shift,
                                       u32 step, const Run& __restrict coins, Code* __restrict codes) {
-    // Not finite: the scale says so, and codes are zero. Moments are finite here.
+    // A group that is not finite has a NaN for its scale and codes of zero. Moments were made finite before.
     if (!kMomentCodec<C> && magnitude_bits(absmax) >= 0x7f800000u) {
       for (int i = 0; i < G; ++i) codes[i] = 0;
       return;
@@ -216,7 +216,8 @@ struct Tile {
     for (int j = 0; j < n - i; ++j) out[i + j] = values[j];
   }
 
-  // Of moments, where one is not finite: rare, so its buffer is not on everyone's stack.
+  // Moments of which one is not finite, which is then stored as 0. Rare, and not inlined: its 4 KiB buffer
+  // would be on the stack of every encode.
   static __attribute__((noinline)) void encode_finite(const float* in, Planes p, i64 first, int n,
                                                       Coins coins) {
     float finite[kTile];
@@ -224,8 +225,8 @@ struct Tile {
     encode_by_coins(finite, p, first, n, 0, coins);
   }
 
-  // All scales of the tile first, so that their divisions overlap. One loop for every rounding: nearest is
-  // coins that stand still.
+  // All scales of the tile first, so that their divisions overlap. Nearest and stochastic are the same loop:
+  // nearest is the same coin, one half, for every element.
   static void encode_by_coins(const float* in, Planes p, i64 first, int n, int, Coins coins) {
     constexpr int kGroups = kTile / G;
     const int whole = n / G, groups = (n + G - 1) / G;

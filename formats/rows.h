@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "formats/all.h"
+#include "formats/formats.def"
 
 namespace scruple {
 inline namespace SCRUPLE_UNIT {

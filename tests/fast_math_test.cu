@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "engine/cuda_update.cuh"
-#include "formats/all.h"
+#include "formats/formats.def"
 
 namespace scruple {
 namespace {

@@ -1,8 +1,9 @@
 // Properties that every format owes, checked through the ABI for every format x role x rounding in the registry: codes
 // survive a round trip, stated bounds hold, layouts are what they say, lengths and alignments change nothing.
+#include "formats/formats.def"
+
 #include <algorithm>
 
-#include "formats/all.h"
 #include "tests/support.h"
 
 namespace {

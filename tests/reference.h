@@ -1,5 +1,5 @@
-// Every optimizer in double precision, one element at a time, written from the papers and from the documented behaviour
-// of torch.optim, never from optim/. Found by the rule's name, so that a rule without one fails its test.
+// Every optimizer in double precision, one element at a time, and its published defaults: from the papers and from the
+// documentation of torch.optim, never from optim/. A rule that has no entry in published() fails its tests.
 #pragma once
 
 #include <algorithm>
@@ -150,15 +150,40 @@ inline void rmsprop(Element& e, double g, const Hypers& h) {
 
 }  // namespace detail
 
-// nullptr where there is none.
-inline Update find(const std::string& rule) {
-  static const std::map<std::string, Update> kAll = {
-      {"sgd", detail::sgd},        {"sgdw", detail::sgdw}, {"adam", detail::adam},
-      {"adamw", detail::adamw},    {"lion", detail::lion}, {"adagrad", detail::adagrad},
-      {"rmsprop", detail::rmsprop}};
-  const auto found = kAll.find(rule);
-  return found == kAll.end() ? nullptr : found->second;
+struct Published {
+  Update update;
+  Hypers defaults;
+};
+
+// By the rule's name. Defaults: torch.optim's documentation; Lion's its authors' code; SGDW's are SGD's; decay_lr is ours.
+inline const std::map<std::string, Published>& published() {
+  static const std::map<std::string, Published> kAll = [] {
+    const Hypers sgd = {{"lr", 1e-3},        {"momentum", 0}, {"dampening", 0},
+                        {"weight_decay", 0}, {"nesterov", 0}, {"maximize", 0}};
+    const Hypers adam = {{"lr", 1e-3},        {"beta1", 0.9}, {"beta2", 0.999}, {"eps", 1e-8},
+                         {"weight_decay", 0}, {"amsgrad", 0}, {"maximize", 0}};
+    const Hypers lion = {{"lr", 1e-4},        {"beta1", 0.9},  {"beta2", 0.99},
+                         {"weight_decay", 0}, {"decay_lr", 0}, {"maximize", 0}};
+    const Hypers adagrad = {{"lr", 1e-2},        {"lr_decay", 0},
+                            {"weight_decay", 0}, {"initial_accumulator_value", 0},
+                            {"eps", 1e-10},      {"maximize", 0}};
+    const Hypers rmsprop = {{"lr", 1e-2},    {"alpha", 0.99}, {"eps", 1e-8},  {"weight_decay", 0},
+                            {"momentum", 0}, {"centered", 0}, {"maximize", 0}};
+    Hypers sgdw = sgd, adamw = adam;
+    sgdw["decay_lr"] = adamw["decay_lr"] = 0;
+    adamw["weight_decay"] = 1e-2;
+    return std::map<std::string, Published>{{"sgd", {detail::sgd, sgd}},
+                                            {"sgdw", {detail::sgdw, sgdw}},
+                                            {"adam", {detail::adam, adam}},
+                                            {"adamw", {detail::adamw, adamw}},
+                                            {"lion", {detail::lion, lion}},
+                                            {"adagrad", {detail::adagrad, adagrad}},
+                                            {"rmsprop", {detail::rmsprop, rmsprop}}};
+  }();
+  return kAll;
 }
+
+inline Update find(const std::string& rule) { return published().at(rule).update; }
 
 // As they are set.
 inline Hypers hypers_of(const scruple_optimizer* optimizer) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "engine/coins.h"
-#include "formats/all.h"
+#include "formats/formats.def"
 #include "tests/table.h"
 
 namespace {

@@ -154,7 +154,8 @@ def few(names):
 
 
 def said(*pairs):
-    """The sentences whose names there are; "{}" is where these stand."""
+    """An error message from (sentence, names) pairs: those with names, which replace the "{}" of the
+    sentence."""
     return "; ".join(sentence.format(few(names)) for sentence, names in pairs if names)
 
 
@@ -315,11 +316,12 @@ class Rule:
         weakref.finalize(self, library.optimizer_destroy, self.handle).atexit = False
 
     def tell(self, values, seed, lr_address):
-        """Hyperparameters by name, and where lr stands if the device has it. What is known costs nothing."""
+        """Passes hyperparameters to the library, and the address of lr if it is in device memory. Values that
+        the library has already are not passed again: this runs at every step."""
         values = {name: float(value) for name, value in values.items()}  # tensors may be written in place
         if (values, seed, lr_address) == self._told:
             return
-        told, self._told = self._told[0], ({}, None, None)  # where one is refused, nothing is certain
+        told, self._told = self._told[0], ({}, None, None)  # if one is refused, all are passed again
         for name, value in values.items():
             if told.get(name) != value:
                 library.optimizer_set(self.handle, name.encode(), value)

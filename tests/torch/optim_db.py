@@ -17,7 +17,7 @@ import unittest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
-from support import DEVICE, Case, st, tensor
+from support import DEVICE, KINDS, Case, st, tensor
 
 try:
     import expecttest  # noqa: F401
@@ -56,9 +56,15 @@ def entry(info, recipe):
     return made
 
 
+# Classes that torch has not, with what every optimizer takes; and more options of some.
+MORE = {
+    st.Lion: [{"betas": (0.8, 0.9), "lr": 1e-3}],
+    st.SGDW: [{"momentum": 0.9, "nesterov": True}],
+}
 NEW = [
-    info_of(st.Lion, {}, {"weight_decay": 0.1}, {"maximize": True}, {"betas": (0.8, 0.9), "lr": 1e-3}),
-    info_of(st.SGDW, {}, {"momentum": 0.9, "nesterov": True}, {"maximize": True, "weight_decay": 0}),
+    info_of(kind, {}, {"weight_decay": 0.1}, {"maximize": True}, *MORE.get(kind, ()))
+    for kind in KINDS
+    if not hasattr(torch.optim, kind.__name__)
 ]
 ENTRIES = [
     entry(info, recipe)

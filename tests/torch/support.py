@@ -40,7 +40,12 @@ STORAGE = {
 EXCHANGES = {"C": table._exchange, "Python": None}
 
 WIDE = dict(recipe="fp32")
-KINDS = (st.SGD, st.SGDW, st.Adam, st.AdamW, st.Lion, st.Adagrad, st.RMSprop)
+# Every optimizer class of the package.
+KINDS = [
+    kind
+    for kind in map(vars(st).get, st.__all__)
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+]
 
 
 def each(**tables):

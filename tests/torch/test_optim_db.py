@@ -2,13 +2,11 @@
 
 import unittest
 
-import torch
-
 import test_optim_db_loops  # noqa: F401  (each says which of torch's tests it covers)
 import test_optim_db_state  # noqa: F401
 import test_optim_db_steps  # noqa: F401
 from optim_db import COVERED, ENTRIES
-from support import Case, st
+from support import KINDS, Case
 
 # Those of torch's tests that do not apply, and why: nothing but these four reasons.
 REASONS = ("differentiable", "sparse", "foreach and fused", "float64")
@@ -48,9 +46,7 @@ class Coverage(Case):
         self.assertEqual(set(TORCHS_TESTS) - COVERED, set(TORCHS_TESTS) & set(INAPPLICABLE))
 
     def test_every_optimizer_of_ours(self):
-        kinds = [getattr(st, name) for name in st.__all__]
-        ours = {x.__name__ for x in kinds if isinstance(x, type) and issubclass(x, torch.optim.Optimizer)}
-        self.assertEqual({info.name for info in ENTRIES}, ours)
+        self.assertEqual({info.name for info in ENTRIES}, {kind.__name__ for kind in KINDS})
 
 
 if __name__ == "__main__":

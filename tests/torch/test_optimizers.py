@@ -1,6 +1,7 @@
 """scruple.torch's optimizers as torch.optim optimizers: the same steps as torch's own, in groups of every kind,
 with schedulers, closures, hooks and copies; and the package itself."""
 
+import contextlib
 import copy
 import ctypes
 import inspect
@@ -24,39 +25,33 @@ from support import BF16, DEVICE, FP16, FP32, KINDS, STORAGE, WIDE, Case, ModelR
 from support import distance, each, follow, give_gradients, loss_of, mlp, parameter, parameters, st, stored
 from support import take_steps, tensor
 
-# Every option of every class that torch has too: (class, options).
-AGAINST_TORCH = [
-    ("SGD", dict(lr=0.1)),
-    ("SGD", dict(lr=0.1, weight_decay=0.01)),
-    ("SGD", dict(lr=0.1, momentum=0.9)),
-    ("SGD", dict(lr=0.1, momentum=0.9, dampening=0.3)),
-    ("SGD", dict(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)),
-    ("SGD", dict(lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.02, maximize=True)),
-    ("SGD", dict(lr=torch.tensor(0.1), momentum=0.5)),
-    ("Adam", dict()),
-    ("Adam", dict(lr=0.01, betas=(0.8, 0.95), eps=1e-3)),
-    ("Adam", dict(lr=0.01, weight_decay=0.1)),
-    ("Adam", dict(lr=0.01, amsgrad=True)),
-    ("Adam", dict(lr=0.01, amsgrad=True, weight_decay=0.1, maximize=True)),
-    ("Adam", dict(lr=torch.tensor(0.01), betas=(0.0, 0.9))),
-    ("Adam", dict(lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)),
-    ("AdamW", dict()),
-    ("AdamW", dict(lr=0.01, betas=(0.7, 0.9), eps=1e-4, weight_decay=0.2)),
-    ("AdamW", dict(lr=0.01, amsgrad=True)),
-    ("AdamW", dict(lr=0.01, maximize=True, weight_decay=0.3)),
-    ("AdamW", dict(lr=torch.tensor(0.01), weight_decay=0.0)),
-    ("Adagrad", dict()),
-    ("Adagrad", dict(lr=0.1, lr_decay=0.05)),
-    ("Adagrad", dict(lr=0.1, initial_accumulator_value=0.5, eps=1e-5)),
-    ("Adagrad", dict(lr=0.1, weight_decay=0.05, maximize=True)),
-    ("Adagrad", dict(lr=torch.tensor(0.05))),
-    ("RMSprop", dict()),
-    ("RMSprop", dict(lr=0.005, alpha=0.9, eps=1e-4)),
-    ("RMSprop", dict(lr=0.005, weight_decay=0.05, momentum=0.9)),
-    ("RMSprop", dict(lr=0.005, centered=True)),
-    ("RMSprop", dict(lr=0.005, centered=True, momentum=0.8, weight_decay=0.02, maximize=True)),
-    ("RMSprop", dict(lr=torch.tensor(0.005))),
-]
+TWINS = [kind for kind in KINDS if hasattr(torch.optim, kind.__name__)]
+
+
+def changed(default):
+    """Another value than the default, which shows."""
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, tuple):
+        return tuple(map(changed, default))
+    return 0.1 if default < 1e-6 else 0.9 * default
+
+
+def option_sets(kind):
+    """Options that torch's optimizer of this name has too: the defaults, each option changed alone, all changed, all
+    but one, and lr as a tensor. Without what torch refuses, such as Nesterov's variant with dampening."""
+    theirs = getattr(torch.optim, kind.__name__)
+    shared = inspect.signature(kind).parameters.keys() & inspect.signature(theirs).parameters.keys()
+    shared -= {"params", "foreach", "fused", "capturable", "differentiable"}
+    defaults = {name: theirs([parameter(1)]).defaults[name] for name in sorted(shared)}
+    whole = {name: changed(value) for name, value in defaults.items()}
+    sets = [{}, whole, {"lr": torch.tensor(defaults["lr"])}]
+    for name in whole:
+        sets += [{name: whole[name]}, {other: value for other, value in whole.items() if other != name}]
+    for options in sets:
+        with contextlib.suppress(ValueError):
+            theirs([parameter(1)], **options)
+            yield kind.__name__, options
 
 
 class LionReference(torch.optim.Optimizer):
@@ -120,12 +115,10 @@ class FollowsTorch(Case):
         self.assertLess(allowed, 1e-3)
         self.assertLessEqual(distance(ours, exact), allowed)
 
-    @each(case=AGAINST_TORCH)
+    @each(case=[case for kind in TWINS for case in option_sets(kind)])
     def test_every_option(self, case):
         name, options = case
         theirs = getattr(torch.optim, name)
-        if not options.keys() <= inspect.signature(theirs).parameters.keys():  # an older torch
-            return
         on_device = {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in options.items()}
         numbers = {k: float(v) if torch.is_tensor(v) else v for k, v in options.items()}
         ours = Run(name, FP32, **{"lr": theirs([parameter(1)]).defaults["lr"], **on_device}, **WIDE)
@@ -141,12 +134,16 @@ class FollowsTorch(Case):
         ours = Run(kind, FP32, **options, **WIDE)
         self.follows(ours, ours.copied(lambda ps, **_: reference(ps, options), torch.float64))
 
+    def test_every_class_is_compared(self):
+        papers = {kind for kind, _, _ in AGAINST_PAPERS}
+        self.assertEqual(set(KINDS), {*TWINS, *papers}, "torch has no such optimizer: add it to AGAINST_PAPERS")
+
     def test_defaults_are_torchs(self):
         p = [parameter(3)]
-        for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop"):
-            theirs, ours = getattr(torch.optim, name)(p).defaults, getattr(st, name)(p).defaults
+        for kind in TWINS:
+            theirs, ours = getattr(torch.optim, kind.__name__)(p).defaults, kind(p).defaults
             for key in set(theirs) & set(ours):
-                with self.subTest(name, key=key):
+                with self.subTest(kind.__name__, key=key):
                     self.assertEqual(theirs[key], ours[key])
             ignored = {"foreach", "fused", "differentiable", "decoupled_weight_decay"}
             self.assertLessEqual(set(theirs) - set(ours), ignored)

@@ -14,14 +14,14 @@ import torch
 
 import older
 from scruple import _abi
-from support import BF16, DEVICE, FP16, FP32, STORAGE, Case, Run, bits, copies, cuda_only, distance, each
-from support import follow, give_gradients, parameter, parameters, same, st, stored, take_steps, tensor
+from support import BF16, DEVICE, FP16, FP32, KINDS, STORAGE, Case, Run, bits, copies, cuda_only, distance
+from support import each, follow, give_gradients, parameter, parameters, same, st, stored, take_steps, tensor
 
-KINDS = {
+# Options with which an optimizer keeps every slot that it can.
+OPTIONS = {kind.__name__: dict(lr=0.01) for kind in KINDS} | {
     "SGD": dict(lr=0.05, momentum=0.9, weight_decay=0.01),
     "SGDW": dict(lr=0.05, momentum=0.9, nesterov=True),
     "Adam": dict(lr=0.01, amsgrad=True),
-    "AdamW": dict(lr=0.01),
     "Lion": dict(lr=0.001, weight_decay=0.1),
     "Adagrad": dict(lr=0.05, initial_accumulator_value=0.1),
     "RMSprop": dict(lr=0.005, momentum=0.9, centered=True),
@@ -40,7 +40,7 @@ def resumable():
     for label, options in STORAGE.items():
         for dtype in DTYPES:
             yield f"AdamW {label} {dtype}", "AdamW", dtype, stored(options, DTYPES[dtype])
-    for kind in KINDS:
+    for kind in OPTIONS:
         yield f"{kind} scruple", kind, "bf16", {}
         yield f"{kind} stochastic", kind, "bf16", dict(rounding="stochastic", seed=2, recipe="flash")
     yield "SGD lpmm", "SGD", "bf16", dict(recipe="lpmm", weights="bf16+8", rounding="stochastic")
@@ -51,7 +51,7 @@ class Resumable(Run):
 
     def __init__(self, kind="AdamW", dtype="bf16", options={}, params=None):
         params = params or parameters(DTYPES[dtype]) + [parameter(4200, seed=9, dtype=DTYPES[dtype])]
-        super().__init__(kind, params=params, **{**KINDS[kind], **moments_of(options, kind)})
+        super().__init__(kind, params=params, **{**OPTIONS[kind], **moments_of(options, kind)})
 
     def steps(self, count=HALF):
         for self.taken in range(self.taken, self.taken + count):
@@ -437,7 +437,7 @@ class IntoTorch(Case):
     """What torch.optim makes of our state dict."""
 
     @each(
-        kind=[kind for kind in KINDS if hasattr(torch.optim, kind)],
+        kind=[kind for kind in OPTIONS if hasattr(torch.optim, kind)],
         storage=STORAGE,
         dtype=(BF16, FP32),
         fast=(dict(foreach=False), dict(foreach=True), dict(fused=True)),
@@ -446,11 +446,11 @@ class IntoTorch(Case):
         """It takes fp32 and bf16 moments as they are meant; codes it refuses, before a weight has changed."""
         if fast.get("fused") and kind in ("RMSprop", *(() if DEVICE.type == "cpu" else ("Adagrad",))):
             return  # which are not fused
-        run = Run(kind, dtype, **KINDS[kind], **moments_of(stored(storage, dtype), kind)).steps(2)
+        run = Run(kind, dtype, **OPTIONS[kind], **moments_of(stored(storage, dtype), kind)).steps(2)
         saved, before = copy.deepcopy(run.opt.state_dict()), copies(run.params)
         for group in saved["param_groups"]:
             group.update(fast)
-        theirs = getattr(torch.optim, kind)(run.params, **KINDS[kind], **fast)
+        theirs = getattr(torch.optim, kind)(run.params, **OPTIONS[kind], **fast)
         if any("codes" in name for held in saved["state"].values() for name in held):
             with self.assertRaises(KeyError):
                 theirs.load_state_dict(saved)
@@ -467,10 +467,10 @@ class IntoTorch(Case):
     @each(kind=("AdamW", "SGD"))
     def test_treated_as_frameworks_do(self, kind):
         """Copied, moved and walked over by them, by a pickle that holds weights alone, it restores all."""
-        run, file = Run(kind, **KINDS[kind]).steps(2), io.BytesIO()
+        run, file = Run(kind, **OPTIONS[kind]).steps(2), io.BytesIO()
         saved = run.opt.state_dict()
         for group in saved["param_groups"]:
-            self.assertEqual(group["lr"], KINDS[kind]["lr"])
+            self.assertEqual(group["lr"], OPTIONS[kind]["lr"])
         moved = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.cpu().clone(), saved)
         torch.save(copy.deepcopy(moved), file)
         file.seek(0)

@@ -13,16 +13,16 @@ namespace {
 CBLAS_TRANSPOSE order_of(const Factor& factor) { return factor.is_transposed ? CblasTrans : CblasNoTrans; }
 int narrow(Index size) { return static_cast<int>(size); }  // problem_with() bounds every size
 
-// A threaded OpenBLAS would cut the work by the number of processors. Once per thread, because OpenMP's
-// builds keep the number per thread.
+// A threaded OpenBLAS divides a product by the number of processors, and so changes its bits. Called once per
+// thread, because OpenMP builds keep the setting per thread.
 bool be_serial() {
   openblas_set_num_threads(1);
   return true;
 }
 
-// Builds of OpenBLAS without threads, such as Debian's libopenblas-serial, may have no lock around their
-// table of buffers: two calls at a time can share one, and then a product is wrong, about once in a
-// million. There, one at a time.
+// A lock for builds of OpenBLAS without threads, such as Debian's libopenblas-serial. They may not lock their
+// table of buffers: two calls at a time can get the same one, and then about one product in a million is
+// wrong.
 std::unique_lock<std::mutex> rope() {
   static std::mutex mutex;
   static const bool unlocked = openblas_get_parallel() == 0;

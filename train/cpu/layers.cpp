@@ -321,8 +321,8 @@ void off_target(const float* sum, float inverse, const float* target, Index widt
 
 }  // namespace
 
-// The gradient is softmax(hidden table^T) table - table[target]: attention, with the table for keys and
-// values. It is taken while the logits are there.
+// The gradient of `hidden` is softmax(hidden table^T) table - table[target]. That is attention with the table
+// as keys and values, so it is computed in the same pass over the logits, piece by piece.
 double head_in_pieces(const Workers& workers, const Head& head, Matrix* g, double* chunk_losses) {
   const Index width = head.hidden.columns(), vocabulary = head.vocabulary;
   workers.chunks(head.rows, [&](Index first, Index count, Arena& arena) {
@@ -515,8 +515,8 @@ void add_row(const float* __restrict from, Index count, float* __restrict to) {
   for (Index i = 0; i < count; ++i) to[i] += from[i];
 }
 
-// Pieces are broad, for a column of a may have to be computed, and high, for b may have to be decoded; but
-// there should be enough of them for several threads.
+// Wide pieces compute the columns of `a` fewer times, high ones decode `b` fewer times. But several threads
+// need enough pieces.
 Index tile_height(Index rows) { return rows < 4 * kTileRows ? kTileRows / 2 : kTileRows; }
 
 }  // namespace

@@ -113,8 +113,8 @@ struct Stored final : Source {
   const Matrix& matrix;
 };
 
-// Row r of a view that may be in `scratch` already. Loops that work in place vectorise; those over two
-// pointers that turn out to be equal do not.
+// Row r of a view, copied to `scratch` unless the view is there already. The loop that follows can then work
+// in place: compilers vectorise that, but not a loop over two pointers that may be equal.
 inline float* in_scratch(View view, Index r, Index columns, float* scratch) {
   float* to = scratch + r * columns;
   if (view.data != scratch) std::copy_n(view.data + r * view.stride, columns, to);
@@ -196,9 +196,8 @@ struct Head {
   Index rows;
   float* log_sums;  // log sum exp(logits), per row
 };
-// Logits are kept for the backward pass where one piece of work computes all of a row. For a larger
-// vocabulary [rows, vocabulary] values never exist at once: they are computed in pieces, and again for each
-// tile of the table's gradient.
+// Small vocabularies keep their logits for backward. For larger ones [rows, vocabulary] values never exist at
+// once: logits are computed in pieces, and once more for each tile of the table's gradient.
 inline bool keeps_logits(const Description& model) { return model.vocabulary <= kHeadColumns; }
 // The sum of -log softmax(logits)[target] over the rows; logits are rounded before the loss sees them.
 double head(const Workers& workers, const Head& head, Matrix& logits, double* chunk_losses);

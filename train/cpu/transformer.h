@@ -1,5 +1,5 @@
-// The forward and backward pass of whatever a description describes, written out per layer. It knows neither
-// how weights are stored nor what becomes of gradients: it asks for the one and hands over the other.
+// The forward and backward pass of a model on the CPU. It asks for weights in fp32 and hands gradients over,
+// and knows neither how weights are stored nor what the optimizer does with gradients.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ struct WeightValues {
   virtual const float* values(int parameter, float* scratch) = 0;
 };
 
-// Computes rows [first, first + rows) of a gradient, in full; asked twice it gives the same bits. May read
-// these rows of the weight, and no others. Uses the model's threads: not to be called from a piece of their
-// work. Other tiles may round differently.
+// Computes rows [first, first + rows) of a gradient. The same rows give the same bits when asked again; other
+// tiles of the same rows may round differently. Reads no other rows of the weight, since they may have been
+// stepped. It uses the model's threads, so it must not be called from them.
 using FillRows = std::function<void(std::int64_t first, std::int64_t rows, float* tile)>;
 
 // Whoever takes the gradients. Each parameter is handed over once per backward pass, as soon as its

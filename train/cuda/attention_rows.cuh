@@ -84,8 +84,8 @@ struct Sizes {
 struct Work {
   int tile, pair;
 };
-// Tile 0 must be the heaviest: long work starts first, so that blocks end together. In sections of pairs,
-// whose rows stay in the L2 cache from tile to tile.
+// Tile 0 must be the heaviest: blocks with the most work start first, so that all end at about the same time.
+// Pairs are taken 64 at a time, so that their rows stay in the L2 cache from tile to tile.
 __device__ inline Work work_of_block(int tiles, int pairs) {
   constexpr std::int64_t kSection = 64;
   const int first = static_cast<int>(blockIdx.x / (kSection * tiles) * kSection);
@@ -94,9 +94,9 @@ __device__ inline Work work_of_block(int tiles, int pairs) {
   return {within / wide, first + within % wide};
 }
 
-// Beside each row of a head, for backward: the logarithm of its softmax's sum to base 2, and delta, the sum
-// of dy y over the head (Dao, 2307.08691, algorithm 2). Rows beyond the length have an infinite sum, so that
-// their weights are 0.
+// Two numbers per row of a head, which backward reads (Dao, 2307.08691, algorithm 2): log2 of the softmax's
+// sum, and delta, the sum of dy y over the head. Rows beyond the length have an infinite sum, which makes
+// their weights 0.
 inline constexpr int kPadding = 128;  // rows are padded to a multiple of this
 __host__ __device__ inline std::int64_t padded(std::int64_t length) {
   return (length + kPadding - 1) / kPadding * kPadding;

@@ -12,9 +12,10 @@ namespace scruple::train::cuda {
 
 inline constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
-// What kernels of one head width work in. A warp owns 16 x fragments rows; another kind of row passes by in
-// tiles, of which `chunk` rows are worked on at once. Chosen so that registers do not spill and shared memory
-// stays below 99 KB.
+// The tiling of a kernel for one head width. A warp owns 16 x fragments rows (queries, say). The others (then
+// keys) come in tiles through shared memory, and `chunk` of their rows are multiplied at a time. Chosen so
+// that registers do not spill and shared memory stays below 99 KB, the limit of a block on compute capability
+// 8.6.
 struct Tiling {
   int fragments, tile, chunk;
   bool kept;  // the own rows stay in registers
@@ -27,9 +28,9 @@ inline constexpr Tiling kQueryGradient = {2, D > 80 ? 32 : 64, 32, D == 64};
 template <int D>
 inline constexpr Tiling kKeyGradient = {D == 64 ? 2 : 1, 64, D == 64 ? 32 : 64, false};
 
-// Rows of D 16-bit values in shared memory, in pieces of 16 bytes. Eight rows of one column of pieces lie in
-// different banks: the piece is exchanged within its row where a row has 8 or 16 pieces, else rows are an odd
-// number of pieces wide.
+// Rows of D 16-bit values in shared memory, in pieces of 16 bytes, laid out without bank conflicts: the same
+// piece of eight rows lies in eight different groups of banks. Where a row has a multiple of 8 pieces they
+// are swizzled (XOR with the row); else rows are padded to an odd number of pieces.
 template <int D>
 struct Tile {
   static constexpr int kPieces = D / 8;
@@ -143,8 +144,8 @@ __device__ void clear(float (&c)[M][N][4]) {
       for (int v = 0; v < 4; ++v) c[m][n][v] = 0;
 }
 
-// c = own rows times the rows at `other`, over D. The lane is not known to be the same in every tile: else
-// the addresses of all steps would be kept from tile to tile, and take more registers than there are.
+// c = own rows times the rows at `other`, over D. not_known() hides from the compiler that the lane is the
+// same in every tile. Else it would keep the addresses of all steps from tile to tile, and spill registers.
 template <class T, int D, int M, int N, bool kKept>
 __device__ void multiply_rows(float (&c)[M][N][4], const Own<D, M, kKept>& own, std::uint32_t other) {
   const int lane = not_known(lane_of_thread());
@@ -233,8 +234,9 @@ struct Range {
   int begin, end;
 };
 
-// Walks over the chunks of a block's tiles. Its warps meet before each tile, in `arrive`; each acts on chunks
-// that are its own. These are one range, so that nothing is carried around a branch in the loop over them.
+// Walks over the chunks of a block's tiles. All warps of the block call `arrive` before each tile, because it
+// has a barrier; each warp calls `act` for its own chunks alone. These are one range, so three loops do it
+// instead of one with a branch, around which every accumulator would have to be carried.
 template <int kEach, class Arrive, class Act>
 __device__ void walk(Range all, Range own, Arrive arrive, Act act) {
   int chunk = all.begin;
@@ -341,7 +343,8 @@ struct Softmax {
   }
 };
 
-// What a block's queries see passes by: tiles of keys and their values, two in shared memory at a time.
+// The keys and values that a block's queries see, tile by tile. Shared memory has two tiles: one is computed
+// with while the next one is copied.
 template <class T, int D, int kKeys>
 struct PassingKeys {
   static constexpr int kTileBytes = kKeys * Tile<D>::kStride;
@@ -430,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   store_rows<T, D>(output, inverse, own_at, sizes.outputs(y, sequence, head), first_of_warp, sizes.length);
 }
 
-// Scores become weights, and what comes back through them (2307.08691, algorithm 2, line 14): their gradients
+// The attention weight of a score. The kernels below compute its gradient (2307.08691, algorithm 2, line 14),
 // but for the factor of 1 / sqrt(D).
 __device__ inline float weight_of(float score, float factor, float log_sum) {
   return power_of_2(score * factor - log_sum);
@@ -501,7 +504,8 @@ __global__ void __launch_bounds__(kThreads, 2)
                    sizes.length);
 }
 
-// The first chunk of queries from `begin` on whose query `member` no longer sees the key, or the end of them.
+// Documents: the first chunk, from `begin` on, whose query number `member` belongs to a later document than
+// the key; the number of chunks where there is none. By binary search.
 __device__ inline int end_of_seeing(const Sizes& sizes, int sequence, int begin, int chunk, int member,
                                     int key) {
   int end = sizes.tiles(chunk);
@@ -537,10 +541,14 @@ __device__ void hide_keys(float (&scores)[M][N][4], const Sizes& sizes, int sequ
     }
 }
 
-// Query heads over one head of keys that a block takes. All of a large group in one block leave a GPU unbalanced: 28 heads
-// over 4, of 4 x 1,024 tokens, are 256 blocks, of which the first has 16 times the work of the last. Two to a block bring
-// backward from 0.460 to 0.404 ms there, 12 heads over 2 from 0.412 to 0.373, 32 over 4 (of 64) from 0.524 to 0.459; but
-// 32 over 8 from 0.417 to 0.456 (H200, 2026-11-18).
+// Grouped queries: how many of the query heads that share a head of keys one block takes. All of a large
+// group in one block leave the GPU unbalanced: 28 heads over 4, of 4 x 1,024 tokens, are 256 blocks, and the
+// first has 16 times the work of the last. Backward with two heads to a block instead of all (ms, H200,
+// 2026-11-18):
+//   28 heads over 4   0.460 -> 0.404
+//   12 over 2         0.412 -> 0.373
+//   32 over 4         0.524 -> 0.459  (heads 64 wide)
+//   32 over 8         0.417 -> 0.456  (so groups of 4 stay whole)
 __host__ __device__ inline int heads_of_block(const Sizes& sizes) {
   return sizes.group() > 4 ? 2 : sizes.group();
 }

@@ -19,8 +19,8 @@ __host__ __device__ __forceinline__ float exponential(float x) {
   return expf(x);
 }
 
-// 1 / (1 + e^-x), and 1 less that. The difference as such would lose what is left of it where x is large, and GELU's slope
-// multiplies it by x^3.
+// open = 1 / (1 + e^-x) and shut = 1 - open. The subtraction itself would lose all bits of `shut` for a large
+// x, and GELU's derivative multiplies `shut` by x^3.
 struct Logistic {
   float open, shut;
 };

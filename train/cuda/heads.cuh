@@ -169,9 +169,10 @@ __device__ __forceinline__ HeadKind keys_of(const RopeShape& shape, float* sums)
           sums + (static_cast<Index>(blockIdx.x) * 2 + 1) * shape.head_width};
 }
 
-// Where g is the gradient of x rstd weight: with h = x rstd, that of the weight sums g h; with a = g weight, that of x is
-// rstd (a - h mean(a h)). Step by step, for N values each: g h is added, g becomes a, a . x is summed, a becomes the
-// result.
+// The backward pass of RMS norm, y = x rstd weight, where g is the gradient of y. With h = x rstd and a = g
+// weight:
+//   dweight = the sum of g h over rows,  dx = rstd (a - h mean(a h)).
+// For N values at a time: add g h to dweight, turn g into a, sum a . x, turn a into dx.
 template <int N>
 __device__ __forceinline__ void add_products(Floats<N>& to, const Floats<N>& g, const Floats<N>& x,
                                              float rstd) {

@@ -344,8 +344,9 @@ struct TableGradient {
   Index blocks;  // to a slab
 };
 
-// A block takes targets that lie `blocks` apart, for those that occur often are often neighbours. First those of
-// many, all warps together; then a warp for each of the others.
+// Adds the gradients of a token table. A block takes every `blocks`-th target, because frequent tokens often
+// have neighbouring numbers and would otherwise fall to one block. Targets with many occurrences first, all
+// warps together; then one warp for each of the others.
 template <class T, int V>
 __global__ void __launch_bounds__(kOccurrenceWarps* kWarp, 2) add_occurrences(TableGradient job, const T* g) {
   constexpr int kColumns = kWarp * V;

@@ -128,7 +128,7 @@ struct NormBackward {
   }
 };
 
-// What one row says to every column of it.
+// Per-row statistics, broadcast over the columns.
 struct NormRow {
   float mean, rstd;
   float2 means;
@@ -149,7 +149,8 @@ __device__ __forceinline__ void add_to(float2& sums, const NormRow& row, const F
   }
 }
 
-// Warps to a block where each has a row of its own; they share the columns' sums. Fewer have more registers each.
+// Warps in a block where each warp has a row. They add their column sums together at the end. Wide rows take
+// fewer warps, so that each has enough registers.
 template <int kFloats>
 inline constexpr int kBackWarps = kFloats > 24 ? 6 : 8;
 // Where a block has the row: the floats of it that a thread has, singly or in vectors.

@@ -11,12 +11,12 @@ namespace {
 constexpr Index kLogitBytes = 512 << 20;  // of logits that exist at once
 constexpr Index kRowStep = 128;           // tokens in a part of them
 
-// Logits have columns that stay 0, so that products with them have sizes that tensor cores like: of GPT-2's 50,257 words
-// they would run at a sixth of their speed.
+// Values to a row of logits: the vocabulary, rounded up to a multiple of 64 with columns of 0. With GPT-2's
+// 50,257 columns as they are, products run at a sixth of their speed, because tensor cores want aligned rows.
 Index logit_stride(const Description& m) { return (m.vocabulary + 63) / 64 * 64; }
 
-// Rows whose logits exist at once. Where all of them take no more than the head's gradient would in fp32, parts would
-// save nothing: they would have to be summed up in such a gradient.
+// Rows whose logits exist at once. Parts of the rows need an fp32 gradient of the head to add up in. So where
+// the logits of all rows are no larger than that gradient, parts would save nothing.
 Index logit_rows(const Description& m, Index rows, Precision precision) {
   const Index row = logit_stride(m) * bytes_of(precision);
   if (!m.tied && rows * row <= m.vocabulary * m.width * 4) return rows;
@@ -254,7 +254,8 @@ void* Operations::at(const Tensor& x, Index element) const {
   return static_cast<std::byte*>(x.data) + element * bytes_of(precision_);
 }
 
-// Head norms keep what they read for backward, so that rope then writes elsewhere, each time that attention reads it.
+// With head norms, backward needs what rope read. So rope then writes to a buffer of its own, again for each
+// pass.
 void Operations::rope(const LayerPlaces& at, Tensor& qkv) {
   if (has_rope() && !model_.head_norms) cuda::rope(precision_, rope_of(at), qkv.data, qkv.data, stream_);
 }
@@ -405,7 +406,7 @@ void Operations::product_backward(const LinearPlaces& at, const Tensor& dy, Tens
                    .c = l.column == 0 ? nullptr : dx.data});
 }
 
-// What went into SwiGLU is not needed after its own gradient, which takes its place.
+// SwiGLU's input is not needed any more once its gradient is computed, so the gradient overwrites it.
 Operations::Tensor& Operations::up_backward(const LinearPlaces& at, Tensor& up) {
   dup_.data = model_.mlp == Mlp::gelu ? inner_.as<void>() : up.data;
   if (!fuses_gelu()) {

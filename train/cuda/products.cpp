@@ -18,8 +18,8 @@ namespace {
 
 constexpr std::int64_t kWorkspace = 32 << 20;  // what cuBLAS itself takes on Hopper
 
-// Of algorithms that are tried. Their products are long enough to be worth it, and have so many values that another order
-// of summing shows: it changes about one bf16 of a thousand.
+// How many algorithms are tried, and how often each is timed. Only large products are: timing pays there, and
+// they have so many values that another order of summing shows. It changes about one bf16 in a thousand.
 constexpr int kCandidates = 8, kRounds = 3;
 constexpr std::int64_t kLeastValues = 1 << 18;
 constexpr double kLeastFlops = 4e9;
@@ -234,7 +234,8 @@ Products::Plans::Digest Products::Plans::digest_of(const Product& p) {
   return found;
 }
 
-// The fastest of those that give the first one's bits, each timed in turn: a GPU slows down as it gets warm.
+// Chooses the fastest algorithm among those with the first one's bits. They are timed in turns, not one after
+// another, because a GPU slows down as it gets warm.
 void Products::Plans::tune(Plan& plan, const Product& p) {
   check_blas(run(plan, p, plan.candidates[0]), "a matrix product");
   const Digest first = digest_of(p);

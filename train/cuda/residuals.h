@@ -1,5 +1,5 @@
-// The residual stream before each layer and after the last: all of it in device memory, or in pinned host memory but for
-// the few that the layer at work and its neighbours need. Copies run beside the layers.
+// The residual stream before each layer and after the last. All of it is in device memory; or, offloaded,
+// three buffers are, and the rest is in pinned host memory. Copies run beside the layers.
 #pragma once
 
 #include <cstddef>

@@ -50,7 +50,8 @@ struct Transformer::State {
   Operations on;
   Pass<Operations> pass;
   Block loss_sum;
-  // What the last pass that succeeded and its recording were made with: these pointers are in the kernels' arguments.
+  // What the last successful pass was made with. A recording holds these pointers as kernel arguments, so it
+  // can be replayed only while they are the same.
   struct RecordedWith {
     const scruple_tensor* weights = nullptr;
     const void* first_weight = nullptr;
@@ -73,7 +74,8 @@ void Transformer::State::run(Sink& sink) {
   outbox.close();
 }
 
-// The first pass chooses algorithms and takes what memory it lacks, the second is recorded, later ones are that again.
+// The first pass runs as it is: algorithms are chosen then, and missing memory is taken. The second pass is
+// recorded as CUDA graphs, and later ones replay it.
 void Transformer::State::run_recorded(Visible weights, Sink& sink) {
   const RecordedWith now = {weights.data(), on.stored(0).data, sink.loss_scale(), sink.measures(),
                             inputs.documents()};
@@ -101,7 +103,8 @@ void Transformer::State::record(Sink& sink) {
   }
 }
 
-// Behind the losses that were not taken yet, which are taken where there is no more room. take_losses() waits.
+// Queues the copy of this pass's loss to the host, behind the earlier ones. take_losses() waits for the
+// copies, so it is called only when they are asked for or the buffer is full.
 void Transformer::State::sum_up() {
   if (counted.size() == kLosses) take_losses();
   sum_losses(on.row_losses(), rows, loss_sum.as<double>(), stream);

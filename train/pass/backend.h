@@ -1,5 +1,6 @@
-// What training asks of a device: memory for planes, an engine that steps them there, and a model's passes over
-// activations that nobody else sees. The loop, the state, checkpoints and reports know no more of it.
+// What training asks of a device: memory for weights and moments, an engine that steps them, and a model's
+// forward and backward pass. The loop, checkpoints and reports use a device through this file alone;
+// activations stay behind it.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +22,14 @@ namespace scruple::train {
 enum class Precision { fp32, bf16, fp16 };
 inline constexpr const char* kPrecisions[] = {"fp32", "bf16", "fp16"};  // their names, and their formats'
 
-// What backward computes again rather than forward keep it (Chen et al., 1604.06174): nothing; the outputs of norms; the
-// inside of each MLP; all of a layer but its input and what attention gave; all of it but its input. The bits are the same.
+// Activation checkpointing (Chen et al., 1604.06174): what backward computes again instead of forward keeping
+// it.
+// - none: nothing.
+// - norms: the outputs of norms.
+// - mlp: the inside of each MLP.
+// - keep_attention: the layer, but for its input and the output of attention.
+// - block: the layer, but for its input.
+// The bits are the same.
 enum class Recompute { none, norms, mlp, keep_attention, block };
 inline constexpr const char* kRecomputes[] = {"none", "norms", "mlp", "keep-attention",
                                               "block"};  // their names
@@ -57,23 +64,24 @@ void check_feed(const Description& model, std::int64_t length, const std::int32_
 std::int64_t read_batch(const Description& model, std::int64_t rows, const Batch& batch,
                         std::int32_t* positions);
 
-// A row for each parameter, in the order of parameters_of(shape), whose weight is {format, codes} as the model
-// computes with it: bf16 where it is kept as bf16+8. In the backend's memory.
+// The weights as the model computes with them, in the backend's memory: a row per parameter, in the order of
+// parameters_of(shape). A weight that is kept as bf16+8 is bf16 here.
 using Visible = std::span<const scruple_tensor>;
 // Such a weight's fp32 values, where the host can read it: its own memory, or `scratch` filled with them.
 const float* visible_values(Engine& engine, const scruple_tensor& weight, float* scratch);
 
-// A model that can be trained. Its memory was taken when it was made. Batches are read before a call returns; the rest may
-// still be at work then.
+// A model that can be trained. Its memory is taken when it is made. A call has read its batch when it
+// returns, but the device may still be computing.
 class Network {
  public:
   virtual ~Network() = default;
-  // A forward and a backward pass: gradients of weight * *sink.loss_scale() * the mean loss in nats over the targets that
-  // count. Each parameter's goes to the sink once, as soon as it can be computed: whole or in pieces, in any format, in
-  // the backend's memory. Its weight may be stepped inside the call.
+  // A forward and a backward pass. The loss is the mean over the targets that count, in nats, times `weight`
+  // times *sink.loss_scale(). Each parameter's gradient goes to the sink once, as soon as it is computed:
+  // whole or in pieces, in any format, in the backend's memory. The sink may step the weight before train()
+  // returns.
   virtual void train(Visible weights, const Batch& batch, Sink& sink, float weight) = 0;
-  // The mean loss of each train() since this was last asked, 0 where no target counted. It needs the work that these have
-  // queued to be done, and waits for it; after Sink::read(), which waits too, there is nothing left to wait for.
+  // The mean loss of each train() since the last call; 0 where no target counted. Waits for their work, so
+  // call it after Sink::read(), which waits for the same.
   virtual std::vector<double> losses() = 0;
   // The mean loss, for validation.
   virtual double loss(Visible weights, const Batch& batch) = 0;
@@ -117,8 +125,8 @@ class Backend {
 // The backends there are. `threads`: 0, one for each core.
 using OpenBackend = std::unique_ptr<Backend> (*)(int threads);
 std::unique_ptr<Backend> cpu_backend(int threads);  // train/cpu/
-// train/cuda/; throws std::runtime_error where this build has none (train/pass/no_cuda.cpp), or, when its engine is first
-// asked for, where this machine has no GPU: to count what a run would take none is needed.
+// train/cuda/. Throws std::runtime_error where this build has none (train/pass/no_cuda.cpp). Where this
+// machine has no GPU, engine() throws instead: to plan the memory of a run no GPU is needed.
 std::unique_ptr<Backend> cuda_backend(int threads);
 bool has_cuda();  // a GPU that it can run on
 

@@ -65,8 +65,8 @@ class HostMemory final : public Memory {
   void* take(std::int64_t bytes) override {
     void* const memory = std::calloc(1, static_cast<std::size_t>(bytes));
 #ifdef MADV_HUGEPAGE
-    // Most of what new memory costs is the kernel's work for each page. A wish: where pages of 2 MiB are not to be had,
-    // nothing is lost.
+    // Asks for pages of 2 MiB: most of the cost of new memory is the kernel's work per page. Without them it
+    // only is slower.
     constexpr std::uintptr_t kPage = 2 << 20;
     const auto begin = reinterpret_cast<std::uintptr_t>(memory),
                end = begin + static_cast<std::uintptr_t>(bytes);

@@ -62,7 +62,7 @@ class Pass {
     if (places_.head != places_.tokens) on_.take_head();
     for (std::size_t i = places_.layers.size(); i-- > 0;) {
       on_.will_read(i);
-      // Of the last layer forward has left everything.
+      // Activations that are not kept share memory among the layers: the last layer's are still there.
       if (i + 1 < places_.layers.size()) compute(i, true);
       mlp_backward(i);
       attention_backward(i);

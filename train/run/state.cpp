@@ -70,7 +70,7 @@ Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed,
 }
 
 void State::start(const Fill& fill, Ledger& ledger) {
-  constexpr std::int64_t kMost = 1 << 20;  // of less, threads would wait for each other too often
+  constexpr std::int64_t kMost = 1 << 20;  // values at a time: with fewer, threads wait too often
   std::int64_t most = 0;
   for (const scruple_tensor& row : table_) most = std::clamp(row.size, most, kMost);
   const Block part(ledger, "workspace", most * std::int64_t{sizeof(float)});

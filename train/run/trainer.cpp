@@ -182,8 +182,9 @@ Outcome Trainer::step(const Windows& data) {
                                static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
     });
   };
-  // Every target weighs the same, in whatever micro-batch it is: the sink takes the mean over them, so each is
-  // weighed by its targets. Where all have as many the weights are 1.
+  // Every target of the step counts the same, although micro-batches may have different numbers of them
+  // (padding, prompts). The sink averages over micro-batches, so each gets a weight in proportion to its
+  // targets.
   std::int64_t all = 0;
   for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part).targets;
   std::vector<double> weights;

@@ -9,9 +9,9 @@
 namespace scruple::train {
 namespace {
 
-// Where `index` of `count` comes in an order of chance that (seed, epoch) names: every place is taken once. No list is
-// shuffled: each round pairs the places up and swaps a pair or not (Hoang, Morris, Rogaway, "An Enciphering Scheme
-// Based on a Card Shuffle", 1208.1176, figure 1).
+// The place of `index` in a random permutation of 0 ... count - 1, which (seed, epoch) decides. It needs no
+// list of all indices, so any place can be computed by itself: each round pairs all places up and swaps each
+// pair or not (Hoang, Morris, Rogaway, "An Enciphering Scheme Based on a Card Shuffle", 1208.1176, figure 1).
 std::int64_t shuffled(std::int64_t index, std::int64_t count, std::uint64_t seed, std::uint64_t epoch) {
   constexpr std::uint64_t kRounds = 128;  // a few times log2(count)
   const std::uint64_t key = random_bits(seed, kOrderStream, epoch);

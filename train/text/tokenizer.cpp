@@ -568,8 +568,8 @@ Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(st
   } catch (const std::exception& error) {
     fail(path, ": ", error.what());
   }
-  // SentencePiece's words begin with this mark, and a text comes as one long word. Where no token has the mark
-  // behind another character, nothing can ever be joined across such a place.
+  // To SentencePiece a whole text is one long word, in which every word begins with this mark. If no token
+  // has the mark after another character, no join crosses it, and the text may be cut there.
   const std::string mark = "\u2581";
   const auto crosses = [&](const auto& entry) {
     for (std::size_t at = 1; (at = entry.first.find(mark, at)) != std::string::npos; at += mark.size())

@@ -372,8 +372,9 @@ def _check_fits(opt, name, p, tensor, contents, ours):
         found = f"{name}: {folder} (recipe {contents.recipe!r}) has {has}, and the optimizer ({recipe!r}) keeps {keeps}"
         convert = f"change the file with 'scruple checkpoint convert {folder} --recipe {recipe} --out NEW'"
         raise UsageError(f"{found}; make the optimizer (and cast the model) as it was saved, or {convert}")
-    # A run goes on with its own random numbers. One of another program cannot: its parameters are in another
-    # order where groups part them, and its gradients are not torch's.
+    # Random numbers follow a parameter's number, so a run of scruple.save must have the same order to go on
+    # to the bit. A checkpoint of `scruple train` may have another order: its gradients differ from torch's
+    # anyway.
     if ours and tensor.id != number and any(rounding in _DRAWN for *_, rounding in found):
         numbers = f"{number} of the optimizer and {tensor.id} in {folder}, which random numbers follow"
         raise UsageError(f"{name} is parameter {numbers}; give the optimizer parameters in the same order")

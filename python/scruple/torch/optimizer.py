@@ -35,13 +35,13 @@ _SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay
 
 
 class Entry(NamedTuple):
-    """One parameter as the library sees it; made anew when its memory has moved."""
+    """One parameter as the library sees it. A new one is made when the parameter's memory has moved."""
 
     layout: Layout
     row: _abi.Tensor
     planes: list
     places: list  # of the planes
-    memory: list  # of the planes: alive while the row points there, whatever a user sets as .data
+    memory: list  # of the planes: the row has their addresses, so they must live even if a user sets .data
     address: int
     strided: bool
     turn: int  # of the groups that it was made for
@@ -105,7 +105,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(step):
-        """torch's, with its hooks and a name for profilers, where there is one of them: it takes its time."""
+        """torch's wrapper of step() calls hooks and names the step for profilers. It costs time, so it is
+        used only where there is a hook or a profiler."""
         observed = torch.optim.Optimizer.profile_hook_step(step)
 
         @functools.wraps(step)
@@ -119,9 +120,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self):
-        """torch.optim's. Where the device counts steps, who looks here waits for it."""
+        """torch.optim's. Reading it waits for the device where only the device knows how many steps were
+        taken."""
         with self._lock:
-            self._looks += 1  # since then planes may be in others' hands
+            self._looks += 1  # the caller may keep references to planes
             for table in self._tables.values():
                 if table.counter is not None:
                     table.count()
@@ -234,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
             self._forget_tables()
             self._make_buckets(hypers)
             known = [p for p, held in self._state.items() if getattr(held, "entry", None)]
-            self._state.changed.update(dict.fromkeys(known))  # it may mean something else now
+            self._state.changed.update(dict.fromkeys(known))  # other formats may be asked for now
         for (index, device, name), rule in self._rules.items():
             if name == self._rule_of(self.param_groups[index]):
                 self._update_rule(rule, self.param_groups[index], hypers[index], device)
@@ -243,8 +245,8 @@ class Optimizer(torch.optim.Optimizer):
             self._adopt()
 
     def _adopt(self):
-        """Takes over what users have written into the state since the last look; refuses groups by which it would
-        be read as something else."""
+        """Takes over what users have written into the state since the last step. Refuses a group that asks
+        for other formats than its state is stored in."""
         changed = [p for p in self._state.changed if p in self._number and p.dtype in NAMES]
         held = {p: self._state.of(p) for p in changed if p in self._state}
         written = {p: None for p in changed if p not in held or not held[p].is_intact(p)}
@@ -274,7 +276,7 @@ class Optimizer(torch.optim.Optimizer):
         return any(local(params[0]).device != device for device, params in self._buckets.items())
 
     def _asks(self, group, hypers):
-        """What of a group decides slots and formats."""
+        """The part of a group that decides which slots there are, and in which formats."""
         return list(map(bool, hypers.values())), [group.get(name) for name in _SETTINGS]
 
     def _check_meaning(self, p, layout):
@@ -339,8 +341,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _tried(self, p):
-        """The parameter's entry. One that was never stepped has state while this lasts, and none behind it:
-        that would fix its master copy now, and weights may yet be loaded into it."""
+        """The parameter's entry. A parameter that was never stepped gets state for the length of the block
+        only. With state its master copy would be fixed, and weights may still be loaded into the model."""
         own = dict(self.state.get(p, ()))
         try:
             yield self._entry(p)

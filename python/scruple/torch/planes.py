@@ -37,8 +37,8 @@ def described(x):
 
 
 def weight_format(name, dtype, asked):
-    """For a parameter of this dtype: it is the visible part, and `name` says what is kept beside it. `asked`:
-    by the user, not by a recipe."""
+    """The weight format of a parameter of this dtype, which is the part that the model sees. `name` (such as
+    "bf16+8") says what is kept beside it. `asked`: the user chose `name`, not a recipe."""
     own = NAMES[dtype]
     _abi.format_named(name)  # says what there is, where there is no such format
     base, plus, extra = name.partition("+")
@@ -179,8 +179,9 @@ class Layout:
         return [(name, form.name, names[self.row.arrays[a].rounding]) for a, name, form in self.arrays]
 
     def as_saved(self, formats, recipe):
-        """The same with moments in the formats that a state has them in. None: it is no such state as is
-        converted, which are those of before a slot had to be exact or a recipe had its formats of now."""
+        """This layout with the moments' formats of a saved state; None where such a state is not converted.
+        Converted are states of older versions: a slot that must be fp32 now, or the former formats of a
+        recipe."""
         if formats == self.formats:
             return self
         if formats.keys() != self.formats.keys():
@@ -197,8 +198,8 @@ class Layout:
         return made
 
     def read(self, p, state):
-        """What stands in a parameter's state: (planes, {moment: values}, steps). Values are a user's, by torch's
-        names, and are to be encoded. Planes that the state has not are made."""
+        """Reads a parameter's state: (planes, {moment: values}, steps). Values are what a user has set under
+        torch's names, which are still to be encoded. Missing planes are made."""
         weight, begun, steps, planes, values, lacks = local(p), is_begun(state), count_of(state), {}, {}, []
         had = () if state.entry is None else state.entry.layout.formats
         for slot, parts in itertools.groupby(self.planes, lambda plane: plane.slot):

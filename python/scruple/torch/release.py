@@ -148,7 +148,7 @@ class Steps:
     def __init__(self, opt, params):
         self.opt, self.params = opt, params
         self.sums, self.batches = False, 0  # no backward waits for others, as in Sinks
-        for p in params:  # now, while memory is whole; inside backward it would lie between activations
+        for p in params:  # now: allocated inside backward, state would fragment the memory of activations
             if not is_begun(opt.state.get(p)):
                 opt._entry(p)
 
@@ -161,7 +161,7 @@ class Steps:
     def end(self):
         return True  # every backward is a step
 
-    # Nothing is known of the gradients, and nothing waits.
+    # No norms to report and no micro-batches to wait for.
     begin = flush = renew = settle = replace = report = lambda self, *_: None
 
 
@@ -186,7 +186,7 @@ class Sinks:
         if len({tuple(groups_of(p)) for p in params}) > 1:
             raise UsageError("parameters are sharded over different ranks; give each kind its own optimizer")
         fresh = [p for p in params if not is_begun(opt.state.get(p))]
-        self.sinks, self.replaced = {}, True  # `replaced`: whether state is new, which the sinks do not know
+        self.sinks, self.replaced = {}, True  # `replaced`: planes are new, and the sinks point to old ones
         try:
             self.renew()
         except Exception:  # the library refuses: no trace of the attempt
@@ -196,7 +196,8 @@ class Sinks:
             raise
 
     def renew(self):
-        """The step begins anew: a backward failed half-way, weights are in another place, or state is new."""
+        """Makes new sinks, and drops what this step has gathered: a backward failed half-way, weights have
+        moved, or state is new."""
         if not self.replaced:
             self.settle()
         self.batches, self.replaced = 0, False  # `batches`: backward passes of this step
@@ -218,7 +219,8 @@ class Sinks:
     def add(self, gradients):
         self.came.update(gradients)
         if self.sums and self.released and self.parts > 1:
-            # The sink divides every part. What it keeps of a sum it multiplies again, by the loss scale.
+            # The sink divides each gradient by `parts`. Released gradients that are to be summed are
+            # multiplied first; for compressed ones the loss scale undoes the division.
             gradients = {i: local(g) * self.parts for i, g in gradients.items()}
         for device, found in by_device(gradients).items():
             self.sinks[device].add(found)
@@ -578,9 +580,12 @@ class Handle:
 
 
 def _refuse_scaled_losses():
-    """Nothing in a gradient tells that its loss was scaled. But a GradScaler that has scaled one is among the
-    collector's objects: found once (58 ms where there are 221,000, on a Neoverse-V1), before a weight moves.
-    torch's scaler.update() would fail after the first step. Tried with CPython 3.11 and 3.12."""
+    """Refuses a run whose loss is scaled by a GradScaler that release_gradients was not given: weights would
+    move too far, and torch's scaler.update() would fail only after the first step.
+
+    A gradient does not tell that its loss was scaled. So this looks for a GradScaler that has scaled one
+    among the garbage collector's objects: once, before a weight moves (58 ms for 221,000 objects on a
+    Neoverse-V1). Tried with CPython 3.11 and 3.12."""
     for generation in (0, 2):  # one that was dropped may wait for a whole collection, which takes its time
         gc.collect(generation)
         scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]

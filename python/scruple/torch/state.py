@@ -60,8 +60,9 @@ def save(opt, as_):
             state[numbers[key]] = saved
         elif not isinstance(key, torch.Tensor):
             state[key] = held
-    # torch.optim.SGD takes a state without its buffer for one before the first step. Without this key it
-    # refuses; torch.distributed.checkpoint needs the keys of the groups.
+    # torch.optim.SGD would load coded momentum without an error, as if no step had been taken, because it
+    # finds no buffer. It refuses groups without "dampening", so that key gets another name. Not for
+    # torch.distributed.checkpoint, which needs the group's own keys.
     coded = any(str(name).endswith("/codes") for i in numbers.values() for name in state.get(i, ()))
     hidden = {"dampening": _HIDDEN} if coded and not by_rows else {}
     groups = []
@@ -75,7 +76,8 @@ def save(opt, as_):
 
 
 def _asked_by_checkpoint():
-    """Whether torch.distributed.checkpoint calls, which fills one world's tensors from another's by name."""
+    """Whether torch.distributed.checkpoint calls. It matches tensors by name across numbers of ranks, so it
+    needs planes that can be cut anew."""
     name = "torch.distributed.checkpoint.state_dict"
     frames = traceback.walk_stack(sys._getframe()) if name in sys.modules else ()
     return any(frame.f_globals.get("__name__") == name for frame, _ in frames)

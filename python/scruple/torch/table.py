@@ -22,8 +22,9 @@ _WORDS, _STEP = ctypes.sizeof(_abi.Tensor) // 8, _abi.Tensor.step.offset // 8
 _GRADIENT = (_abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array)) // 8
 _PIECE_WORDS, _PIECE_GRADIENT = ctypes.sizeof(_abi.Piece) // 8, _abi.Piece.gradient.offset // 8
 _FORMAT, _CODES = _abi.Array.format.offset // 8, _abi.Array.codes.offset // 8
-# What sys.getrefcount says of a tensor that its State, its Entry and Counts have: one more than of an object that two
-# have. Tried with CPython 3.11 and 3.12; a lower count would only leave `x.data = ...` of such a tensor unseen.
+# sys.getrefcount() of a tensor that only its State, its Entry and Counts refer to. A higher count means that
+# a user has the tensor too. Measured on an object with two references, plus one. Tried with CPython 3.11 and
+# 3.12. If the number were too high, a user's `x.data = ...` would go unseen.
 _OWNERS = next(map(sys.getrefcount, [_probe := object()])) + 1
 # Torch's table of functions that show a tensor to C, which older versions have not; and what reads a tuple there.
 _exchange, _item = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), None
@@ -60,8 +61,9 @@ class Counts:
         self.looks, self.held, self.places = None, [], []
 
     def rewritten(self, looks):
-        """Whether a user, who has looked at opt.state so often, has written to a count, or put elsewhere (`x.data = ...`)
-        a tensor that somebody else has, too: to watch all would double a step's time."""
+        """Whether a user has written to a step count, or moved a tensor of the state (`x.data = ...`). Only
+        tensors that somebody else refers to are watched, found anew when opt.state was read (`looks`): to
+        watch all would double a step's time."""
         if looks != self.looks:
             self.looks, self.held = looks, []
             found = [i for i, n in enumerate(list(map(sys.getrefcount, self.tensors))) if n > _OWNERS]
@@ -70,7 +72,8 @@ class Counts:
         return moved or self.memory.tobytes() != self.told
 
     def advance(self, counts):
-        """Shows a step more: these counts, or one that is everybody's. Past torch, whose add_ takes 14 us."""
+        """Shows one step more: a count for each, or one for all. Writes to the memory, since torch's add_
+        takes 14 us."""
         shown = array.array(self.memory.typecode, counts)
         self.memory[:] = shown * (len(self.memory) // len(counts))
         self.told = self.memory.tobytes()
@@ -96,7 +99,7 @@ class Rows:
         self.any_sharded = any(map(is_sharded, params))
         self.kinds = [None] * len(params)  # of the last gradients
 
-    # Passes that run in C: with hundreds of small parameters the host is what a step waits for.
+    # list(map(...)) runs in C. With hundreds of small parameters a step is bound by the host.
     def moved(self):
         """The parameters that are in another place now."""
         weights = map(local, self.params) if self.any_sharded else self.params

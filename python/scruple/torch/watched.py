@@ -1,7 +1,7 @@
-"""opt.state: torch's dicts, which note when they are written to.
+"""opt.state: torch's dicts, which record that they were written to.
 
 Users set state as with torch.optim: opt.state[p] = {}, opt.state[p]["exp_avg"] = values, ["step"] = 0. The
-optimizer takes that over before its next step (Optimizer._adopt). Without a note a step asks one flag.
+optimizer takes that over before its next step (Optimizer._adopt). A step without a record tests one flag.
 """
 
 import collections
@@ -30,7 +30,8 @@ def _noting(cls):
 
 
 class Lent:
-    """Values that a step took over, and what they were: to be kept while somebody has them, or memory of theirs."""
+    """A tensor that a user set as a moment and that a step has encoded, with a copy of its values. Later
+    writes to the tensor would be lost, so they are looked for as long as somebody has it or a view of it."""
 
     def __init__(self, values):
         x = local(values).detach()
@@ -49,10 +50,11 @@ class Lent:
 
 @_noting
 class State(dict):
-    """The state of one parameter. `dict.update(state, ...)` writes without a note.
+    """The state of one parameter. The package itself writes with `dict.update(state, ...)`, which leaves no
+    record.
 
-    A moment that is kept in codes can be read by torch's name: it then stands here as values, which the next step
-    takes back.
+    A moment that is stored as codes can be read by torch's name ("exp_avg"). It is then decoded into this
+    dict, and the next step takes it back, with what the user has written.
     """
 
     def __init__(self, param, changed, held=()):
@@ -161,7 +163,8 @@ class States(collections.defaultdict):
         return held
 
     def check_taken(self):
-        """Refuses writes to plain dicts that became a State, by those who have them beside this list."""
+        """A plain dict in opt.state is copied into a State. Refuses later writes to that dict, which would be
+        lost."""
         self.taken = [x for x in self.taken if self.get(x[0]) is x[1] and sys.getrefcount(x[2]) > 2]
         for _, _, held, was in self.taken:
             if list(map(id, held.values())) != list(map(id, was.values())):
