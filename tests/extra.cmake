@@ -47,6 +47,13 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
 endif()
 
+find_program(SCRUPLE_CHROMIUM NAMES chromium chromium-browser google-chrome)
+if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
+  add_test(NAME docs_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/docs_test.py
+                                  "${SCRUPLE_CHROMIUM}" ${CMAKE_CURRENT_BINARY_DIR}/docs)
+  set_tests_properties(docs_test PROPERTIES TIMEOUT 600)
+endif()
+
 # The trainer from outside: its commands, its reports in a browser, its weights in transformers.
 if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   set(reports ${CMAKE_CURRENT_BINARY_DIR}/reports)
@@ -60,7 +67,6 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   add_test(NAME script_names COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/scripts/check_script.py
                                      report.js report.css report.html
            WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}/train/run/page)
-  find_program(SCRUPLE_CHROMIUM NAMES chromium chromium-browser google-chrome)
   add_test(NAME report_in_browser
            COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/browser_test.py ${SCRUPLE_CHROMIUM}
                    ${reports}/normal.html ${reports}/hostile.html ${reports}/diverged.html ${reports}/sparse.html
