@@ -103,6 +103,11 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                                        $<TARGET_FILE:scruple_cli>)
   set_tests_properties(logits_test gradients_test folders_test models_test safetensors_interop tokenizer_test PROPERTIES
                        SKIP_RETURN_CODE 77)
+  if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")  # which Python cannot load
+    add_test(NAME newcomer_test COMMAND ${SCRUPLE_PYTHON} -W ignore ${CMAKE_CURRENT_SOURCE_DIR}/newcomer_test.py
+                                        ${CMAKE_BINARY_DIR})
+    set_tests_properties(newcomer_test PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1800 PROCESSORS 2 COST 100)
+  endif()
   # In a sanitizer build each of their many processes would look for leaks for seconds; compare_report and
   # train_report do it. They are of the commands, whatever trains, and of limits and engines of the CPU.
   set_tests_properties(train_test compare_test resume_test runs_test logits_test gradients_test folders_test models_test
