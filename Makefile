@@ -75,6 +75,7 @@ bench: build ## measure every recipe on this machine
 docs: ## make a site of the Markdown files, build/site/index.html, in half a minute
 	@scripts/packages.sh docs
 	@scripts/python.sh docs
+	@rm -rf $(BUILD)/doctrees $(BUILD)/site
 	@.venv/bin/python -m sphinx -q -W --keep-going -c docs/site -d $(BUILD)/doctrees . $(BUILD)/site
 	@echo "The first page: $(BUILD)/site/index.html"
 

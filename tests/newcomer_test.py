@@ -5,11 +5,10 @@ is no torch or no transformers)
 
 In README.md a block of code without a language is of the shell. Lines that begin with "$ " are commands; in a block that has
 none, those that begin with the name of a program (PROGRAMS). The rest is what they print; a block without a command repeats
-lines that one above has printed.
-"..." stands for lines that are left out. Printed numbers, units and engines may be others, all else is as printed. A
-command must succeed, unless the first line that it prints begins with "scruple: ". Python blocks run one after the other,
-where `torch`, `model`, `data` (pairs of inputs and targets) and `criterion` are there; one that computes gradients must
-change the weights.
+lines that one above has printed. "..." stands for lines that are left out. Numbers, units and engines may be others, all
+else is as printed. A command must succeed, unless the first line that it prints begins with "scruple: ". Python blocks run
+one after the other, where `torch`, `model`, `data` (pairs of inputs and targets) and `criterion` are there; one that
+computes gradients must change the weights.
 
 What differs from what is printed: commands in NOT_RUN are not run; runs take a fiftieth of their steps, where that leaves
 some, because all of them would take a quarter of an hour; `make demo` is its line of the Makefile. book.txt, notes.jsonl and
@@ -41,7 +40,7 @@ logging.disable_progress_bar()
 BUILD = pathlib.Path(sys.argv[1]).resolve()
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROGRAMS = ("make", "pip", "python", "torchrun", "build/scruple", "git")
-SHELL, OTHERS = ("", "console", "sh", "bash", "shell", "text"), ("c", "cpp")  # which tests/install/consume.sh compiles
+SHELL = ("", "console", "sh", "bash", "shell", "text")
 NOT_RUN = {
     r"git clone\b": "the test's copy is the clone",
     r"make build\b": "the build under test is there",
@@ -50,10 +49,10 @@ NOT_RUN = {
     r".* (--device cuda|ARCHITECTURES=|CUDA=)": "there may be no GPU and no toolkit",
 }
 SHORTER, STEPS = 50, {"train": 1000, "compare": 400}  # what a run takes without --steps
-LLAMA_8B = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
-            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "hidden_act": "silu",
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16"}
+LLAMA_8B = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+            "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "vocab_size": 128256, "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
 
 # What a reader of the six lines has before them, and what must come of them.
 PRELUDE = """
@@ -153,8 +152,8 @@ class Newcomer(command.Case):
 
     def shell(self, command):
         """What is seen: both streams, but the line of progress, which a terminal writes over."""
-        done = subprocess.run(["bash", "-c", command], cwd=self.clone, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, errors="replace", timeout=1200)
+        done = subprocess.run(["bash", "-c", command], cwd=self.clone, env=self.env, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, errors="replace", timeout=1200)
         lines = [line for line in done.stdout.splitlines() if not re.search(r"^\S.*?  (step \d+/\d+  loss|validating, )", line)]
         return done.returncode, lines
 
@@ -180,8 +179,8 @@ class Newcomer(command.Case):
                 (self.clone / name).mkdir()
                 (self.clone / name / "config.json").write_text(json.dumps(LLAMA_8B))
             else:
-                made = self.model(folders_test.decoder(LlamaConfig, vocab_size=folders_test.WORDS, max_position_embeddings=256), name=name)
-                shutil.move(made, self.clone / name)
+                tiny = folders_test.decoder(LlamaConfig, vocab_size=folders_test.WORDS, max_position_embeddings=256)
+                shutil.move(self.model(tiny, name=name), self.clone / name)
 
     def check_what_is_left(self, command):
         """Every run leaves its report and a model that transformers loads."""
@@ -205,7 +204,8 @@ class Newcomer(command.Case):
         for command, printed in every:
             with self.subTest(command or printed[0]):
                 if not command:
-                    self.assertTrue(any(missing(printed, said, anywhere=True) is None for said in heard), "no command has printed this")
+                    told = any(missing(printed, said, anywhere=True) is None for said in heard)
+                    self.assertTrue(told, "no command has printed this")
                     continue
                 runs, reason = self.as_run(command)
                 if not runs:
@@ -228,8 +228,8 @@ class Newcomer(command.Case):
     def test_python(self):
         every = ["\n".join(lines) for language, lines in blocks(self.text) if language == "python"]
         self.assertTrue(every)
-        done = subprocess.run([sys.executable, "-c", PRELUDE], input=json.dumps(every), cwd=self.clone, env=self.env, text=True,
-                              capture_output=True, timeout=600)
+        done = subprocess.run([sys.executable, "-c", PRELUDE], input=json.dumps(every), cwd=self.clone, env=self.env,
+                              text=True, capture_output=True, timeout=600)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_how_the_page_is_read(self):
@@ -246,7 +246,7 @@ class Newcomer(command.Case):
             self.assertIsNotNone(missing(wrong, said), wrong)
 
     def test_no_block_is_left_out(self):
-        self.assertEqual({language for language, _ in blocks(self.text)} - {*SHELL, *OTHERS, "python"}, set())
+        self.assertEqual({language for language, _ in blocks(self.text)} - {*SHELL, "python"}, set())
         self.assertEqual(self.text.count("\n```"), 2 * len(blocks(self.text)), "a fence that is not closed or stands further right")
 
 

@@ -43,7 +43,7 @@ Architecture <docs/architecture>
 Glossary <docs/glossary>
 Contributing <CONTRIBUTING>
 Changes <CHANGELOG>""",
-    "evidence/README": "*",
+    "evidence/README": "**",
     "docs/gpu": "/bench/results/*",
 }
 
