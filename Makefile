@@ -16,7 +16,7 @@ CUDA_FLAGS = -DSCRUPLE_CUDA=$(CUDA) -DCMAKE_CUDA_ARCHITECTURES=$(call list,$(ARC
 CONFIGURE = cmake --log-level=NOTICE -S .
 has_toolkit = $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
 
-.PHONY: help build test test-all test-gpu evidence demo bench install wheel format tidy sanitize sanitize-threads sanitize-gpu clean
+.PHONY: help build test test-all test-gpu evidence demo bench docs install wheel format tidy sanitize sanitize-threads sanitize-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -71,6 +71,13 @@ demo: build ## train every recipe on the same text, compare them, and draw demo/
 
 bench: build ## measure every recipe on this machine
 	$(BUILD)/scruple bench
+
+docs: ## make a site of the Markdown files, build/site/index.html, in half a minute
+	@scripts/packages.sh docs
+	@scripts/python.sh docs
+	@rm -rf $(BUILD)/doctrees $(BUILD)/site
+	@.venv/bin/python -m sphinx -q -W --keep-going -c docs/site -d $(BUILD)/doctrees . $(BUILD)/site
+	@echo "The first page: $(BUILD)/site/index.html"
 
 install: build ## install into PREFIX (default /usr/local)
 	@cmake --install $(BUILD) --prefix $(PREFIX)

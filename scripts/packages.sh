@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that a target of the Makefile needs and that are missing; does nothing, and
-# needs no network, when all are there. Usage: packages.sh build|test|format|tidy|wheel
+# needs no network, when all are there. Usage: packages.sh build|test|docs|format|tidy|wheel
 set -euo pipefail
 
 build="g++ cmake make pkg-config libcli11-dev nlohmann-json3-dev libopenblas-pthread-dev libpcre2-dev libutf8proc-dev"
 case "${1:-}" in
   build) wanted="$build" ;;
   test) wanted="$build libgtest-dev clang clang-format python3 python3-venv chromium" ;;
+  docs) wanted="make python3 python3-venv" ;;
   format) wanted="clang-format" ;;
   tidy) wanted="$build libgtest-dev clang-tidy" ;;
   wheel)
     wanted="g++ cmake make python3 python3-venv libcli11-dev nlohmann-json3-dev"
     # An older libstdc++ serves more systems (scripts/wheel.sh).
     if apt-cache show g++-11 >/dev/null 2>&1; then wanted="$wanted g++-11"; fi ;;
-  *) echo "usage: $0 build|test|format|tidy|wheel" >&2; exit 2 ;;
+  *) echo "usage: $0 build|test|docs|format|tidy|wheel" >&2; exit 2 ;;
 esac
 
 has_header() { [ -e "/usr/include/$1" ] || [ -e "/usr/local/include/$1" ]; }

@@ -48,6 +48,13 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
 endif()
 
+find_program(SCRUPLE_CHROMIUM NAMES chromium chromium-browser google-chrome)
+if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
+  add_test(NAME docs_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/docs_test.py
+                                  "${SCRUPLE_CHROMIUM}" ${CMAKE_CURRENT_BINARY_DIR}/docs)
+  set_tests_properties(docs_test PROPERTIES TIMEOUT 600)
+endif()
+
 # The trainer from outside: its commands, its reports in a browser, its weights in transformers.
 if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   set(reports ${CMAKE_CURRENT_BINARY_DIR}/reports)
@@ -61,7 +68,6 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   add_test(NAME script_names COMMAND Python3::Interpreter ${PROJECT_SOURCE_DIR}/scripts/check_script.py
                                      report.js report.css report.html
            WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}/train/run/page)
-  find_program(SCRUPLE_CHROMIUM NAMES chromium chromium-browser google-chrome)
   add_test(NAME report_in_browser
            COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/browser_test.py ${SCRUPLE_CHROMIUM}
                    ${reports}/normal.html ${reports}/hostile.html ${reports}/diverged.html ${reports}/sparse.html
@@ -98,6 +104,11 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                                        $<TARGET_FILE:scruple_cli>)
   set_tests_properties(logits_test gradients_test folders_test models_test safetensors_interop tokenizer_test PROPERTIES
                        SKIP_RETURN_CODE 77)
+  if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")  # which Python cannot load
+    add_test(NAME newcomer_test COMMAND ${SCRUPLE_PYTHON} -W ignore ${CMAKE_CURRENT_SOURCE_DIR}/newcomer_test.py
+                                        ${CMAKE_BINARY_DIR})
+    set_tests_properties(newcomer_test PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1800 PROCESSORS 2 COST 100)
+  endif()
   # In a sanitizer build each of their many processes would look for leaks for seconds; compare_report and
   # train_report do it. They are of the commands, whatever trains, and of limits and engines of the CPU.
   set_tests_properties(train_test compare_test resume_test runs_test logits_test gradients_test folders_test models_test
