@@ -8,7 +8,7 @@
 // two levels, in squares, whatever beta2 (each step moves v by c2 |g^2 - v| on average, a jump is a gap wide,
 // and the pull back to the mean is c2). So 1 / sqrt(v) is too large on average, and Adam's steps with it.
 // `spread` is by how much: the step divides by spread * sqrt(v), while the EMA carries v on as it is. The
-// figures are measured (bench/format_error.cpp); docs/formats.md has the table.
+// figures are measured (bench/format_error.cpp); bench/results/2026-11-15-following.md has the table.
 #pragma once
 
 #include "formats/codec.h"

@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import shlex
 import signal
 import struct
 import subprocess
@@ -15,8 +14,6 @@ import termios
 
 import command
 from command import content, run, shown, start, tiny, until
-
-README = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "README.md")
 
 
 class Case(command.Case):
@@ -518,25 +515,6 @@ class Train(Case):
         shares = [int(share) for share in re.findall(r"\rscruple  validating, (\d+) %", said)]
         self.assertEqual(len(shares), 2, said)
         self.assertTrue(0 <= shares[0] < shares[1] <= 100, said)
-
-    def test_the_readmes_commands_in_their_order(self):
-        """As printed, one after the other, in one folder; only the number of steps is smaller."""
-        with open(README, encoding="utf-8") as file:
-            commands = [shlex.split(line[2:], comments=True) for line in file
-                        if re.match(r"\$ build/scruple (train|sample|checkpoint|plan \./) ?", line)]
-        self.assertGreater(len(commands), 8)
-        os.rename(self.data, self.path("book.txt"))
-        self.write("notes.jsonl", "".join(json.dumps({"prompt": f"After {i} comes", "completion": f" {i + 1}."}) + "\n" for i in range(40)))
-        # Models that others have made, in small; their tokens are bytes.
-        llama = self.write("Llama-3.1-8B/config.json", json.dumps({
-            "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "hidden_act": "silu",
-            "num_attention_heads": 2, "max_position_embeddings": 2048, "vocab_size": 256}))
-        self.done("train", "--model", llama, "--data", self.path("book.txt"), "--steps", "0", "--context", "32", "--out",
-                  self.path("SmolLM2-135M"))
-        for _, *arguments in commands:
-            if arguments[0] == "train" and "--resume" not in arguments and "--steps" not in arguments:
-                arguments += ["--steps", "2"]
-            self.done(*arguments, cwd=self.folder)
 
     def test_bad_files(self):
         def refused(message, data, out):
