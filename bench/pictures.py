@@ -68,7 +68,7 @@ def peaks():
 
 def memory():
     left, top, bar, scale, measured = 276, 62, 27, 3.6, peaks()
-    parts = [text(10, 22, "Full fine-tuning of an 8 B Llama: peak memory, GiB", style="font-weight:600")]
+    parts = [text(10, 22, "A full fine-tuning step of an 8 B Llama: peak memory, GiB", style="font-weight:600")]
     for i, (kind, words) in enumerate(KINDS.items()):
         x = 10 + (0, 86, 180, 272)[i]
         parts += [f'<rect x="{x}" y="34" width="11" height="11" style="fill:var(--{kind})"/>', text(x + 16, 44, words, style="fill:var(--soft)")]
