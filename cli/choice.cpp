@@ -72,17 +72,21 @@ void give_momentum(Optimizer& optimizer) {
 }  // namespace
 
 OptionTable Choice::options() {
-  return {
-      {"--optimizer", "optimizer", &optimizer, "NAME", "update rule, as 'scruple list' names it"},
-      {"--recipe", "recipe", &recipe, "NAME", "one recipe; without it, all that serve the optimizer"},
-      {"--weights", "weights", &weights, "FORMAT", "format of the weights, in place of the recipe's"},
-      {"--moments", "moments", &moments, "FORMAT", "format of every moment that it can hold"},
-      {"--second-moments", "second-moments", &second_moments, "FORMAT", "format of the non-negative moments"},
-      {"--rounding", "rounding", &roundings, "[WHICH=]MODE",
-       either(rounding_names()) +
-           ", of all that can round so or of weights=, moments= or a slot; may be repeated"},
-      {"--set", "set", &hypers, "NAME=VALUE",
-       "a hyperparameter; may be repeated (SGD starts at momentum=0.9)"}};
+  return {{kOptimizer, "--optimizer", "optimizer", &optimizer, "NAME", "as 'scruple list' names it"},
+          {kOptimizer, "--set", "set", &hypers, "NAME=VALUE",
+           "a hyperparameter; may be repeated (SGD starts at momentum=0.9)"},
+          {kMemory, "--recipe", "recipe", &recipe, "NAME",
+           "as 'scruple list' names it (default: all that serve the optimizer)"}};
+}
+
+OptionTable Choice::format_options() {
+  return {{kMemory, "--weights", "weights", &weights, "FORMAT",
+           "format of the weights, in place of the recipe's"},
+          {kMemory, "--moments", "moments", &moments, "FORMAT", "format of every moment that it can hold"},
+          {kMemory, "--second-moments", "second-moments", &second_moments, "FORMAT",
+           "format of the non-negative moments"},
+          {kMemory, "--rounding", "rounding", &roundings, "[WHICH=]MODE",
+           either(rounding_names()) + ": of all, or of WHICH (weights, moments, a slot); may be repeated"}};
 }
 
 Optimizer Choice::make_optimizer() const {

@@ -24,7 +24,9 @@ constexpr const char* kFooter =
     "             + a constant; as a non-negative moment after the slash\n"
     "  B/param    bytes per parameter of the optimizer named, by what becomes of the gradients\n"
     "\n"
-    "Example: scruple list --json";
+    "Examples:\n"
+    "  scruple list\n"
+    "  scruple list --json";
 
 constexpr std::int64_t kLarge = std::int64_t{1} << 30;  // large enough that no padding shows
 
@@ -242,6 +244,7 @@ void run(bool as_json) {
 
 void add_list(CLI::App& program) {
   CLI::App* command = program.add_subcommand("list", "Show optimizers, formats, recipes and engines");
+  command->group("Choose a recipe");
   command->footer(kFooter);
   const auto as_json = std::make_shared<bool>(false);
   command->add_flag("--json", *as_json, "print one JSON object: optimizers, formats, recipes, engines");

@@ -25,18 +25,13 @@ namespace scruple::cli {
 namespace {
 
 constexpr const char* kFooter =
-    "Prints the prompt and what the model makes of it, token by token, up to --length or the model's end "
-    "token.\n"
-    "The same seed gives the same text. Text becomes tokens by the folder's tokenizer.json; a model of bytes "
-    "has none.\n"
-    "Where the folder has no config.json, the model is that of the checkpoint, or of the run's last one.\n"
-    "It runs on the GPU where there is one, wherever the model was trained.\n"
-    "\n"
-    "Examples:\n"
-    "  scruple sample run1 --prompt \"Once upon a time\"\n"
-    "  scruple sample run1 --length 400 --temperature 0.7 --top-k 20 --seed 3\n"
-    "  scruple sample ./SmolLM2-135M --prompt \"The sea\" --top-p 0.9\n"
-    "  scruple sample run1/checkpoints/step-00000500";
+    R"(Prints the prompt and its continuation, up to --length tokens or the model's end token. The same
+seed gives the same text.
+
+Examples:
+  scruple sample run1 --prompt "Once upon a time"
+  scruple sample run1/checkpoints/step-00000500 --length 400 --temperature 0.7 --top-k 20
+  scruple sample ./SmolLM2-135M --prompt "The sea" --top-p 0.9)";
 
 struct Options {
   std::string folder, prompt = "\n", device = "auto";
@@ -243,6 +238,7 @@ void sample(const Options& options) {
 
 void add_sample(CLI::App& program) {
   CLI::App* command = program.add_subcommand("sample", "Continue a text with a trained model");
+  command->group("Train a model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   command
@@ -250,33 +246,23 @@ void add_sample(CLI::App& program) {
                    "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder")
       ->type_name("DIR")
       ->required();
-  command->add_option("--prompt", options->prompt, "the text to continue (default: a new line)")
-      ->type_name("TEXT");
-  command->add_option("--length", options->length, "tokens to add, at most")
-      ->capture_default_str()
-      ->check(whole_from(1));
-  command->add_option("--temperature", options->temperature, "0: always the likeliest token")
-      ->capture_default_str()
-      ->check(not_negative());
-  command->add_option("--top-k,--top", options->top_k, "draw among the N likeliest tokens; 0: all")
-      ->type_name("N")
-      ->check(whole_from(0));
-  command
-      ->add_option("--top-p", options->top_p, "draw among the likeliest tokens that hold this share; 1: all")
-      ->type_name("SHARE")
-      ->capture_default_str()
-      ->check(above_zero());
-  command
-      ->add_option("--context", options->context,
-                   "tokens that the model looks back at (default: all that it can, at most " +
-                       grouped(kUsualContext) + ")")
-      ->type_name("N")
-      ->check(whole_from(1));
-  command->add_option("--seed", options->seed, "of the draws")->capture_default_str()->check(whole_from(0));
-  command->add_option("--device", options->device, "cuda, cpu, or auto: a GPU where there is one")
-      ->capture_default_str()
-      ->check(a_device());
-  command->add_option("--threads", options->threads, "0: one per core")->check(CLI::Range(0, 1024));
+  add_options(*command,
+              {{kNone, "--prompt", "", &options->prompt, "TEXT", "text to continue (default: a new line)"},
+               {kNone, "--length", "", &options->length, "N", "tokens to add, at most", whole_from(1)},
+               {kNone, "--temperature", "", &options->temperature, "T", "0: always the likeliest token",
+                not_negative()},
+               {kNone, "--top-k,--top", "", &options->top_k, "N", "draw among the N likeliest tokens; 0: all",
+                whole_from(0, std::numeric_limits<int>::max())},
+               {kNone, "--top-p", "", &options->top_p, "SHARE",
+                "draw among the likeliest that hold this share; 1: all", above_zero()},
+               {kNone, "--context", "", &options->context, "N",
+                "tokens that the model sees (default: its own, at most " + grouped(kUsualContext) + ")",
+                whole_from(1)},
+               {kNone, "--seed", "", &options->seed, "N", "of the draws", whole_from(0)},
+               {kNone, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
+                a_device()},
+               {kNone, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
+                whole_from(0, 1024)}});
   command->callback([options] { sample(*options); });
 }
 

@@ -132,41 +132,39 @@ OptionTable TrainOptions::options() {
   OptionTable formats = choice.options();
   row_named(formats, "--recipe").help = "formats of weights, moments and gradients (default: scruple)";
   return joined(
-      {{{"--data", "data", &data, "PATH",
-         "what to learn: a text, a folder of texts, *.jsonl (text, or prompt and completion), *.bin "
-         "(tokens); -: standard input",
-         anything(), kMayChange}},
+      {{{kData, "--data", "data", &data, "PATH",
+         "text, folder of texts, *.jsonl, *.bin (tokens), or - for standard input", anything(), kMayChange}},
        cutting.options(),
-       {{"--out", "", &out, "DIR", "the folder to write"},
-        {"--force", "", &force, "",
-         "replace the run that --out has, once the new one has taken a step; others' files stay"}},
-       model.options(0),  // 0 steps: the weights are written as they are
+       {{kRun, "--out", "", &out, "DIR", "folder to write"},
+        {kRun, "--force", "", &force, "", "replace the run in --out, after the first step"},
+        {kRun, "--resume", "", &resume, "DIR",
+         "go on from this run's last checkpoint; with --steps: to more steps"}},
        formats,
-       {{"--lr", "lr", &lr, "",
-         "peak learning rate (default: " + shortest(kLr) + ", of a folder's weights " + shortest(kTuningLr) +
+       {{kOptimizer, "--lr", "lr", &lr, "RATE",
+         "peak learning rate (default: " + shortest(kLr) + "; of a folder's weights " + shortest(kTuningLr) +
              ")",
          above_zero()},
-        {"--schedule", "schedule", &annealing, "", "cosine, linear (both down to 0) or constant",
-         one_of(train::kAnnealings)},
-        {"--warmup", "warmup", &warmup, "N", "steps of linear rise (default: a twentieth)", whole_from(0)},
-        {"--weight-decay", "weight-decay", &weight_decay, "", "of matrices; norms and biases never decay",
-         not_negative()}},
+        {kOptimizer, "--schedule", "schedule", &annealing, "SHAPE",
+         "cosine or linear (both fall to 0), or constant", one_of(train::kAnnealings)},
+        {kOptimizer, "--warmup", "warmup", &warmup, "N",
+         "steps of linear rise (default: a twentieth of --steps)", whole_from(0)},
+        {kOptimizer, "--weight-decay", "weight-decay", &weight_decay, "X",
+         "of matrices; norms and biases never decay (default: the optimizer's)", not_negative()}},
        gradients.options(),
-       {{"--gradient-format", "gradient-format", &choice.gradient, "FORMAT",
+       model.options(0),  // 0 steps: the weights are written as they are
+       choice.format_options(),
+       {{kMemory, "--gradient-format", "gradient-format", &choice.gradient, "FORMAT",
          "format of stored or compressed gradients"},
-        {"--activations", "activations", &activations, "",
-         either(train::kPrecisions) +
-             " (default: as the weights are computed; on a GPU bf16 where that is fp32)",
+        {kMemory, "--activations", "activations", &activations, "TYPE",
+         either(train::kPrecisions) + " (default: as the weights; on a GPU bf16 for fp32)",
          one_of(train::kPrecisions)},
-        {"--memory-limit", "", &memory_limit, "SIZE",
-         "a run that would take more is refused, whatever the device has: 46GiB, 48GB"},
-        {"--validate-every", "validate-every", &validate_every, "N",
-         "steps between validations (default: a twentieth)", whole_from(1)},
-        {"--save-every", "save-every", &save_every, "N",
-         "steps between checkpoints (default: only a stop saves one)", whole_from(1), kMayChange},
-        {"--keep", "keep", &keep, "K", "how many checkpoints stay; 0: all", whole_from(0), kMayChange},
-        {"--resume", "", &resume, "DIR",
-         "go on with this run, from its last checkpoint, to the same bits; with --steps: to more"}}});
+        {kMemory, "--memory-limit", "", &memory_limit, "SIZE",
+         "refuse a run that needs more than this: 46GiB, 48GB"},
+        {kRun, "--validate-every", "validate-every", &validate_every, "N",
+         "steps between validations (default: a twentieth of --steps)", whole_from(1)},
+        {kRun, "--save-every", "save-every", &save_every, "N",
+         "steps between checkpoints (default: only Ctrl-C saves one)", whole_from(1), kMayChange},
+        {kRun, "--keep", "keep", &keep, "N", "checkpoints that stay; 0: all", whole_from(0), kMayChange}}});
 }
 
 Choice TrainOptions::chosen() const {

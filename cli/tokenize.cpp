@@ -10,6 +10,7 @@
 #include "io/file.h"
 #include "memory.h"
 #include "names.h"
+#include "options.h"
 #include "text.h"
 #include "train/model/model.h"
 #include "train/text/documents.h"
@@ -19,18 +20,14 @@ namespace scruple::cli {
 namespace {
 
 constexpr const char* kFooter =
-    "The tokens are those of Hugging Face's library `tokenizers`. Each file is one document: the tokens "
-    "that\n"
-    "the model expects around a text are added to it (Llama's <|begin_of_text|>), and the end token after "
-    "it.\n"
-    "Bytes that are no UTF-8 become U+FFFD, as in Python. The file is llm.c's: 16-bit tokens, or 32-bit "
-    "ones\n"
-    "where the vocabulary is larger than 65,536; `--form nanogpt` leaves its header out.\n"
-    "\n"
-    "Examples:\n"
-    "  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin\n"
-    "  cat *.py | scruple tokenize --model ./gpt2 - --out code.bin --end none\n"
-    "  scruple tokenize --model ./gpt2 --decode tokens.bin > book.txt";
+    R"(Each file is one document. Its tokens are those of Hugging Face's library `tokenizers`, with the
+ones that the model expects around a text and the end token. Bytes that are no UTF-8 become U+FFFD.
+A token takes 16 bits, or 32 where the vocabulary has more than 65,536.
+
+Examples:
+  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin
+  scruple tokenize --model ./SmolLM2-135M --decode tokens.bin > book.txt
+  cat *.py | scruple tokenize --model ./SmolLM2-135M - --out code.bin --end none)";
 
 constexpr const char* kForms[] = {"llm.c", "nanogpt"};  // of train::TokenFile
 
@@ -130,23 +127,20 @@ void decode(const Options& options) {
 
 void add_tokenize(CLI::App& program) {
   CLI::App* command = program.add_subcommand("tokenize", "Turn texts into tokens, and back");
+  command->group("Train a model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   command->add_option("texts", options->texts, "the files to read; -: standard input")->type_name("FILE");
-  command->add_option("--model", options->model, "a folder with a tokenizer.json, or that file")
-      ->type_name("DIR")
-      ->required();
-  command->add_option("--out", options->out, "the file to write")->type_name("FILE");
-  command
-      ->add_option("--end", options->end,
-                   "the token after each document; none: none (default: the eos_token that the folder names)")
-      ->type_name("TOKEN");
-  command->add_flag("--bare", options->bare, "without the tokens that the model expects around a text");
-  command->add_option("--form", options->form, "llm.c or nanogpt")
-      ->capture_default_str()
-      ->check(one_of(kForms));
-  command->add_option("--decode", options->decode, "a file of tokens to turn back into text")
-      ->type_name("FILE");
+  add_options(
+      *command,
+      {{kNone, "--model", "", &options->model, "DIR", "folder with a tokenizer.json, or that file"},
+       {kNone, "--out", "", &options->out, "FILE", "file to write"},
+       {kNone, "--end", "", &options->end, "TOKEN",
+        "token after each document, or none (default: the folder's eos_token)"},
+       {kNone, "--bare", "", &options->bare, "", "without the tokens that the model expects around a text"},
+       {kNone, "--form", "", &options->form, "FORM", either(kForms) + " (without a header)", one_of(kForms)},
+       {kNone, "--decode", "", &options->decode, "FILE", "file of tokens to turn back into text"}});
+  command->get_option("--model")->required();
   command->callback([options] {
     if (!options->decode.empty() && !options->texts.empty())
       throw UsageError("--decode reads tokens, and " + options->texts.front() +

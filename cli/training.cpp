@@ -49,34 +49,30 @@ OptionTable ModelOptions::options(std::int64_t fewest_steps) {
   std::vector<std::string> recomputes(std::begin(train::kRecomputes), std::end(train::kRecomputes));
   recomputes.emplace_back(kAutoRecompute);
   return {
-      {"--model", "model", &model, "MODEL",
-       "gpt: a byte-level GPT-2 of the sizes below; or a Hugging Face folder (gpt2, llama, mistral, qwen2, "
-       "qwen3) to go on from, or a config.json to begin from"},
-      {"--layers", "layers", &shape.layers, "N", "transformer blocks", whole_from(1)},
-      {"--width", "width", &shape.width, "N", "size of a token's vector; a multiple of --heads",
+      {kModel, "--model", "model", &model, "MODEL",
+       "gpt: a new byte-level GPT-2 of these sizes; a Hugging Face folder: fine-tune it; a "
+       "config.json: train it from new weights. They may be gpt2, llama, mistral, qwen2, qwen3"},
+      {kModel, "--layers", "layers", &shape.layers, "N", "gpt: transformer blocks", whole_from(1)},
+      {kModel, "--width", "width", &shape.width, "N", "gpt: size of a token's vector, a multiple of --heads",
        whole_from(1)},
-      {"--heads", "heads", &shape.heads, "N", "attention heads", whole_from(1)},
-      {"--context", "context", &context, "N",
-       "tokens that the model sees at once (default: " + std::to_string(shape.context) +
-           "; of a folder's model all that it can, at most " + grouped(kUsualContext) + ")",
+      {kModel, "--heads", "heads", &shape.heads, "N", "gpt: attention heads", whole_from(1)},
+      {kModel, "--context", "context", &context, "N",
+       "tokens that the model sees (default: " + std::to_string(shape.context) +
+           "; a folder's own, at most " + grouped(kUsualContext) + ")",
        whole_from(1)},
-      {"--batch", "batch", &batch, "N", "windows in a micro-batch", whole_from(1)},
-      {"--recompute", "recompute", &recompute, "",
-       "what backward computes again to save activations: none; norms; mlp; keep-attention (all but a "
-       "layer's "
-       "input and what attention gave); block (all but its input); auto: as little as fits into memory, or "
-       "into --memory-limit",
+      {kMemory, "--recompute", "recompute", &recompute, "WHAT",
+       "what backward computes again: none, norms, mlp, keep-attention, block (each saves more memory) or "
+       "auto (what fits)",
        one_of(recomputes), kMayChange},
-      {"--offload", "offload", &offload, "",
-       "on a GPU: what goes from layer to layer waits in host memory for the backward pass", anything(),
-       kMayChange},
-      {"--steps", "steps", &steps, "N", "optimizer steps", whole_from(fewest_steps), kMayChange},
-      {"--seed", "seed", &seed, "N", "of weights, batches and stochastic rounding", whole_from(0)},
-      {"--device", "device", &device, "",
-       "cuda: an NVIDIA GPU; cpu; auto: a GPU where this build and this machine have one", a_device(),
+      {kMemory, "--offload", "offload", &offload, "",
+       "on a GPU: keep the activations between layers in host memory", anything(), kMayChange},
+      {kRun, "--steps", "steps", &steps, "N", "optimizer steps", whole_from(fewest_steps), kMayChange},
+      {kRun, "--batch", "batch", &batch, "N", "windows of --context tokens in a micro-batch", whole_from(1)},
+      {kRun, "--seed", "seed", &seed, "N", "of weights, batches and stochastic rounding", whole_from(0)},
+      {kRun, "--device", "device", &device, "DEVICE", "cpu, cuda, auto: a GPU if there is one", a_device(),
        kMayChange, kDeviceVariable},
-      {"--threads", "", &threads, "N", "of the CPU; 0: one per core; the result is the same for any number",
-       CLI::Range(0, 1024)}};
+      {kRun, "--threads", "", &threads, "N", "CPU threads; 0: one per core; the result is always the same",
+       whole_from(0, 1024)}};
 }
 
 CLI::Validator a_device() {
@@ -109,21 +105,24 @@ void check_device(const std::string& device) {
 }
 
 OptionTable GradientOptions::options() {
-  return {{"--gradients", "gradients", &policy, "POLICY",
-           "stored, released (stepped inside backward) or compressed (8-bit)", one_of(kPolicies)},
-          {"--accumulate", "accumulate", &accumulate, "N", "micro-batches that make one step",
-           CLI::Range(1, 4096)},
-          {"--accumulation", "accumulation", &accumulation, "MODE",
-           "how 'released' adds up micro-batches: momentum (sgd, sgdw) or adama (adam, adamw)",
-           one_of(kAccumulations)},
-          {"--clip", "clip", &clip, "NORM",
-           "largest global norm of the gradient; 0: none (default: 1; released: 0)", not_negative()},
-          {"--clip-tensor", "clip-tensor", &clip_tensor, "NORM",
-           "released: largest norm of each tensor's gradient; 0: none", not_negative()},
-          {"--adagc", "adagc", &adagc, "LAMBDA",
-           "released: clip each tensor by LAMBDA times its own average norm (1.05)", not_negative()},
-          {"--loss-scale", "loss-scale", &loss_scale, "SCALE",
-           "off, dynamic or a number (default: dynamic with fp16, else off)"}};
+  return {
+      {kMemory, "--gradients", "gradients", &policy, "POLICY",
+       "stored: kept until the step; compressed: kept in 8 bits; released: stepped with, and freed, inside "
+       "backward",
+       one_of(kPolicies)},
+      {kOptimizer, "--accumulate", "accumulate", &accumulate, "N", "micro-batches that make one step",
+       whole_from(1, 4096)},
+      {kOptimizer, "--accumulation", "accumulation", &accumulation, "MODE",
+       "released: where micro-batches add up: none, momentum (sgd, sgdw), adama (adam, adamw)",
+       one_of(kAccumulations)},
+      {kOptimizer, "--clip", "clip", &clip, "NORM",
+       "largest global norm of the gradient; 0: none (default: 1; released: 0)", not_negative()},
+      {kOptimizer, "--clip-tensor", "clip-tensor", &clip_tensor, "NORM",
+       "released: largest norm of each tensor's gradient; 0: none", not_negative()},
+      {kOptimizer, "--adagc", "adagc", &adagc, "LAMBDA",
+       "released: clip a tensor at LAMBDA (such as 1.05) times its own average norm; 0: off", not_negative()},
+      {kOptimizer, "--loss-scale", "loss-scale", &loss_scale, "SCALE",
+       "off, dynamic or a number (default: dynamic with fp16, else off)"}};
 }
 
 // What the policies cannot do, in the words of the command line; the library would say it in its own.
@@ -202,13 +201,12 @@ Vocabulary vocabulary_of(const std::string& folder) {
 }
 
 OptionTable CuttingOptions::options() {
-  return {{"--layout", "layout", &layout, "",
-           "packed: documents one after another; padded: one to a window (default: padded where there are "
-           "prompts)",
-           one_of(train::kLayouts)},
-          {"--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
-          {"--validation", "validation", &validation, "SHARE",
-           "the share that is kept for validation, from the end", a_share()}};
+  return {
+      {kData, "--layout", "layout", &layout, "LAYOUT",
+       "packed: documents end to end; padded: one per window (default of prompts)", one_of(train::kLayouts)},
+      {kData, "--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
+      {kData, "--validation", "validation", &validation, "SHARE",
+       "share of the data for validation, from its end", a_share()}};
 }
 
 train::Cutting CuttingOptions::cutting(std::int64_t context) const {

@@ -557,7 +557,7 @@ class Help(Case):
     def test_a_gpu(self):
         said = " ".join(run("train", "--help").stdout.split())
         self.assertRegex(said, r"Examples: .* scruple train --model \S+ --data \S+ --out \S+ --device cuda ")
-        self.assertIn("as the weights are computed; on a GPU bf16 where that is fp32", said)
+        self.assertIn("as the weights; on a GPU bf16 for fp32", said)
 
 
 class Slips(Case):
