@@ -186,13 +186,6 @@ Traffic traffic_of(const std::vector<scruple_tensor>& tensors) {
   return sum;
 }
 
-void check_fits(std::int64_t bytes, const std::string& recipe) {
-  const std::int64_t free = free_memory();
-  if (bytes > free)
-    throw std::runtime_error("recipe " + recipe + " needs " + size_words(bytes) + ", and " +
-                             size_words(free) + " are free; choose fewer --params");
-}
-
 Row measure_recipe(const Options& options, Engine& engine, Copy& copy, const std::string& recipe,
                    const std::vector<scruple_tensor>& tensors, std::int64_t params) {
   const Traffic traffic = traffic_of(tensors);
@@ -267,7 +260,9 @@ void run(const Options& options) {
   const bool progress = isatty(STDERR_FILENO) != 0;
   const std::vector<Refusal> refusals = for_each_recipe(options.choice, [&](const std::string& recipe) {
     const std::vector<scruple_tensor> table = describe_all(options, optimizer, recipe, params, tensors);
-    if (!is_cuda(engine)) check_fits(traffic_of(table).held + (copy ? 0 : 2 * Copy::bytes(engine)), recipe);
+    const std::int64_t needed = traffic_of(table).held + (copy ? 0 : 2 * Copy::bytes(engine));
+    if (const std::int64_t free = free_memory(); !is_cuda(engine) && needed > free)
+      refuse_memory("recipe " + recipe, needed, size_words(free) + " are free", "choose fewer --params");
     if (progress) std::cerr << "\r\033[K" << recipe << "..." << std::flush;
     if (!copy) copy = std::make_unique<Copy>(engine);
     rows.push_back(measure_recipe(options, engine, *copy, recipe, table, params));

@@ -146,8 +146,7 @@ ordered_json engines() {
   return list;
 }
 
-// ---- The same for people
-// ------------------------------------------------------------------------------------------
+// ---- The same for people ----
 
 std::string str(const ordered_json& value) { return value.is_null() ? "-" : value.get<std::string>(); }
 

@@ -6,7 +6,6 @@
 #include <limits>
 #include <memory>
 #include <numeric>
-#include <sstream>
 
 #include "commands.h"
 #include "memory.h"
@@ -179,12 +178,9 @@ void check_memory(const Found& found, train::Backend& backend) {
   table.rows = {{"memory", unit.name}};
   for (const train::Ledger::Entry& entry : needed.entries())
     table.rows.push_back({entry.kind, fixed(static_cast<double>(entry.peak) / unit.bytes, 2)});
-  std::ostringstream text;
-  table.print(text);
-  throw std::runtime_error("sampling from this model needs " + size_words(needed.peak()) + ", and " +
-                           size_words(free) + " are free" + (on_host ? "" : " on the GPU") +
-                           "; choose a smaller --context" + (on_host ? "" : ", or --device cpu") + "\n\n" +
-                           text.str());
+  refuse_memory("sampling from this model", needed.peak(),
+                size_words(free) + " are free" + (on_host ? "" : " on the GPU"),
+                std::string("choose a smaller --context") + (on_host ? "" : ", or --device cpu"), table);
 }
 
 void sample(const Options& options) {
