@@ -251,7 +251,8 @@ void run(const Options& options) {
   const std::int64_t params = parse_count(options.params, "--params");
   const std::int64_t tensors = parse_count(options.tensors, "--tensors");
   if (tensors > params || tensors > 1'000'000)
-    throw UsageError("--tensors must be 1 to --params and at most 1000000");
+    throw UsageError("--tensors is " + grouped(tensors) + ", and --params is " + grouped(params) +
+                     "; choose at most as many tensors as parameters, and at most 1,000,000");
   const Optimizer optimizer = options.choice.make_optimizer();
   check_engine(options.engine);
   Engine engine(options.engine.c_str(), options.threads);

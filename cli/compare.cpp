@@ -410,12 +410,12 @@ void add_compare(CLI::App& program) {
     refuse_sizes(options->model, *command);
     for (const char* name : {"--layout", "--isolate", "--validation"})
       if (options->data.empty() && command->count(name) > 0)
-        throw UsageError(std::string(name) + " is for --data; the grammar's text is cut as it is made");
+        throw UsageError(std::string(name) +
+                         " is for --data, which is not given; leave it out, or add --data");
     options->chosen = choose_model(options->model);
     if (!options->model.is_gpt()) {
       if (options->data.empty())
-        throw UsageError("--model " + options->model.model +
-                         " needs --data: the grammar's text is for the gpt");
+        throw UsageError("--model " + options->model.model + " needs --data; the grammar's text is for gpt");
       options->no_hazards = true;  // they are of the grammar's text
     }
     if (options->chosen.has_weights() && command->count("--lr") == 0) options->lr = kTuningLr;

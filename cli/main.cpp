@@ -103,8 +103,9 @@ int complain(const std::string& message, int code) {
 constexpr const char* kOfTrainer[] = {"compare", "train", "sample", "tokenize"};
 
 constexpr const char* kNoTrainer =
-    "' needs the trainer, which this build leaves out. Where Debian's libopenblas-pthread-dev, libpcre2-dev "
-    "and libutf8proc-dev are installed, 'pip install .' and 'make build' in Scruple's source tree build it";
+    "' needs the trainer, which this build leaves out. Install libopenblas-pthread-dev, libpcre2-dev and "
+    "libutf8proc-dev (as Debian calls them), then run 'make build' or 'pip install .' in Scruple's source "
+    "tree";
 #endif
 
 bool is_option(const std::string& word) { return word.starts_with("-"); }
@@ -210,6 +211,22 @@ std::string unknown_option(const CLI::App& command, const Words& words) {
   return "";
 }
 
+bool is(const CLI::ParseError& error, CLI::ExitCodes code) {
+  return error.get_exit_code() == static_cast<int>(code);
+}
+
+// CLI11's own words, but where they say little: "--out: 1 required DIR missing".
+std::string words_of(const CLI::ParseError& error, const CLI::App& command) {
+  std::string said = error.what();
+  const std::string name = said.substr(0, said.find(':'));
+  const CLI::Option* const option = command.get_option_no_throw(name);
+  if (is(error, CLI::ExitCodes::ExtrasError))
+    return full_name(command) + " takes no argument" + said.substr(said.rfind(':') + 1);
+  if (!is(error, CLI::ExitCodes::ArgumentMismatch) || option == nullptr) return said;
+  const std::size_t times = option->count();
+  return name + (times > 1 ? " is given " + std::to_string(times) + " times" : " needs a value");
+}
+
 int run(int argc, char** argv) {
   CLI::App program{kHelp, "scruple"};
   program.footer(kFooter);
@@ -245,9 +262,10 @@ int run(int argc, char** argv) {
     program.parse(Words(words.rbegin(), words.rend()));  // CLI11 takes them from the end
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return program.exit(error);  // --help and --version
-    std::string message = unknown_option(command, words);
-    if (message.empty()) message = error.what();
-    if (!message.ends_with("?")) message += "; try '" + full_name(command) + " --help'";
+    const std::string unknown = unknown_option(command, words);
+    std::string message = unknown.empty() ? words_of(error, command) : unknown;
+    if (!message.ends_with("?") && !is(error, CLI::ExitCodes::ValidationError))  // which says what to do
+      message += "; try '" + full_name(command) + " --help'";
     return complain(message, kUsage);
   }
   // A full disk or a closed pipe must not look like success.

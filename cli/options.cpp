@@ -32,7 +32,7 @@ CLI::Validator a_number(bool (*serves)(double), const std::string& wanted) {
               if (serves(parse_number(text, ""))) return std::string();
             } catch (const UsageError&) {  // what follows says it with the option's name
             }
-            return "is " + text + "; it must be a number " + wanted;
+            return "'" + text + "' is not a " + wanted;
           },
           ""};
 }
@@ -96,16 +96,16 @@ void copy_value(const Option& from, const Option& to) {
 }
 
 CLI::Validator above_zero() {
-  return a_number([](double value) { return value > 0 && std::isfinite(value); }, "above 0, and finite");
+  return a_number([](double value) { return value > 0 && std::isfinite(value); }, "finite number above 0");
 }
 
 CLI::Validator not_negative() {
   return a_number([](double value) { return value >= 0 && std::isfinite(value); },
-                  "that is 0 or more, and finite");
+                  "finite number of 0 or more");
 }
 
 CLI::Validator a_share() {
-  return a_number([](double value) { return value > 0 && value < 1; }, "above 0 and below 1, such as 0.05");
+  return a_number([](double value) { return value > 0 && value < 1; }, "number above 0 and below 1");
 }
 
 CLI::Validator whole_from(std::int64_t fewest, std::int64_t most) {

@@ -125,12 +125,12 @@ AddRun run_of(const Options& options) {
     if (options.context > 0 || options.threads > 0 || names_device(options) ||
         options.recompute != train::kRecomputes[0] || !options.activations.empty() || options.offload)
       throw UsageError(
-          "--context, --device, --threads, --recompute, --activations and --offload are of a run: say its "
-          "--batch too");
+          "--context, --device, --threads, --recompute, --activations and --offload describe a run; add its "
+          "--batch");
     return {};
   }
   if (options.files.size() != 1)
-    throw UsageError("--batch is for the run of one model: name its folder, or its config.json");
+    throw UsageError("--batch counts the run of one model; name its folder or its config.json");
   ModelOptions run;
   run.model = options.files.front(), run.context = options.context, run.batch = options.batch;
   run.recompute = options.recompute, run.threads = options.threads;
@@ -168,7 +168,7 @@ void note_what_train_refuses(Model& model, const std::vector<std::string>& paths
 
 Plan make_plan(const Options& options) {
   if (options.params.empty() == options.files.empty())
-    throw UsageError("plan needs either --params or a model, such as: scruple plan --params 8.03e9");
+    throw UsageError("give either --params or a model, such as: scruple plan --params 8.03e9");
   Plan plan;
   const Choice& choice = options.choice;
   const Optimizer optimizer = choice.make_optimizer();

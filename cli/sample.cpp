@@ -81,7 +81,7 @@ class Words {
     if (!words_.tokenizer && !train::tokens_are_bytes(vocabulary)) {
       throw std::runtime_error(folder + " has no tokenizer.json, and its model has a vocabulary of " +
                                grouped(vocabulary) +
-                               ", so its tokens are no bytes; put the tokenizer.json there");
+                               ", so its tokens are not bytes; put its tokenizer.json there");
     }
     for (std::int64_t number = 0; words_.tokenizer && number < vocabulary; ++number)
       if (!words_.tokenizer->has(static_cast<train::Token>(number)))
@@ -185,9 +185,9 @@ void check_memory(const Found& found, train::Backend& backend) {
 
 void sample(const Options& options) {
   if (options.top_p > 1)
-    throw UsageError("--top-p is " + shortest(options.top_p) + "; it is a share, at most 1");
+    throw UsageError("--top-p is " + shortest(options.top_p) + "; choose a share of at most 1");
   if (options.prompt.empty())
-    throw UsageError("--prompt is empty; the model needs at least one token to continue");
+    throw UsageError("--prompt is empty; give at least one character, or leave it out");
   const Found found = find_model(options);
   const std::string device = device_for(options.device);
   check_device(device);
@@ -217,7 +217,9 @@ void sample(const Options& options) {
     const std::int64_t fed = end - begin - generator->length();
     generator->feed(weights.visible(), tokens.data() + (end - fed), fed, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
-      throw std::runtime_error("the model's logits are not finite: its training diverged");
+      throw std::runtime_error(
+          "the model's logits are not finite: its training diverged; take an earlier "
+          "checkpoint, or train again with a smaller --lr");
     words.leave_out_unknown(logits);
     if (i == 0) std::cout << options.prompt;
     const int token = draw(logits, options, static_cast<std::uint64_t>(i));

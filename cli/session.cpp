@@ -31,7 +31,7 @@ void complete(TrainOptions& options) {
   options.model.device = device_for(options.model.device);
   for (const std::string& hyper : choice.hypers)
     if (hyper.starts_with("lr="))
-      throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
+      throw UsageError("--set " + hyper + " has no effect: the schedule sets the rate; use --lr");
 }
 
 // The options that the run's last session noted, but for those that are each session's own.
@@ -52,8 +52,8 @@ void check_known(const Session& session, const OptionTable& table) {
   for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kArithmetic, train::kConfigNote})
     unknown.erase(key);
   if (!unknown.empty())
-    throw std::runtime_error(session.from->folder() + " notes '" + unknown.begin()->first +
-                             "', which this version does not know; go on with the one that saved it");
+    throw std::runtime_error(session.from->folder() + " has a setting '" + unknown.begin()->first +
+                             "' that this version does not know; resume with the version that saved it");
 }
 
 // More steps than the run was started with; what followed from their number stays.
@@ -77,8 +77,8 @@ void check_has_checkpoint(const std::string& run) {
       !io::saved_steps(train::checkpoints_of(run)).empty())
     return;
   throw std::runtime_error(run + " has its weights after step " + grouped(step) +
-                           " and no checkpoint to go on from: a run that ends keeps one only with "
-                           "--save-every. Train it again with --save-every N to make it longer one day");
+                           " and no checkpoint to go on from: --save-every N keeps them. '--model " + run +
+                           "' with a new --out trains on from these weights");
 }
 
 void check_resume(const CLI::App& command, TrainOptions given) {
@@ -93,7 +93,7 @@ void check_resume(const CLI::App& command, TrainOptions given) {
   const bool in_place = io::find_checkpoint(given.resume) != given.resume;
   if (in_place && !given.out.empty())
     throw UsageError(
-        "--resume writes into the run's own folder; leave --out out, or resume a checkpoint of it");
+        "--resume writes into the run's own folder; leave out --out, or resume a single checkpoint of it");
   if (in_place && given.force)
     throw UsageError("--force replaces a run, and --resume goes on with it; leave one of them out");
   if (!in_place && given.out.empty())
@@ -120,8 +120,8 @@ Session resumed(const CLI::App& command, const TrainOptions& given) {
   if (command.count("--steps") > 0) extend(session, noted.model.steps);
   if (session.options.data == train::Data::kStandardInput && command.count("--data") == 0)
     throw UsageError(
-        "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
-        "or --data -");
+        "the run has read standard input, which is gone; give the same bytes again with --data FILE or "
+        "--data -");
   complete(session.options);
   return session;
 }
@@ -177,8 +177,8 @@ Choice TrainOptions::chosen() const {
 train::Schedule TrainOptions::schedule() const {
   const std::int64_t rise = warmup >= 0 ? warmup : model.steps / 20;
   if (rise > model.steps)
-    throw UsageError("--warmup is " + std::to_string(rise) + " and there are " + grouped(model.steps) +
-                     " steps; it must not be larger");
+    throw UsageError("--warmup is " + std::to_string(rise) + ", and --steps is " +
+                     std::to_string(model.steps) + "; choose a --warmup of at most that");
   return {value_named<train::Annealing>(train::kAnnealings, annealing).value(), lr, rise, model.steps};
 }
 
@@ -196,7 +196,7 @@ Session session_of(const CLI::App& command, const TrainOptions& given) {
   refuse_sizes(options.model, command);
   if (options.data.empty() || options.out.empty())
     throw UsageError(std::string(options.data.empty() ? "--data" : "--out") +
-                     " is required, unless a run goes on with --resume; try 'scruple train --help'");
+                     " is required, unless --resume goes on with a run; try 'scruple train --help'");
   session.model = choose_model(options.model);
   if (std::error_code ignored;
       session.model.folder &&

@@ -62,10 +62,9 @@ void refuse(const std::string& path, const std::string& out) {
   if (std::filesystem::equivalent(path, out, ignored))
     throw UsageError("--out is " + path + ", which is to be read; name another file");
   if (path.ends_with(".bin"))
-    throw UsageError(path + " is a file of tokens by its name, and a text was expected; --decode reads it");
+    throw UsageError(path + " is a file of tokens by its name, not a text; read it with --decode");
   if (train::is_json_lines(path))
-    throw UsageError(path +
-                     " is JSON lines, whose braces and names would become tokens; 'scruple train --data " +
+    throw UsageError(path + " is JSON lines, whose braces would become tokens; 'scruple train --data " +
                      path + "' reads it as it is");
 }
 
@@ -73,7 +72,7 @@ void encode(const Options& options) {
   Words words = words_of(options);
   if (!words.end && options.end.empty())
     std::cerr << "scruple: nothing beside " << options.model
-              << " names an end token: no document will have one; name it with --end\n";
+              << " names an end token, so no document gets one; name it with --end\n";
   const train::Reading reading = {.tokenizer = &words.tokenizer,
                                   .end = words.end,
                                   .vocabulary = words.tokenizer.size(),
@@ -90,7 +89,7 @@ void encode(const Options& options) {
     replaced += document.replaced();
     if (options.texts.size() > 1) std::cerr << path << ": " << grouped(document.size()) << " tokens\n";
   }
-  if (bytes == 0) throw std::runtime_error("there is no text in what was given; nothing was written");
+  if (bytes == 0) throw std::runtime_error("the files have no text; nothing was written");
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   train::write_tokens(options.out, value_named<train::TokenFile>(kForms, options.form).value(), tokens,
                       words.tokenizer.size());
@@ -143,8 +142,7 @@ void add_tokenize(CLI::App& program) {
   command->get_option("--model")->required();
   command->callback([options] {
     if (!options->decode.empty() && !options->texts.empty())
-      throw UsageError("--decode reads tokens, and " + options->texts.front() +
-                       " would be text; give one of them");
+      throw UsageError("--decode turns tokens into text; leave out " + options->texts.front());
     if (!options->decode.empty()) return decode(*options);
     if (options->texts.empty() || options->out.empty())
       throw UsageError(
