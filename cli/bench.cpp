@@ -19,18 +19,18 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr const char* kFooter =
-    "Columns:\n"
-    "  M params/s  millions of parameters stepped per second; the median of the repeats after a warm-up\n"
-    "  moved B     bytes that must move per parameter: weight and moments read and written, gradient read\n"
-    "  GB/s        params/s * moved B\n"
-    "  copy GB/s   what copying 256 MiB (CUDA: 1 GiB) reaches, same engine, same run, read + written\n"
-    "  of copy     GB/s over copy GB/s: 1 would mean that the step runs at the speed of memory\n"
-    "\n"
-    "Examples:\n"
-    "  scruple bench\n"
-    "  scruple bench --recipe scruple --params 64M --threads 2\n"
-    "  scruple bench --optimizer lion --tensors 1200 --params 14.4M --json\n"
-    "  scruple bench --device cuda --params 1.1G";
+    R"(Columns:
+  M params/s  millions of parameters stepped per second: the median of the repeats
+  moved B     bytes that a step must move per parameter: it reads and writes weights and moments,
+              and reads gradients
+  GB/s        params/s * moved B
+  copy GB/s   what a copy of 256 MiB (CUDA: 1 GiB) reaches, read + written, in the same run
+  of copy     GB/s over copy GB/s: 1 is the speed of memory
+
+Examples:
+  scruple bench
+  scruple bench --recipe scruple --params 64M --threads 2
+  scruple bench --device cuda --params 1.1G)";
 
 // Too large for any cache of its processor.
 constexpr std::int64_t kCpuCopyBytes = std::int64_t{256} << 20;
@@ -186,13 +186,6 @@ Traffic traffic_of(const std::vector<scruple_tensor>& tensors) {
   return sum;
 }
 
-void check_fits(std::int64_t bytes, const std::string& recipe) {
-  const std::int64_t free = free_memory();
-  if (bytes > free)
-    throw std::runtime_error("recipe " + recipe + " needs " + size_words(bytes) + ", and " +
-                             size_words(free) + " are free; choose fewer --params");
-}
-
 Row measure_recipe(const Options& options, Engine& engine, Copy& copy, const std::string& recipe,
                    const std::vector<scruple_tensor>& tensors, std::int64_t params) {
   const Traffic traffic = traffic_of(tensors);
@@ -258,7 +251,8 @@ void run(const Options& options) {
   const std::int64_t params = parse_count(options.params, "--params");
   const std::int64_t tensors = parse_count(options.tensors, "--tensors");
   if (tensors > params || tensors > 1'000'000)
-    throw UsageError("--tensors must be 1 to --params and at most 1000000");
+    throw UsageError("--tensors is " + grouped(tensors) + ", and --params is " + grouped(params) +
+                     "; choose at most as many tensors as parameters, and at most 1,000,000");
   const Optimizer optimizer = options.choice.make_optimizer();
   check_engine(options.engine);
   Engine engine(options.engine.c_str(), options.threads);
@@ -267,7 +261,9 @@ void run(const Options& options) {
   const bool progress = isatty(STDERR_FILENO) != 0;
   const std::vector<Refusal> refusals = for_each_recipe(options.choice, [&](const std::string& recipe) {
     const std::vector<scruple_tensor> table = describe_all(options, optimizer, recipe, params, tensors);
-    if (!is_cuda(engine)) check_fits(traffic_of(table).held + (copy ? 0 : 2 * Copy::bytes(engine)), recipe);
+    const std::int64_t needed = traffic_of(table).held + (copy ? 0 : 2 * Copy::bytes(engine));
+    if (const std::int64_t free = free_memory(); !is_cuda(engine) && needed > free)
+      refuse_memory("recipe " + recipe, needed, size_words(free) + " are free", "choose fewer --params");
     if (progress) std::cerr << "\r\033[K" << recipe << "..." << std::flush;
     if (!copy) copy = std::make_unique<Copy>(engine);
     rows.push_back(measure_recipe(options, engine, *copy, recipe, table, params));
@@ -281,20 +277,25 @@ void run(const Options& options) {
 void add_bench(CLI::App& program) {
   CLI::App* command =
       program.add_subcommand("bench", "Measure the optimizer step against this machine's copy bandwidth");
+  command->group("Choose a recipe");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   options->choice.gradient = "bf16";
-  options->choice.add_options(*command);
-  const auto add = [&](const char* name, auto& value, const char* type, const char* doc) {
-    return command->add_option(name, value, doc)->type_name(type)->capture_default_str();
-  };
-  add("--params", options->params, "COUNT", "number of parameters, such as 64M");
-  add("--tensors", options->tensors, "COUNT", "split them evenly over this many tensors");
-  add("--gradient-format", options->choice.gradient, "FORMAT", "format of the gradients");
-  add("--engine,--device", options->engine, "NAME", "engine, as 'scruple list' names it");
-  add("--threads", options->threads, "COUNT", "threads of a CPU engine; 0: one per core");
-  add("--repeat", options->repeat, "COUNT", "timed repeats per recipe")->check(CLI::Range(1, 10000));
-  command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'");
+  add_options(
+      *command,
+      joined({{{kModel, "--params", "", &options->params, "COUNT", "number of parameters: 64M, 1.1G"},
+               {kModel, "--tensors", "", &options->tensors, "COUNT",
+                "split them evenly over this many tensors"}},
+              options->choice.options(),
+              options->choice.format_options(),
+              {{kMemory, "--gradient-format", "", &options->choice.gradient, "FORMAT",
+                "format of the gradients"},
+               {kRun, "--engine,--device", "", &options->engine, "NAME", "as 'scruple list' names it"},
+               {kRun, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
+                whole_from(0, 1024)},
+               {kRun, "--repeat", "", &options->repeat, "N", "timed repeats of each recipe",
+                whole_from(1, 10000)},
+               {kRun, "--json", "", &options->as_json, "", "print one JSON object with a list 'rows'"}}}));
   command->callback([options] { run(*options); });
 }
 

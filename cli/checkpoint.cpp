@@ -6,23 +6,20 @@
 #include <memory>
 
 #include "commands.h"
+#include "options.h"
 #include "train/run/rows.h"
 
 namespace scruple::cli {
 namespace {
 
 constexpr const char* kFooter =
-    R"(DIR is a checkpoint, or a run that has some (of --save-every N, or of a stop): the last is taken.
+    R"(DIR is a checkpoint, or a run that has some (by --save-every, or since Ctrl-C): then its last one.
 docs/checkpoint.md describes the files.
 
 Examples:
   scruple checkpoint inspect run1
-  scruple checkpoint inspect run1 --histogram transformer.wte.weight
   scruple checkpoint verify run1/checkpoints/step-00000100
-  scruple checkpoint convert run1 --recipe scant --out smaller
-  scruple checkpoint export run1 --to bf16 --out weights.safetensors
-  scruple checkpoint diff run1 run2
-  scruple checkpoint reshard run1 --shards 4 --out four)";
+  scruple checkpoint export run1 --to bf16 --out weights.safetensors)";
 
 }  // namespace
 
@@ -81,60 +78,60 @@ void Deviation::add(const std::vector<float>& before, const std::vector<float>& 
 void add_checkpoint(CLI::App& program) {
   CLI::App* group =
       program.add_subcommand("checkpoint", "Inspect, verify, convert, export, diff, merge, reshard");
+  group->group("Look after checkpoints");
   group->footer(kFooter);
   group->require_subcommand(1);
   const auto options = std::make_shared<CheckpointOptions>();
-  const auto add = [&](const char* name, const char* doc, void (*run)(const CheckpointOptions&)) {
+  const auto add = [&](const std::string& name, const char* doc, void (*run)(const CheckpointOptions&),
+                       const std::vector<const char*>& examples, OptionTable rows = {}) {
     CLI::App* command = group->add_subcommand(name, doc);
+    std::string footer = examples.size() > 1 ? "Examples:" : "Example:";
+    for (const char* example : examples) footer += "\n  scruple checkpoint " + name + " " + example;
+    command->footer(footer);
+    command->callback([options, run] { run(*options); });
     command->add_option("folder", options->folder, "a checkpoint, or a run that has some")
         ->type_name("DIR")
         ->required();
-    command->add_flag("--json", options->json, "for programs");
-    command->callback([options, run] { run(*options); });
+    rows.push_back({kNone, "--json", "", &options->json, "", "print one JSON object"});
+    add_options(*command, rows);
+    for (const char* needed : {"--out", "--recipe", "--shards"})
+      if (CLI::Option* const option = command->get_option_no_throw(needed)) option->required();
     return command;
   };
-  const auto add_out = [&](CLI::App* command, const char* type) {
-    command->add_option("--out", options->out, "what to write")->type_name(type)->required();
-    return command;
-  };
-  add("inspect", "Tensors, formats, bytes by kind", inspect)
-      ->add_option("--histogram", options->histograms,
-                   "magnitudes of this tensor's values, or of all; may be repeated")
-      ->type_name("NAME")
-      ->allow_extra_args(false);
-  add("verify", "Checksums, structure, values that are not finite", verify);
-  add_out(add("convert", "The same state in another recipe's formats, and the error of that", convert), "DIR")
-      ->add_option("--recipe", options->recipe, "as 'scruple list' names it")
-      ->type_name("NAME")
-      ->required();
-  CLI::App* weights =
-      add_out(add("export", "The weights for other programs; nothing else is read", export_weights), "FILE");
-  weights
-      ->add_option("--to", options->to,
-                   "fp32: the master weights; bf16: the visible ones, or the nearest to the master's")
-      ->type_name("FORMAT")
-      ->capture_default_str()
-      ->check(one_of({"fp32", "bf16"}));
-  weights
+  const Option out_folder = {kNone, "--out", "", &options->out, "DIR", "new folder to write"};
+  const Option out_file = {kNone, "--out", "", &options->out, "FILE", "new file to write"};
+  add("inspect", "Show tensors, formats, and bytes by kind", inspect,
+      {"run1", "run1 --histogram transformer.wte.weight"},
+      {{kNone, "--histogram", "", &options->histograms, "NAME",
+        "magnitudes of this tensor's values, or of all; may be repeated"}});
+  add("verify", "Check checksums, structure, and that every value is finite", verify,
+      {"run1", "run1/checkpoints/step-00000100"});
+  add("convert", "Write the same state in another recipe's formats, and the error", convert,
+      {"run1 --recipe scant --out smaller"},
+      {out_folder, {kNone, "--recipe", "", &options->recipe, "NAME", "as 'scruple list' names it"}});
+  add("export", "Write the weights for other programs; nothing else is read", export_weights,
+      {"run1 --out weights.safetensors", "run1 --to bf16 --out weights.safetensors"},
+      {out_file,
+       {kNone, "--to", "", &options->to, "FORMAT", "fp32: master weights; bf16: visible ones, or rounded",
+        one_of({"fp32", "bf16"})}})
       ->add_flag_callback(
-          "--fp32", [options] { options->to = "fp32"; }, "--to fp32")
+          "--fp32", [options] { options->to = "fp32"; }, "the same as --to fp32")
       ->excludes("--to");
-  add("diff", "What differs between two checkpoints; exit code 1 if anything does", diff)
-      ->add_option("other", options->other, "the second checkpoint")
+  add("diff", "Show what differs between two checkpoints; exit code 1 if anything does", diff, {"run1 run2"})
+      ->add_option("other", options->other, "the second checkpoint, or run")
       ->type_name("DIR")
       ->required();
-  add_out(add("merge", "One file from a sharded checkpoint",
-              [](const CheckpointOptions& given) {
-                CheckpointOptions one = given;
-                one.shards = 1;
-                reshard(one);
-              }),
-          "DIR");
-  add_out(add("reshard", "Cut anew into this many files", reshard), "DIR")
-      ->add_option("--shards", options->shards, "number of files")
-      ->type_name("N")
-      ->required()
-      ->check(CLI::Range(std::size_t{1}, io::kMaxShards));
+  add("merge", "Make one file of a sharded checkpoint",
+      [](const CheckpointOptions& given) {
+        CheckpointOptions one = given;
+        one.shards = 1;
+        reshard(one);
+      },
+      {"four --out one"}, {out_folder});
+  add("reshard", "Cut a checkpoint anew into this many files", reshard, {"run1 --shards 4 --out four"},
+      {out_folder,
+       {kNone, "--shards", "", &options->shards, "N", "number of files",
+        whole_from(1, std::int64_t{io::kMaxShards})}});
 }
 
 }  // namespace scruple::cli

@@ -16,7 +16,7 @@ namespace scruple::cli {
 struct CheckpointOptions {
   std::string folder, other, out, recipe, to = "fp32";
   std::vector<std::string> histograms;
-  std::size_t shards = 0;
+  std::int64_t shards = 0;
   bool json = false;
 };
 

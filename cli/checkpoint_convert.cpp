@@ -145,7 +145,7 @@ void reshard(const CheckpointOptions& options) {
   check_new(options.out);
   const Checkpoint checkpoint(io::find_checkpoint(options.folder));
   std::vector<std::byte> memory;
-  io::write_checkpoint(options.out, checkpoint.manifest(), options.shards,
+  io::write_checkpoint(options.out, checkpoint.manifest(), static_cast<std::size_t>(options.shards),
                        [&](std::size_t t, std::size_t a, std::size_t p) -> std::span<const std::byte> {
                          const TensorState& tensor = checkpoint.manifest().tensors[t];
                          const io::Plane& plane = tensor.arrays[a].planes[p];
@@ -160,7 +160,7 @@ void reshard(const CheckpointOptions& options) {
                        {"files_before", before},
                        {"files", options.shards}});
   std::cout << "wrote " << options.out << ": " << plural(before, "file") << " -> "
-            << plural(static_cast<std::int64_t>(options.shards), "file") << '\n';
+            << plural(options.shards, "file") << '\n';
 }
 
 }  // namespace scruple::cli

@@ -126,7 +126,7 @@ std::vector<const TensorState*> chosen(const Checkpoint& checkpoint, const std::
       if (name == "all" || name == tensor.name) tensors.push_back(&tensor);
     if (tensors.size() == before)
       throw UsageError("--histogram is '" + name + "', and " + checkpoint.folder() +
-                       " has no tensor of that name; give one that 'inspect' lists, or all");
+                       " has no tensor of that name; take one that 'inspect' lists, or all");
   }
   return tensors;
 }

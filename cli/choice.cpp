@@ -23,7 +23,8 @@ void use_format(scruple_tensor& tensor, const char* which, const std::string& na
     return (static_cast<unsigned>(role) & roles) != 0;
   };
   if (std::none_of(arrays.begin(), arrays.end(), serves))
-    throw UsageError("there is no moment here for format " + name + " to hold");
+    throw UsageError("format " + name +
+                     " has no moment to hold: the optimizer keeps none of that kind; leave it out");
   check(scruple_tensor_set_format(&tensor, which, name.c_str()));
 }
 
@@ -42,10 +43,9 @@ void use_rounding(scruple_tensor& tensor, const std::string& text) {
   const std::string mode = equals == std::string::npos ? text : text.substr(equals + 1);
   const std::vector<std::string> modes = rounding_names();
   if (std::find(modes.begin(), modes.end(), mode) == modes.end())
-    throw UsageError(
-        "--rounding is '" + mode + "'; it must be " + either(modes) +
-        ", or such a mode for some arrays: weights=wide, moments=nearest, exp_avg_sq=stochastic" +
-        did_you_mean(mode, modes));
+    throw UsageError("--rounding is '" + mode + "'; it must be " + either(modes) +
+                     ", alone or for some arrays: weights=wide, moments=nearest, exp_avg_sq=stochastic" +
+                     did_you_mean(mode, modes));
   const scruple_status status = scruple_tensor_set_rounding(&tensor, which.c_str(), mode.c_str());
   if (status != SCRUPLE_INVALID) return check(status);
   const std::string problem = scruple_last_error();
@@ -72,17 +72,21 @@ void give_momentum(Optimizer& optimizer) {
 }  // namespace
 
 OptionTable Choice::options() {
-  return {
-      {"--optimizer", "optimizer", &optimizer, "NAME", "update rule, as 'scruple list' names it"},
-      {"--recipe", "recipe", &recipe, "NAME", "one recipe; without it, all that serve the optimizer"},
-      {"--weights", "weights", &weights, "FORMAT", "format of the weights, in place of the recipe's"},
-      {"--moments", "moments", &moments, "FORMAT", "format of every moment that it can hold"},
-      {"--second-moments", "second-moments", &second_moments, "FORMAT", "format of the non-negative moments"},
-      {"--rounding", "rounding", &roundings, "[WHICH=]MODE",
-       either(rounding_names()) +
-           ", of all that can round so or of weights=, moments= or a slot; may be repeated"},
-      {"--set", "set", &hypers, "NAME=VALUE",
-       "a hyperparameter; may be repeated (SGD starts at momentum=0.9)"}};
+  return {{kOptimizer, "--optimizer", "optimizer", &optimizer, "NAME", "as 'scruple list' names it"},
+          {kOptimizer, "--set", "set", &hypers, "NAME=VALUE",
+           "a hyperparameter; may be repeated (SGD starts at momentum=0.9)"},
+          {kMemory, "--recipe", "recipe", &recipe, "NAME",
+           "as 'scruple list' names it (default: all that serve the optimizer)"}};
+}
+
+OptionTable Choice::format_options() {
+  return {{kMemory, "--weights", "weights", &weights, "FORMAT",
+           "format of the weights, in place of the recipe's"},
+          {kMemory, "--moments", "moments", &moments, "FORMAT", "format of every moment that it can hold"},
+          {kMemory, "--second-moments", "second-moments", &second_moments, "FORMAT",
+           "format of the non-negative moments"},
+          {kMemory, "--rounding", "rounding", &roundings, "[WHICH=]MODE",
+           either(rounding_names()) + ": of all, or of WHICH (weights, moments, a slot); may be repeated"}};
 }
 
 Optimizer Choice::make_optimizer() const {
@@ -99,7 +103,8 @@ Optimizer Choice::make_optimizer() const {
   for (const scruple_hyper_info& hyper : hypers_of(made)) known_hypers.emplace_back(hyper.name);
   for (const std::string& text : hypers) {
     const std::size_t equals = text.find('=');
-    if (equals == std::string::npos) throw UsageError("--set is '" + text + "'; it must be name=value");
+    if (equals == std::string::npos)
+      throw UsageError("--set is '" + text + "'; it must be NAME=VALUE, such as eps=1e-6");
     const std::string name = text.substr(0, equals);
     double before = 0;  // the library also knows names that were
     if (scruple_optimizer_get(made.raw(), name.c_str(), &before) != SCRUPLE_OK)

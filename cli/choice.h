@@ -18,8 +18,8 @@ struct Choice {
   std::vector<std::string> hypers;     // name=value
   bool unbiased = false;               // gradients are dithered, or rounded stochastically, where they can be
 
-  OptionTable options();
-  void add_options(CLI::App& command) { cli::add_options(command, options()); }
+  OptionTable options();         // what most choose
+  OptionTable format_options();  // in place of the recipe's
   Optimizer make_optimizer() const;
   // One tensor's formats by a recipe and the choices that override it; throws with the library's reason.
   scruple_tensor describe(const Optimizer& rule, const std::string& with_recipe, std::int64_t size) const;

@@ -27,25 +27,21 @@ using train::Trainer;
 using train::Windows;
 
 constexpr const char* kFooter =
-    R"(Every run starts from the same weights and sees the same batches: of a text that a seeded grammar makes,
-or of --data. The grammar's own validation loss is the least that a model can hope for.
-Without --seeds each recipe runs once, and fp32 once more from another seed: what differs as little from
-fp32 as fp32 from itself is noise.
+    R"(Every run begins with the same weights and sees the same batches. fp32 runs once more from another
+seed: a gap to fp32 that is no larger than that is noise.
 
 Columns:
-  B/param     bytes of weights, moments and gradients per parameter: planned, and counted in the run
+  B/param     bytes of weights, moments and gradients per parameter, planned and measured
   peak MiB    all model memory at its peak, activations and workspace included
-  ms/step     forward, backward and optimizer; validations are not counted
-  val loss    nats per byte, or per token of a folder's model, on text that was not trained on
+  ms/step     forward, backward and optimizer; without validations
+  val loss    nats per byte, or per token of a folder's model
   gap         to the fp32 run of the same optimizer and seed
-  sd          with --seeds: standard deviation over the seeds; the losses and gaps are then means
+  sd          with --seeds: standard deviation over the seeds; losses and gaps are then means
 
 Examples:
   scruple compare
-  scruple compare --recipes fp32,scruple,scant --seeds 3 --steps 400 --json
-  scruple compare --data book.txt --layers 4 --width 128
-  scruple compare --model ./SmolLM2-135M --data notes.jsonl --recipes fp32,scruple --steps 50
-  scruple compare --out demo          writes demo/report.html)";
+  scruple compare --recipes fp32,scruple,scant --seeds 3 --out demo
+  scruple compare --model ./SmolLM2-135M --data notes.jsonl --recipes fp32,scruple --steps 50)";
 
 // Long enough that no window is seen twice in the runs that people wait for.
 constexpr std::int64_t kTrainingBytes = 4 << 20, kValidationBytes = 1 << 18;
@@ -381,30 +377,30 @@ OptionTable CompareOptions::options() {
   OptionTable of_model = model.options();
   std::erase_if(of_model, [](const Option& option) { return option.name == "--seed"; });
   return joined(
-      {{{"--recipes", "", &recipes, "LIST",
-         "names with commas between them (default: all that the device serves)"},
-        {"--data", "", &data, "PATH", "what to learn instead of the grammar's text, as in train"}},
+      {{{kData, "--data", "", &data, "PATH", "as in train (default: a text that a seeded grammar makes)"}},
        cutting.options(),
-       {{"--seeds", "", &seeds, "N",
-         "runs of each recipe, from seed 1 on (default: one, and fp32 from a second)", CLI::Range(1, 1000)},
-        {"--lr", "", &lr, "", "peak learning rate of AdamW; of a folder's weights " + shortest(kTuningLr),
-         above_zero()},
-        {"--sgd-lr", "", &sgd_lr, "",
-         "peak learning rate of SGD with momentum; of a folder's weights " + shortest(kTuningSgdLr),
-         above_zero()},
-        {"--weight-decay", "", &weight_decay, "", "of AdamW", not_negative()},
-        {"--micro-batches", "", &micro_batches, "N", "lpmm: parts of a batch that are folded one by one",
-         whole_from(1)}},
-       of_model,
+       {{kMemory, "--recipes", "", &recipes, "NAMES",
+         "with commas between (default: all that the device serves)"}},
        gradients.options(),
-       {{"--no-hazards", "", &no_hazards, "", "leave out the second part: what the recipes protect from"},
-        {"--out", "", &out, "DIR", "folder to write report.html into"},
-        {"--json", "", &as_json, "", "print one JSON object with a list 'rows'"}}});
+       {{kMemory, "--micro-batches", "", &micro_batches, "N",
+         "lpmm: parts of a batch that are folded one by one", whole_from(1)},
+        {kOptimizer, "--lr", "", &lr, "RATE",
+         "peak learning rate of AdamW; of a folder's weights " + shortest(kTuningLr), above_zero()},
+        {kOptimizer, "--sgd-lr", "", &sgd_lr, "RATE",
+         "peak learning rate of SGD; of a folder's weights " + shortest(kTuningSgdLr), above_zero()},
+        {kOptimizer, "--weight-decay", "", &weight_decay, "X", "of AdamW", not_negative()},
+        {kRun, "--seeds", "", &seeds, "N",
+         "runs of each recipe, from seed 1 on (default: 1, and fp32 again from 2)", whole_from(1, 1000)},
+        {kRun, "--out", "", &out, "DIR", "folder to write report.html into"}},
+       of_model,
+       {{kRun, "--no-hazards", "", &no_hazards, "", "leave out what goes wrong without the recipes"},
+        {kRun, "--json", "", &as_json, "", "print one JSON object with a list 'rows'"}}});
 }
 
 void add_compare(CLI::App& program) {
   CLI::App* command =
       program.add_subcommand("compare", "Train every recipe on the same text and compare them");
+  command->group("Choose a recipe");
   command->footer(kFooter);
   const auto options = std::make_shared<CompareOptions>();
   options->model.shape.layers = 2, options->model.shape.width = 64;
@@ -414,12 +410,12 @@ void add_compare(CLI::App& program) {
     refuse_sizes(options->model, *command);
     for (const char* name : {"--layout", "--isolate", "--validation"})
       if (options->data.empty() && command->count(name) > 0)
-        throw UsageError(std::string(name) + " is for --data; the grammar's text is cut as it is made");
+        throw UsageError(std::string(name) +
+                         " is for --data, which is not given; leave it out, or add --data");
     options->chosen = choose_model(options->model);
     if (!options->model.is_gpt()) {
       if (options->data.empty())
-        throw UsageError("--model " + options->model.model +
-                         " needs --data: the grammar's text is for the gpt");
+        throw UsageError("--model " + options->model.model + " needs --data; the grammar's text is for gpt");
       options->no_hazards = true;  // they are of the grammar's text
     }
     if (options->chosen.has_weights() && command->count("--lr") == 0) options->lr = kTuningLr;

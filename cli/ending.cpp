@@ -133,7 +133,7 @@ std::string told(const Session& session, const Record& record, const Ending& end
     text += std::string(failure.empty() ? " Once there is room, '" : " '") + resume_command(options) +
             "' goes on after step " + grouped(session.saved) + ".";
   else if (!failure.empty())
-    text += " It has no checkpoint to go on from: --save-every N saves them all along.";
+    text += " It has no checkpoint to go on from; --save-every N saves some.";
   return text;
 }
 
@@ -189,7 +189,7 @@ void conclude(const Session& session, const Record& record, const Ending& ending
         ". Choose a smaller --lr, or a longer --warmup" +
         (session.saved == 0
              ? ""
-             : "; the last checkpoint, of step " + grouped(session.saved) + ", is of a time when it was"));
+             : "; the last checkpoint, of step " + grouped(session.saved) + ", is from before that"));
   if (record.stopped) throw Stopped{Interrupts::signal()};
   if (!problem.empty()) throw NoBetter{};
 }

@@ -24,7 +24,9 @@ constexpr const char* kFooter =
     "             + a constant; as a non-negative moment after the slash\n"
     "  B/param    bytes per parameter of the optimizer named, by what becomes of the gradients\n"
     "\n"
-    "Example: scruple list --json";
+    "Examples:\n"
+    "  scruple list\n"
+    "  scruple list --json";
 
 constexpr std::int64_t kLarge = std::int64_t{1} << 30;  // large enough that no padding shows
 
@@ -144,8 +146,7 @@ ordered_json engines() {
   return list;
 }
 
-// ---- The same for people
-// ------------------------------------------------------------------------------------------
+// ---- The same for people ----
 
 std::string str(const ordered_json& value) { return value.is_null() ? "-" : value.get<std::string>(); }
 
@@ -242,6 +243,7 @@ void run(bool as_json) {
 
 void add_list(CLI::App& program) {
   CLI::App* command = program.add_subcommand("list", "Show optimizers, formats, recipes and engines");
+  command->group("Choose a recipe");
   command->footer(kFooter);
   const auto as_json = std::make_shared<bool>(false);
   command->add_flag("--json", *as_json, "print one JSON object: optimizers, formats, recipes, engines");

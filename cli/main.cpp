@@ -3,8 +3,10 @@
 #include <cstdlib>
 #include <iostream>
 #include <iterator>
+#include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "commands.h"
@@ -20,48 +22,90 @@ constexpr int kUsage = 2;
 constexpr int kNoBetter = 3;
 constexpr int kSignal = 128;
 
+using Words = std::vector<std::string>;
+
 constexpr const char* kHelp =
     "Scruple trains networks in 5 to 7 bytes per parameter.\n"
-    "This program tells what the library has, what a choice of formats costs and how fast it runs here, "
-#if defined(SCRUPLE_HAS_TRAIN)
-    "compares\n"
-    "recipes, trains small language models, and looks after their checkpoints.";
-#else
-    "and looks\n"
-    "after checkpoints. This build has no trainer: 'scruple train' says how to get it.";
+#if !defined(SCRUPLE_HAS_TRAIN)
+    "This build has no trainer: 'scruple train' says how to get it.\n"
 #endif
+    ;
 
 constexpr const char* kFooter =
     "Examples:\n"
-    "  scruple list\n"
-    "  scruple plan --params 8.03e9 --optimizer adamw\n"
-    "  scruple plan config.json --recipe scruple --gradients compressed\n"
-    "  scruple bench --recipe scruple --params 64M\n"
 #if defined(SCRUPLE_HAS_TRAIN)
-    "  scruple compare --recipes fp32,scruple\n"
     "  scruple train --data book.txt --out run1\n"
     "  scruple sample run1 --prompt \"Once upon a time\"\n"
-    "  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin\n"
 #endif
-    "  scruple checkpoint inspect run1\n"
+    "  scruple plan --params 8.03e9\n"
     "\n"
     "'scruple help COMMAND' says more of each.\n"
-    "Exit code: 0 done, 1 failed, 2 the command line is wrong, 3 a training ended no better than it began,\n"
-    "128 + N stopped by signal N.";
+    "Exit code: 0 done, 1 failed, 2 the command line is wrong, 3 the training ended no better than it\n"
+    "began, 128 + N stopped by signal N.";
+
+// The help of one option: its name and what its value is called; then what it does and its default, on lines of at most
+// 100 columns.
+class Help : public CLI::Formatter {
+ public:
+  Help() {
+    label("OPTIONS", "options");
+    label("SUBCOMMAND", "command");
+    label("Positionals", "Arguments");
+    column_width(kColumn);
+  }
+  std::string make_option(const CLI::Option* option, bool is_positional) const override {
+    const std::string type = option->get_type_size() == 0 ? "" : option->get_type_name();
+    std::string name = make_option_name(option, is_positional);
+    if (!is_positional && !type.empty()) name += " " + type.substr(0, type.find(':'));
+    std::string text = option->get_description();
+    Words notes;
+    if (!is_positional && option->get_required()) notes.emplace_back("required");
+    if (const std::string usual = option->get_default_str(); !usual.empty() && usual != "\n")
+      notes.push_back("default: " + usual);
+    if (!option->get_envname().empty()) notes.push_back("or " + option->get_envname());
+    if (!notes.empty()) text += " (" + cli::joined(notes, "; ") + ")";
+    std::string all, line = "  " + name;
+    const auto end_line = [&] { all += std::exchange(line, std::string(kColumn - 1, ' ')) + '\n'; };
+    if (line.size() < kColumn)
+      line.resize(kColumn - 1, ' ');
+    else
+      end_line();
+    std::stringstream words(text);
+    for (std::string word; words >> word; line += ' ' + word)
+      if (line.size() + 1 + word.size() > kWidth) end_line();
+    end_line();
+    return all;
+  }
+  std::string make_help(const CLI::App* app, std::string name, CLI::AppFormatMode mode) const override {
+    std::string text = CLI::Formatter::make_help(app, std::move(name), mode);
+    for (std::size_t at; (at = text.find("\n\n\n")) != text.npos;) text.erase(at, 1);  // between groups
+    return text;
+  }
+
+ private:
+  static constexpr std::size_t kColumn = 27, kWidth = 100;
+};
+
+// Last, where CLI11 has it first.
+void move_help(CLI::App& app) {
+  app.set_help_flag();
+  const std::vector<std::string> groups = app.get_groups();
+  app.set_help_flag("-h,--help", "show this help")->group(groups.empty() ? "Options" : groups.back());
+  for (CLI::App* command : app.get_subcommands({})) move_help(*command);
+}
 
 int complain(const std::string& message, int code) {
   std::cerr << "scruple: " << message << '\n';
   return code;
 }
 
-using Words = std::vector<std::string>;
-
 #if !defined(SCRUPLE_HAS_TRAIN)
 constexpr const char* kOfTrainer[] = {"compare", "train", "sample", "tokenize"};
 
 constexpr const char* kNoTrainer =
-    "' needs the trainer, which this build leaves out. Where Debian's libopenblas-pthread-dev, libpcre2-dev "
-    "and libutf8proc-dev are installed, 'pip install .' and 'make build' in Scruple's source tree build it";
+    "' needs the trainer, which this build leaves out. Install libopenblas-pthread-dev, libpcre2-dev and "
+    "libutf8proc-dev (as Debian calls them), then run 'make build' or 'pip install .' in Scruple's source "
+    "tree";
 #endif
 
 bool is_option(const std::string& word) { return word.starts_with("-"); }
@@ -167,23 +211,42 @@ std::string unknown_option(const CLI::App& command, const Words& words) {
   return "";
 }
 
+bool is(const CLI::ParseError& error, CLI::ExitCodes code) {
+  return error.get_exit_code() == static_cast<int>(code);
+}
+
+// CLI11's own words, but where they say little: "--out: 1 required DIR missing".
+std::string words_of(const CLI::ParseError& error, const CLI::App& command) {
+  std::string said = error.what();
+  const std::string name = said.substr(0, said.find(':'));
+  const CLI::Option* const option = command.get_option_no_throw(name);
+  if (is(error, CLI::ExitCodes::ExtrasError))
+    return full_name(command) + " takes no argument" + said.substr(said.rfind(':') + 1);
+  if (!is(error, CLI::ExitCodes::ArgumentMismatch) || option == nullptr) return said;
+  const std::size_t times = option->count();
+  return name + (times > 1 ? " is given " + std::to_string(times) + " times" : " needs a value");
+}
+
 int run(int argc, char** argv) {
   CLI::App program{kHelp, "scruple"};
   program.footer(kFooter);
-  program.set_version_flag("--version", std::string("scruple ") + scruple_version());
+  program.formatter(std::make_shared<Help>());
+  program.set_version_flag("--version", std::string("scruple ") + scruple_version(), "show the version");
   program.require_subcommand(0, 1);
-  program.get_formatter()->column_width(34);
-  program.add_subcommand("help", "Show the help of a command, as its --help does");
-  cli::add_list(program);
-  cli::add_plan(program);
-  cli::add_bench(program);
 #if defined(SCRUPLE_HAS_TRAIN)
-  cli::add_compare(program);
   cli::add_train(program);
   cli::add_sample(program);
   cli::add_tokenize(program);
 #endif
+  cli::add_plan(program);
+  cli::add_list(program);
+#if defined(SCRUPLE_HAS_TRAIN)
+  cli::add_compare(program);
+#endif
+  cli::add_bench(program);
   cli::add_checkpoint(program);
+  program.add_subcommand("help", "Show the help of a command, as its --help does")->group("Help");
+  move_help(program);
   Words words(argv + std::min(1, argc), argv + argc);
   if (!words.empty() && words.front() == "help") {
     words.erase(words.begin());
@@ -199,9 +262,10 @@ int run(int argc, char** argv) {
     program.parse(Words(words.rbegin(), words.rend()));  // CLI11 takes them from the end
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return program.exit(error);  // --help and --version
-    std::string message = unknown_option(command, words);
-    if (message.empty()) message = error.what();
-    if (!message.ends_with("?")) message += "; try '" + full_name(command) + " --help'";
+    const std::string unknown = unknown_option(command, words);
+    std::string message = unknown.empty() ? words_of(error, command) : unknown;
+    if (!message.ends_with("?") && !is(error, CLI::ExitCodes::ValidationError))  // which says what to do
+      message += "; try '" + full_name(command) + " --help'";
     return complain(message, kUsage);
   }
   // A full disk or a closed pipe must not look like success.

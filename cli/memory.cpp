@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <fstream>
 #include <limits>
+#include <sstream>
+#include <stdexcept>
 
 namespace scruple::cli {
 namespace {
@@ -51,6 +53,14 @@ Memory measure(const Choice& choice, const Optimizer& optimizer, const std::stri
     add_tensor(memory, choice.for_policy(policy, recipe, size).describe(optimizer, recipe, size), count,
                policy != "released");
   return memory;
+}
+
+void refuse_memory(const std::string& what, std::int64_t needed, const std::string& there,
+                   const std::string& advice, const Table& parts) {
+  std::ostringstream text;
+  text << what << " needs " << size_words(needed) << ", and " << there << "; " << advice;
+  if (!parts.rows.empty()) parts.print(text << "\n\n");
+  throw std::runtime_error(text.str());
 }
 
 std::int64_t free_memory() {

@@ -8,6 +8,7 @@
 
 #include "choice.h"
 #include "model.h"
+#include "text.h"
 
 namespace scruple::cli {
 
@@ -25,6 +26,10 @@ inline constexpr const char* kPolicies[] = {"stored", "released", "compressed"};
 // `policy`: stored takes the recipe's gradient format, released nothing, compressed what Choice::for_policy says.
 Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
                const Model& model, const std::string& policy);
+
+// Throws "WHAT needs 1.1 TiB, and 20.1 GiB are free; ADVICE", and where they would go.
+[[noreturn]] void refuse_memory(const std::string& what, std::int64_t needed, const std::string& there,
+                                const std::string& advice, const Table& parts = {});
 
 // What this machine, its container and the process's own limit can still give. Linux kills a process that overcommits,
 // without a word: ask first. Where it cannot be read: no limit.

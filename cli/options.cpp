@@ -32,7 +32,7 @@ CLI::Validator a_number(bool (*serves)(double), const std::string& wanted) {
               if (serves(parse_number(text, ""))) return std::string();
             } catch (const UsageError&) {  // what follows says it with the option's name
             }
-            return "is " + text + "; it must be a number " + wanted;
+            return "'" + text + "' is not a " + wanted;
           },
           ""};
 }
@@ -49,14 +49,19 @@ Option& row_named(OptionTable& table, const std::string& name) {
   return *std::find_if(table.begin(), table.end(), [&](const Option& row) { return row.name == name; });
 }
 
-void add_options(CLI::App& command, const OptionTable& table) {
+void add_options(CLI::App& command, OptionTable table) {
+  constexpr const char* kTopics[] = {"Data", "Model", "Memory", "Optimizer", "Run", "Options"};
+  std::stable_sort(table.begin(), table.end(),
+                   [](const Option& a, const Option& b) { return a.topic < b.topic; });
   for (const Option& row : table)
     std::visit(
         [&]<class Value>(Value* value) {
+          const char* const group = kTopics[row.topic];
           if constexpr (std::is_same_v<Value, bool>) {
-            command.add_flag(row.name, *value, row.help);
+            command.add_flag(row.name, *value, row.help)->group(group);
           } else {
             CLI::Option* const option = command.add_option(row.name, *value, row.help)->check(row.check);
+            option->group(group);
             option->default_str(value_of(row));
             if (!row.type.empty()) option->type_name(row.type);
             if (row.variable != nullptr) option->envname(row.variable);
@@ -91,27 +96,28 @@ void copy_value(const Option& from, const Option& to) {
 }
 
 CLI::Validator above_zero() {
-  return a_number([](double value) { return value > 0 && std::isfinite(value); }, "above 0, and finite");
+  return a_number([](double value) { return value > 0 && std::isfinite(value); }, "finite number above 0");
 }
 
 CLI::Validator not_negative() {
   return a_number([](double value) { return value >= 0 && std::isfinite(value); },
-                  "that is 0 or more, and finite");
+                  "finite number of 0 or more");
 }
 
 CLI::Validator a_share() {
-  return a_number([](double value) { return value > 0 && value < 1; }, "above 0 and below 1, such as 0.05");
+  return a_number([](double value) { return value > 0 && value < 1; }, "number above 0 and below 1");
 }
 
-CLI::Validator whole_from(std::int64_t fewest) {
-  return {[fewest](const std::string& text) {
+CLI::Validator whole_from(std::int64_t fewest, std::int64_t most) {
+  return {[=](const std::string& text) {
             std::int64_t value = 0;
             const char* const end = text.data() + text.size();
             const auto [stop, problem] = std::from_chars(text.data(), end, value);
-            return problem == std::errc() && stop == end && value >= fewest
-                       ? std::string()
-                       : "is " + text + "; it must be a whole number from " + std::to_string(fewest) +
-                             " to 2^63 - 1, in digits";
+            if (problem == std::errc() && stop == end && value >= fewest && value <= most)
+              return std::string();
+            const bool is_limited = most < std::numeric_limits<std::int64_t>::max();
+            return "'" + text + "' is not a whole number from " + std::to_string(fewest) + " to " +
+                   (is_limited ? std::to_string(most) : "2^63 - 1") + ", in digits";
           },
           ""};
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <map>
 #include <string>
 #include <variant>
@@ -13,7 +14,11 @@
 
 namespace scruple::cli {
 
+// What a person wants of a run; the help shows options by it, in this order.
+enum Topic { kData, kModel, kMemory, kOptimizer, kRun, kNone };
+
 struct Option {
+  Topic topic;
   std::string name;  // as it is typed: --steps
   // In a checkpoint's notes, and never another, whatever the name becomes; "": it is not noted, and each session's own.
   std::string key;
@@ -33,7 +38,7 @@ using Notes = std::map<std::string, std::string>;
 
 OptionTable joined(std::initializer_list<OptionTable> tables);
 Option& row_named(OptionTable& table, const std::string& name);
-void add_options(CLI::App& command, const OptionTable& table);
+void add_options(CLI::App& command, OptionTable table);
 
 // Key and value of all that have both. Several values of one option have '\n' between them.
 Notes notes_of(const OptionTable& table);
@@ -46,7 +51,7 @@ inline CLI::Validator anything() { return {}; }
 // CLI11's own ranges let NaN through, print 309 digits, and take the nearest whole number that there is.
 CLI::Validator above_zero();
 CLI::Validator not_negative();
-CLI::Validator a_share();                        // above 0, below 1
-CLI::Validator whole_from(std::int64_t fewest);  // up to 2^63 - 1
+CLI::Validator a_share();  // above 0, below 1
+CLI::Validator whole_from(std::int64_t fewest, std::int64_t most = std::numeric_limits<std::int64_t>::max());
 
 }  // namespace scruple::cli

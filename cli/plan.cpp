@@ -26,22 +26,20 @@ using nlohmann::ordered_json;
 
 constexpr const char* kModels =
     "Columns:\n"
-    "  weights     the codes of the weights\n"
-    "  extra       bits or a master copy that complete a 16-bit weight\n"
-    "  exp_avg...  the codes of each moment of the optimizer\n"
-    "  scales      the scales of weights and moments\n"
-    "  gradients   with their scales: stored in the recipe's format until the step, released (freed\n"
-    "              during the backward pass), or compressed (folded into 8-bit accumulators)\n"
+    "  weights      the codes of the weights\n"
+    "  extra        bits or a master copy that complete a 16-bit weight\n"
+    "  exp_avg...   the codes of each moment\n"
+    "  scales       the scales of weights and moments\n"
+    "  gradients    with their scales\n"
 #if defined(SCRUPLE_HAS_TRAIN)
-    "  activations, workspace   with --batch: what the native trainer keeps for the backward pass, and works "
-    "in\n"
+    "  activations, workspace   of a whole run, with --batch\n"
 #endif
-    "  total       all of these\n"
-    "  released, compressed   the total with that policy, where --gradients does not choose one\n"
+    "  total        all of these\n"
+    "  released, compressed     the totals with these --gradients\n"
     "\n"
-    "A model is .safetensors files (only headers are read; shards add up), the index of shards, a\n"
-    "config.json, or a folder: a model of Hugging Face's layout, a run, or a checkpoint, of which the\n"
-    "weights alone are counted. Configs are known of ";  // planned_families()
+    "PATH is .safetensors files (shards add up), an index of shards, a config.json, or the folder of a\n"
+    "model, a run or a checkpoint. Only shapes are read.\n"
+    "Configs: ";  // planned_families()
 constexpr const char* kExamples =
     ".\n"
     "\n"
@@ -50,14 +48,11 @@ constexpr const char* kExamples =
     "\n"
 #endif
     "Examples:\n"
-    "  scruple plan --params 8.03e9 --optimizer adamw\n"
-    "  scruple plan config.json --recipe scruple --gradients compressed\n"
-#if defined(SCRUPLE_HAS_TRAIN)
-    "  scruple plan ./Llama-3.1-8B --recipe scruple --gradients compressed --batch 4 --context 1024 "
-    "--recompute block\n"
-#endif
-    "  scruple plan --params 125M --optimizer sgd --set momentum=0.95\n"
+    "  scruple plan --params 8.03e9\n"
     "  scruple plan run1 --optimizer lion\n"
+#if defined(SCRUPLE_HAS_TRAIN)
+    "  scruple plan ./Qwen3-8B --recipe scruple --gradients compressed --batch 4 --recompute block\n"
+#endif
     "  scruple plan --params 1.1B --weights bf16+4 --moments companded8 --second-moments log5";
 
 struct Options {
@@ -95,31 +90,22 @@ struct Plan {
 using AddRun = std::function<void(Row&)>;
 
 #if defined(SCRUPLE_HAS_TRAIN)
-void add_run_options(CLI::App& command, Options& options) {
-  command
-      .add_option("--batch", options.batch, "windows in a micro-batch of 'scruple train': counts a whole run")
-      ->type_name("N")
-      ->check(whole_from(1));
-  command.add_option("--context", options.context, "tokens of a window, beside --batch (default: as train)")
-      ->type_name("N")
-      ->check(whole_from(1));
-  command
-      .add_option("--threads", options.threads,
-                  "of the run, beside --batch: each has scratch; 0: one per core")
-      ->type_name("N")
-      ->check(CLI::Range(0, 1024));
+OptionTable run_options(Options& options) {
   options.device = kDevices[0];
-  command.add_option("--device", options.device, "cuda, cpu or auto (as train), beside --batch")
-      ->envname(kDeviceVariable)
-      ->check(a_device());
   options.recompute = train::kRecomputes[0];
-  command.add_option("--recompute", options.recompute, either(train::kRecomputes) + ", beside --batch")
-      ->check(one_of(train::kRecomputes));
-  command
-      .add_option("--activations", options.activations,
-                  either(train::kPrecisions) + " (default: as train), beside --batch")
-      ->check(one_of(train::kPrecisions));
-  command.add_flag("--offload", options.offload, "as train, beside --batch");
+  return {
+      {kRun, "--batch", "", &options.batch, "N",
+       "count a whole 'scruple train' with this batch; the next six describe it", whole_from(1)},
+      {kRun, "--context", "", &options.context, "N", "tokens of a window (default: as train)", whole_from(1)},
+      {kRun, "--recompute", "", &options.recompute, "WHAT", either(train::kRecomputes),
+       one_of(train::kRecomputes)},
+      {kRun, "--offload", "", &options.offload, "", "as train"},
+      {kRun, "--activations", "", &options.activations, "TYPE",
+       either(train::kPrecisions) + " (default: as train)", one_of(train::kPrecisions)},
+      {kRun, "--device", "", &options.device, "DEVICE", "cpu, cuda or auto", a_device(), false,
+       kDeviceVariable},
+      {kRun, "--threads", "", &options.threads, "N", "CPU threads, each with its own memory; 0: one per core",
+       whole_from(0, 1024)}};
 }
 
 // The environment says where runs are trained, also where none is counted.
@@ -139,12 +125,12 @@ AddRun run_of(const Options& options) {
     if (options.context > 0 || options.threads > 0 || names_device(options) ||
         options.recompute != train::kRecomputes[0] || !options.activations.empty() || options.offload)
       throw UsageError(
-          "--context, --device, --threads, --recompute, --activations and --offload are of a run: say its "
-          "--batch too");
+          "--context, --device, --threads, --recompute, --activations and --offload describe a run; add its "
+          "--batch");
     return {};
   }
   if (options.files.size() != 1)
-    throw UsageError("--batch is for the run of one model: name its folder, or its config.json");
+    throw UsageError("--batch counts the run of one model; name its folder or its config.json");
   ModelOptions run;
   run.model = options.files.front(), run.context = options.context, run.batch = options.batch;
   run.recompute = options.recompute, run.threads = options.threads;
@@ -161,7 +147,7 @@ AddRun run_of(const Options& options) {
   };
 }
 #else
-void add_run_options(CLI::App&, Options&) {}
+OptionTable run_options(Options&) { return {}; }
 AddRun run_of(const Options&) { return {}; }
 std::string device_of_run(const Options&) { return ""; }
 #endif
@@ -182,7 +168,7 @@ void note_what_train_refuses(Model& model, const std::vector<std::string>& paths
 
 Plan make_plan(const Options& options) {
   if (options.params.empty() == options.files.empty())
-    throw UsageError("plan needs either --params or a model, such as: scruple plan --params 8.03e9");
+    throw UsageError("give either --params or a model, such as: scruple plan --params 8.03e9");
   Plan plan;
   const Choice& choice = options.choice;
   const Optimizer optimizer = choice.make_optimizer();
@@ -269,20 +255,22 @@ void print_table(const Plan& plan, const Options& options) {
 void add_plan(CLI::App& program) {
   CLI::App* command =
       program.add_subcommand("plan", "Show where every byte of the training state goes, per recipe");
+  command->group("Choose a recipe");
   command->footer(kModels + train::planned_families() + kExamples);
   const auto options = std::make_shared<Options>();
-  command->add_option("--params", options->params, "number of parameters: 8.03e9, 8.03B, 125M, 8030261248")
-      ->type_name("COUNT");
-  command
-      ->add_option("--model,model", options->files,
-                   "files or a folder to read the tensor shapes from, in place of --params")
-      ->type_name("PATH");
-  options->choice.add_options(*command);
-  command->add_option("--gradients", options->policy, "what becomes of gradients (default: stored)")
-      ->type_name("POLICY")
-      ->check(one_of(kPolicies));
-  add_run_options(*command, *options);
-  command->add_flag("--json", options->as_json, "print one JSON object with a list 'rows'; sizes in bytes");
+  add_options(*command,
+              joined({{{kModel, "--params", "", &options->params, "COUNT",
+                        "number of parameters: 8.03e9, 8.03B, 125M, 8030261248"}},
+                      options->choice.options(),
+                      {{kMemory, "--gradients", "", &options->policy, "POLICY",
+                        either(kPolicies) + " (default: stored, and others' totals)", one_of(kPolicies)}},
+                      options->choice.format_options(),
+                      run_options(*options),
+                      {{kRun, "--json", "", &options->as_json, "",
+                        "print one JSON object with a list 'rows'; sizes in bytes"}}}));
+  command->add_option("--model,model", options->files, "files or a folder to read the tensors' shapes from")
+      ->type_name("PATH")
+      ->group("Model");
   command->callback([options] {
     const Plan plan = make_plan(*options);
     options->as_json ? print_json(plan, *options) : print_table(plan, *options);

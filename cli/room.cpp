@@ -4,7 +4,6 @@
 #include <iterator>
 #include <memory>
 #include <new>
-#include <sstream>
 #include <stdexcept>
 
 #include "train/model/model.h"
@@ -107,12 +106,10 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
   add("total", std::exchange(sum, 0));
   const std::int64_t free = free_memory(job);
   if (needed.peak() <= std::min(free, limit)) return table;
-  std::ostringstream text;
-  table.print(text);
-  throw std::runtime_error(what + " needs " + size_words(needed.peak()) + ", and " +
-                           (free < limit ? size_words(free) + " are free" + (on_gpu(job) ? " on the GPU" : "")
-                                         : "--memory-limit is " + size_words(limit)) +
-                           "; " + advice + "\n\n" + text.str());
+  refuse_memory(what, needed.peak(),
+                free < limit ? size_words(free) + " are free" + (on_gpu(job) ? " on the GPU" : "")
+                             : "--memory-limit is " + size_words(limit),
+                advice, table);
 }
 
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,

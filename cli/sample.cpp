@@ -6,7 +6,6 @@
 #include <limits>
 #include <memory>
 #include <numeric>
-#include <sstream>
 
 #include "commands.h"
 #include "memory.h"
@@ -25,18 +24,13 @@ namespace scruple::cli {
 namespace {
 
 constexpr const char* kFooter =
-    "Prints the prompt and what the model makes of it, token by token, up to --length or the model's end "
-    "token.\n"
-    "The same seed gives the same text. Text becomes tokens by the folder's tokenizer.json; a model of bytes "
-    "has none.\n"
-    "Where the folder has no config.json, the model is that of the checkpoint, or of the run's last one.\n"
-    "It runs on the GPU where there is one, wherever the model was trained.\n"
-    "\n"
-    "Examples:\n"
-    "  scruple sample run1 --prompt \"Once upon a time\"\n"
-    "  scruple sample run1 --length 400 --temperature 0.7 --top-k 20 --seed 3\n"
-    "  scruple sample ./SmolLM2-135M --prompt \"The sea\" --top-p 0.9\n"
-    "  scruple sample run1/checkpoints/step-00000500";
+    R"(Prints the prompt and its continuation, up to --length tokens or the model's end token. The same
+seed gives the same text.
+
+Examples:
+  scruple sample run1 --prompt "Once upon a time"
+  scruple sample run1/checkpoints/step-00000500 --length 400 --temperature 0.7 --top-k 20
+  scruple sample ./SmolLM2-135M --prompt "The sea" --top-p 0.9)";
 
 struct Options {
   std::string folder, prompt = "\n", device = "auto";
@@ -87,7 +81,7 @@ class Words {
     if (!words_.tokenizer && !train::tokens_are_bytes(vocabulary)) {
       throw std::runtime_error(folder + " has no tokenizer.json, and its model has a vocabulary of " +
                                grouped(vocabulary) +
-                               ", so its tokens are no bytes; put the tokenizer.json there");
+                               ", so its tokens are not bytes; put its tokenizer.json there");
     }
     for (std::int64_t number = 0; words_.tokenizer && number < vocabulary; ++number)
       if (!words_.tokenizer->has(static_cast<train::Token>(number)))
@@ -184,19 +178,16 @@ void check_memory(const Found& found, train::Backend& backend) {
   table.rows = {{"memory", unit.name}};
   for (const train::Ledger::Entry& entry : needed.entries())
     table.rows.push_back({entry.kind, fixed(static_cast<double>(entry.peak) / unit.bytes, 2)});
-  std::ostringstream text;
-  table.print(text);
-  throw std::runtime_error("sampling from this model needs " + size_words(needed.peak()) + ", and " +
-                           size_words(free) + " are free" + (on_host ? "" : " on the GPU") +
-                           "; choose a smaller --context" + (on_host ? "" : ", or --device cpu") + "\n\n" +
-                           text.str());
+  refuse_memory("sampling from this model", needed.peak(),
+                size_words(free) + " are free" + (on_host ? "" : " on the GPU"),
+                std::string("choose a smaller --context") + (on_host ? "" : ", or --device cpu"), table);
 }
 
 void sample(const Options& options) {
   if (options.top_p > 1)
-    throw UsageError("--top-p is " + shortest(options.top_p) + "; it is a share, at most 1");
+    throw UsageError("--top-p is " + shortest(options.top_p) + "; choose a share of at most 1");
   if (options.prompt.empty())
-    throw UsageError("--prompt is empty; the model needs at least one token to continue");
+    throw UsageError("--prompt is empty; give at least one character, or leave it out");
   const Found found = find_model(options);
   const std::string device = device_for(options.device);
   check_device(device);
@@ -226,7 +217,9 @@ void sample(const Options& options) {
     const std::int64_t fed = end - begin - generator->length();
     generator->feed(weights.visible(), tokens.data() + (end - fed), fed, logits.data());
     if (!std::isfinite(std::accumulate(logits.begin(), logits.end(), 0.0f)))
-      throw std::runtime_error("the model's logits are not finite: its training diverged");
+      throw std::runtime_error(
+          "the model's logits are not finite: its training diverged; take an earlier "
+          "checkpoint, or train again with a smaller --lr");
     words.leave_out_unknown(logits);
     if (i == 0) std::cout << options.prompt;
     const int token = draw(logits, options, static_cast<std::uint64_t>(i));
@@ -243,6 +236,7 @@ void sample(const Options& options) {
 
 void add_sample(CLI::App& program) {
   CLI::App* command = program.add_subcommand("sample", "Continue a text with a trained model");
+  command->group("Train a model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   command
@@ -250,33 +244,23 @@ void add_sample(CLI::App& program) {
                    "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder")
       ->type_name("DIR")
       ->required();
-  command->add_option("--prompt", options->prompt, "the text to continue (default: a new line)")
-      ->type_name("TEXT");
-  command->add_option("--length", options->length, "tokens to add, at most")
-      ->capture_default_str()
-      ->check(whole_from(1));
-  command->add_option("--temperature", options->temperature, "0: always the likeliest token")
-      ->capture_default_str()
-      ->check(not_negative());
-  command->add_option("--top-k,--top", options->top_k, "draw among the N likeliest tokens; 0: all")
-      ->type_name("N")
-      ->check(whole_from(0));
-  command
-      ->add_option("--top-p", options->top_p, "draw among the likeliest tokens that hold this share; 1: all")
-      ->type_name("SHARE")
-      ->capture_default_str()
-      ->check(above_zero());
-  command
-      ->add_option("--context", options->context,
-                   "tokens that the model looks back at (default: all that it can, at most " +
-                       grouped(kUsualContext) + ")")
-      ->type_name("N")
-      ->check(whole_from(1));
-  command->add_option("--seed", options->seed, "of the draws")->capture_default_str()->check(whole_from(0));
-  command->add_option("--device", options->device, "cuda, cpu, or auto: a GPU where there is one")
-      ->capture_default_str()
-      ->check(a_device());
-  command->add_option("--threads", options->threads, "0: one per core")->check(CLI::Range(0, 1024));
+  add_options(*command,
+              {{kNone, "--prompt", "", &options->prompt, "TEXT", "text to continue (default: a new line)"},
+               {kNone, "--length", "", &options->length, "N", "tokens to add, at most", whole_from(1)},
+               {kNone, "--temperature", "", &options->temperature, "T", "0: always the likeliest token",
+                not_negative()},
+               {kNone, "--top-k,--top", "", &options->top_k, "N", "draw among the N likeliest tokens; 0: all",
+                whole_from(0, std::numeric_limits<int>::max())},
+               {kNone, "--top-p", "", &options->top_p, "SHARE",
+                "draw among the likeliest that hold this share; 1: all", above_zero()},
+               {kNone, "--context", "", &options->context, "N",
+                "tokens that the model sees (default: its own, at most " + grouped(kUsualContext) + ")",
+                whole_from(1)},
+               {kNone, "--seed", "", &options->seed, "N", "of the draws", whole_from(0)},
+               {kNone, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
+                a_device()},
+               {kNone, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
+                whole_from(0, 1024)}});
   command->callback([options] { sample(*options); });
 }
 

@@ -31,7 +31,7 @@ void complete(TrainOptions& options) {
   options.model.device = device_for(options.model.device);
   for (const std::string& hyper : choice.hypers)
     if (hyper.starts_with("lr="))
-      throw UsageError("--set " + hyper + " would be lost to the schedule; use --lr");
+      throw UsageError("--set " + hyper + " has no effect: the schedule sets the rate; use --lr");
 }
 
 // The options that the run's last session noted, but for those that are each session's own.
@@ -52,8 +52,8 @@ void check_known(const Session& session, const OptionTable& table) {
   for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kArithmetic, train::kConfigNote})
     unknown.erase(key);
   if (!unknown.empty())
-    throw std::runtime_error(session.from->folder() + " notes '" + unknown.begin()->first +
-                             "', which this version does not know; go on with the one that saved it");
+    throw std::runtime_error(session.from->folder() + " has a setting '" + unknown.begin()->first +
+                             "' that this version does not know; resume with the version that saved it");
 }
 
 // More steps than the run was started with; what followed from their number stays.
@@ -77,8 +77,8 @@ void check_has_checkpoint(const std::string& run) {
       !io::saved_steps(train::checkpoints_of(run)).empty())
     return;
   throw std::runtime_error(run + " has its weights after step " + grouped(step) +
-                           " and no checkpoint to go on from: a run that ends keeps one only with "
-                           "--save-every. Train it again with --save-every N to make it longer one day");
+                           " and no checkpoint to go on from: --save-every N keeps them. '--model " + run +
+                           "' with a new --out trains on from these weights");
 }
 
 void check_resume(const CLI::App& command, TrainOptions given) {
@@ -93,7 +93,7 @@ void check_resume(const CLI::App& command, TrainOptions given) {
   const bool in_place = io::find_checkpoint(given.resume) != given.resume;
   if (in_place && !given.out.empty())
     throw UsageError(
-        "--resume writes into the run's own folder; leave --out out, or resume a checkpoint of it");
+        "--resume writes into the run's own folder; leave out --out, or resume a single checkpoint of it");
   if (in_place && given.force)
     throw UsageError("--force replaces a run, and --resume goes on with it; leave one of them out");
   if (!in_place && given.out.empty())
@@ -120,8 +120,8 @@ Session resumed(const CLI::App& command, const TrainOptions& given) {
   if (command.count("--steps") > 0) extend(session, noted.model.steps);
   if (session.options.data == train::Data::kStandardInput && command.count("--data") == 0)
     throw UsageError(
-        "the run has read standard input, which nothing keeps; give the same bytes again with --data FILE, "
-        "or --data -");
+        "the run has read standard input, which is gone; give the same bytes again with --data FILE or "
+        "--data -");
   complete(session.options);
   return session;
 }
@@ -132,41 +132,39 @@ OptionTable TrainOptions::options() {
   OptionTable formats = choice.options();
   row_named(formats, "--recipe").help = "formats of weights, moments and gradients (default: scruple)";
   return joined(
-      {{{"--data", "data", &data, "PATH",
-         "what to learn: a text, a folder of texts, *.jsonl (text, or prompt and completion), *.bin "
-         "(tokens); -: standard input",
-         anything(), kMayChange}},
+      {{{kData, "--data", "data", &data, "PATH",
+         "text, folder of texts, *.jsonl, *.bin (tokens), or - for standard input", anything(), kMayChange}},
        cutting.options(),
-       {{"--out", "", &out, "DIR", "the folder to write"},
-        {"--force", "", &force, "",
-         "replace the run that --out has, once the new one has taken a step; others' files stay"}},
-       model.options(0),  // 0 steps: the weights are written as they are
+       {{kRun, "--out", "", &out, "DIR", "folder to write"},
+        {kRun, "--force", "", &force, "", "replace the run in --out, after the first step"},
+        {kRun, "--resume", "", &resume, "DIR",
+         "go on from this run's last checkpoint; with --steps: to more steps"}},
        formats,
-       {{"--lr", "lr", &lr, "",
-         "peak learning rate (default: " + shortest(kLr) + ", of a folder's weights " + shortest(kTuningLr) +
+       {{kOptimizer, "--lr", "lr", &lr, "RATE",
+         "peak learning rate (default: " + shortest(kLr) + "; of a folder's weights " + shortest(kTuningLr) +
              ")",
          above_zero()},
-        {"--schedule", "schedule", &annealing, "", "cosine, linear (both down to 0) or constant",
-         one_of(train::kAnnealings)},
-        {"--warmup", "warmup", &warmup, "N", "steps of linear rise (default: a twentieth)", whole_from(0)},
-        {"--weight-decay", "weight-decay", &weight_decay, "", "of matrices; norms and biases never decay",
-         not_negative()}},
+        {kOptimizer, "--schedule", "schedule", &annealing, "SHAPE",
+         "cosine or linear (both fall to 0), or constant", one_of(train::kAnnealings)},
+        {kOptimizer, "--warmup", "warmup", &warmup, "N",
+         "steps of linear rise (default: a twentieth of --steps)", whole_from(0)},
+        {kOptimizer, "--weight-decay", "weight-decay", &weight_decay, "X",
+         "of matrices; norms and biases never decay (default: the optimizer's)", not_negative()}},
        gradients.options(),
-       {{"--gradient-format", "gradient-format", &choice.gradient, "FORMAT",
+       model.options(0),  // 0 steps: the weights are written as they are
+       choice.format_options(),
+       {{kMemory, "--gradient-format", "gradient-format", &choice.gradient, "FORMAT",
          "format of stored or compressed gradients"},
-        {"--activations", "activations", &activations, "",
-         either(train::kPrecisions) +
-             " (default: as the weights are computed; on a GPU bf16 where that is fp32)",
+        {kMemory, "--activations", "activations", &activations, "TYPE",
+         either(train::kPrecisions) + " (default: as the weights; on a GPU bf16 for fp32)",
          one_of(train::kPrecisions)},
-        {"--memory-limit", "", &memory_limit, "SIZE",
-         "a run that would take more is refused, whatever the device has: 46GiB, 48GB"},
-        {"--validate-every", "validate-every", &validate_every, "N",
-         "steps between validations (default: a twentieth)", whole_from(1)},
-        {"--save-every", "save-every", &save_every, "N",
-         "steps between checkpoints (default: only a stop saves one)", whole_from(1), kMayChange},
-        {"--keep", "keep", &keep, "K", "how many checkpoints stay; 0: all", whole_from(0), kMayChange},
-        {"--resume", "", &resume, "DIR",
-         "go on with this run, from its last checkpoint, to the same bits; with --steps: to more"}}});
+        {kMemory, "--memory-limit", "", &memory_limit, "SIZE",
+         "refuse a run that needs more than this: 46GiB, 48GB"},
+        {kRun, "--validate-every", "validate-every", &validate_every, "N",
+         "steps between validations (default: a twentieth of --steps)", whole_from(1)},
+        {kRun, "--save-every", "save-every", &save_every, "N",
+         "steps between checkpoints (default: only Ctrl-C saves one)", whole_from(1), kMayChange},
+        {kRun, "--keep", "keep", &keep, "N", "checkpoints that stay; 0: all", whole_from(0), kMayChange}}});
 }
 
 Choice TrainOptions::chosen() const {
@@ -179,8 +177,8 @@ Choice TrainOptions::chosen() const {
 train::Schedule TrainOptions::schedule() const {
   const std::int64_t rise = warmup >= 0 ? warmup : model.steps / 20;
   if (rise > model.steps)
-    throw UsageError("--warmup is " + std::to_string(rise) + " and there are " + grouped(model.steps) +
-                     " steps; it must not be larger");
+    throw UsageError("--warmup is " + std::to_string(rise) + ", and --steps is " +
+                     std::to_string(model.steps) + "; choose a --warmup of at most that");
   return {value_named<train::Annealing>(train::kAnnealings, annealing).value(), lr, rise, model.steps};
 }
 
@@ -198,7 +196,7 @@ Session session_of(const CLI::App& command, const TrainOptions& given) {
   refuse_sizes(options.model, command);
   if (options.data.empty() || options.out.empty())
     throw UsageError(std::string(options.data.empty() ? "--data" : "--out") +
-                     " is required, unless a run goes on with --resume; try 'scruple train --help'");
+                     " is required, unless --resume goes on with a run; try 'scruple train --help'");
   session.model = choose_model(options.model);
   if (std::error_code ignored;
       session.model.folder &&

@@ -5,7 +5,9 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <ostream>
+#include <string_view>
 
 #include "commands.h"
 
@@ -13,15 +15,9 @@ namespace scruple::cli {
 namespace {
 
 double suffix_factor(char suffix) {
-  switch (suffix) {
-    case 'k':
-    case 'K': return 1e3;
-    case 'M': return 1e6;
-    case 'B':
-    case 'G': return 1e9;
-    case 'T': return 1e12;
-    default: return 0;
-  }
+  constexpr double kFactors[] = {1e3, 1e3, 1e6, 1e9, 1e9, 1e12};
+  const std::size_t at = std::string_view("kKMBGT").find(suffix);
+  return at < std::size(kFactors) ? kFactors[at] : 0;
 }
 
 std::string lower(std::string word) {

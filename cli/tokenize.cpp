@@ -10,6 +10,7 @@
 #include "io/file.h"
 #include "memory.h"
 #include "names.h"
+#include "options.h"
 #include "text.h"
 #include "train/model/model.h"
 #include "train/text/documents.h"
@@ -19,18 +20,14 @@ namespace scruple::cli {
 namespace {
 
 constexpr const char* kFooter =
-    "The tokens are those of Hugging Face's library `tokenizers`. Each file is one document: the tokens "
-    "that\n"
-    "the model expects around a text are added to it (Llama's <|begin_of_text|>), and the end token after "
-    "it.\n"
-    "Bytes that are no UTF-8 become U+FFFD, as in Python. The file is llm.c's: 16-bit tokens, or 32-bit "
-    "ones\n"
-    "where the vocabulary is larger than 65,536; `--form nanogpt` leaves its header out.\n"
-    "\n"
-    "Examples:\n"
-    "  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin\n"
-    "  cat *.py | scruple tokenize --model ./gpt2 - --out code.bin --end none\n"
-    "  scruple tokenize --model ./gpt2 --decode tokens.bin > book.txt";
+    R"(Each file is one document. Its tokens are those of Hugging Face's library `tokenizers`, with the
+ones that the model expects around a text and the end token. Bytes that are no UTF-8 become U+FFFD.
+A token takes 16 bits, or 32 where the vocabulary has more than 65,536.
+
+Examples:
+  scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin
+  scruple tokenize --model ./SmolLM2-135M --decode tokens.bin > book.txt
+  cat *.py | scruple tokenize --model ./SmolLM2-135M - --out code.bin --end none)";
 
 constexpr const char* kForms[] = {"llm.c", "nanogpt"};  // of train::TokenFile
 
@@ -65,10 +62,9 @@ void refuse(const std::string& path, const std::string& out) {
   if (std::filesystem::equivalent(path, out, ignored))
     throw UsageError("--out is " + path + ", which is to be read; name another file");
   if (path.ends_with(".bin"))
-    throw UsageError(path + " is a file of tokens by its name, and a text was expected; --decode reads it");
+    throw UsageError(path + " is a file of tokens by its name, not a text; read it with --decode");
   if (train::is_json_lines(path))
-    throw UsageError(path +
-                     " is JSON lines, whose braces and names would become tokens; 'scruple train --data " +
+    throw UsageError(path + " is JSON lines, whose braces would become tokens; 'scruple train --data " +
                      path + "' reads it as it is");
 }
 
@@ -76,7 +72,7 @@ void encode(const Options& options) {
   Words words = words_of(options);
   if (!words.end && options.end.empty())
     std::cerr << "scruple: nothing beside " << options.model
-              << " names an end token: no document will have one; name it with --end\n";
+              << " names an end token, so no document gets one; name it with --end\n";
   const train::Reading reading = {.tokenizer = &words.tokenizer,
                                   .end = words.end,
                                   .vocabulary = words.tokenizer.size(),
@@ -93,7 +89,7 @@ void encode(const Options& options) {
     replaced += document.replaced();
     if (options.texts.size() > 1) std::cerr << path << ": " << grouped(document.size()) << " tokens\n";
   }
-  if (bytes == 0) throw std::runtime_error("there is no text in what was given; nothing was written");
+  if (bytes == 0) throw std::runtime_error("the files have no text; nothing was written");
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   train::write_tokens(options.out, value_named<train::TokenFile>(kForms, options.form).value(), tokens,
                       words.tokenizer.size());
@@ -130,27 +126,23 @@ void decode(const Options& options) {
 
 void add_tokenize(CLI::App& program) {
   CLI::App* command = program.add_subcommand("tokenize", "Turn texts into tokens, and back");
+  command->group("Train a model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   command->add_option("texts", options->texts, "the files to read; -: standard input")->type_name("FILE");
-  command->add_option("--model", options->model, "a folder with a tokenizer.json, or that file")
-      ->type_name("DIR")
-      ->required();
-  command->add_option("--out", options->out, "the file to write")->type_name("FILE");
-  command
-      ->add_option("--end", options->end,
-                   "the token after each document; none: none (default: the eos_token that the folder names)")
-      ->type_name("TOKEN");
-  command->add_flag("--bare", options->bare, "without the tokens that the model expects around a text");
-  command->add_option("--form", options->form, "llm.c or nanogpt")
-      ->capture_default_str()
-      ->check(one_of(kForms));
-  command->add_option("--decode", options->decode, "a file of tokens to turn back into text")
-      ->type_name("FILE");
+  add_options(
+      *command,
+      {{kNone, "--model", "", &options->model, "DIR", "folder with a tokenizer.json, or that file"},
+       {kNone, "--out", "", &options->out, "FILE", "file to write"},
+       {kNone, "--end", "", &options->end, "TOKEN",
+        "token after each document, or none (default: the folder's eos_token)"},
+       {kNone, "--bare", "", &options->bare, "", "without the tokens that the model expects around a text"},
+       {kNone, "--form", "", &options->form, "FORM", either(kForms) + " (without a header)", one_of(kForms)},
+       {kNone, "--decode", "", &options->decode, "FILE", "file of tokens to turn back into text"}});
+  command->get_option("--model")->required();
   command->callback([options] {
     if (!options->decode.empty() && !options->texts.empty())
-      throw UsageError("--decode reads tokens, and " + options->texts.front() +
-                       " would be text; give one of them");
+      throw UsageError("--decode turns tokens into text; leave out " + options->texts.front());
     if (!options->decode.empty()) return decode(*options);
     if (options->texts.empty() || options->out.empty())
       throw UsageError(

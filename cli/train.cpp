@@ -19,37 +19,19 @@ using train::Record;
 using train::Trainer;
 
 constexpr const char* kFooter =
-    R"(Writes into --out: metrics.jsonl (a line per step), report.html (curves and memory), and the weights as a
-Hugging Face folder (config.json, model.safetensors, the tokenizer): transformers loads it as it is, 'scruple sample'
-continues a text with it. The last twentieth of the data (--validation SHARE) is kept for validation.
+    R"(A line of *.jsonl has "text", or "prompt" and "completion": then only the completions are learned.
 
---model is gpt, a folder of a gpt2, llama, mistral, qwen2 or qwen3 model to go on from, or a config.json to begin
-from. --data is a text, a folder of texts, *.jsonl with "text" or with "prompt" and "completion" (the loss is then
-on completions alone), or *.bin, tokens of 'scruple tokenize', llm.c or nanoGPT.
+--out gets metrics.jsonl (a line per step), report.html (curves, memory), and the model as a Hugging
+Face folder, which transformers and 'scruple sample' load.
 
-Ctrl-C (SIGINT, SIGTERM, SIGHUP) ends after the current step, writes all of the above and a checkpoint, names the
-command that goes on, and exits with 128 + the signal's number. With --save-every there are checkpoints/ all along,
-against kills. --resume goes on from the last one and ends with the bits of a run that was left alone;
-'scruple checkpoint' looks into them. One process at a time trains into a folder.
-
---resume DIR --steps N makes a run longer, also one that has ended, if it was trained with --save-every: without, it keeps
-no checkpoint to go on from. What followed from its first number of steps (warmup, validations) stays; a constant
-schedule goes on, cosine and linear then span N steps, so that the learning rate rises where it goes on.
-After standard input (--data -), --resume asks for --data with the same bytes.
+Ctrl-C ends after the current step, writes all of that and a checkpoint, and names the command that
+goes on. --resume ends with the same bits as a run that was left alone.
 
 Examples:
   scruple train --data book.txt --out run1
-  scruple train --model ./SmolLM2-135M --data notes.jsonl --out tuned --lr 1e-5
-  scruple train --model ./Llama-3.1-8B --data notes.jsonl --out tuned --device cuda --gradients released --recompute block --batch 4
-  scruple train --model config.json --data tokens.bin --out run
-  scruple train --data book.txt --out run1 --force --layers 6 --width 384 --heads 6 --context 256
-  cat *.txt | scruple train --data - --out run2
-  scruple train --data book.txt --out run3 --gradients compressed --accumulate 4 --clip 1
-  scruple train --data book.txt --out run4 --recipe lpmm --optimizer sgd --lr 0.3 --accumulate 4 --device cpu
-  scruple train --data book.txt --out run5 --weights fp16+8 --loss-scale dynamic
-  scruple train --data book.txt --out run6 --save-every 100 --keep 3
-  scruple train --resume run6
-  scruple train --resume run6 --steps 2000)";
+  scruple train --model ./SmolLM2-135M --data notes.jsonl --out tuned --save-every 100
+  scruple train --resume tuned --steps 2000
+  scruple train --model ./Qwen3-8B --data notes.jsonl --out run8 --device cuda --gradients released)";
 
 // The folder that has the tokenizer of the run's model.
 std::string tokenizer_folder(const Session& session) {
@@ -237,6 +219,7 @@ void run(const CLI::App& command, const TrainOptions& given) {
 void add_train(CLI::App& program) {
   CLI::App* command =
       program.add_subcommand("train", "Train a byte-level GPT, or a Hugging Face model, on your data");
+  command->group("Train a model");
   command->footer(kFooter);
   const auto options = std::make_shared<TrainOptions>();
   add_options(*command, options->options());

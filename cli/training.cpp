@@ -36,10 +36,11 @@ void note_about(const train::Data& data, const train::Cutting& cutting, const ch
   };
   note(cutting.isolate && data.layout() == train::Layout::padded,
        "--isolate changes nothing here: a padded window has one document");
-  note(data.cut() > 0, plural(data.cut(), "document") + " longer than the context: cut there, " +
+  note(data.cut() > 0, plural(data.cut(), "document") + " longer than --context: cut there, " +
                            grouped(data.cut_tokens()) + " " + token +
                            "s are not used; --layout packed keeps them");
-  note(data.left_out() > 0, plural(data.left_out(), "document") + " without a target that counts: left out");
+  note(data.left_out() > 0,
+       plural(data.left_out(), "document") + " with nothing to learn in the context: left out");
   note(data.replaced() > 0, replaced_words(data.replaced()));
 }
 
@@ -49,45 +50,42 @@ OptionTable ModelOptions::options(std::int64_t fewest_steps) {
   std::vector<std::string> recomputes(std::begin(train::kRecomputes), std::end(train::kRecomputes));
   recomputes.emplace_back(kAutoRecompute);
   return {
-      {"--model", "model", &model, "MODEL",
-       "gpt: a byte-level GPT-2 of the sizes below; or a Hugging Face folder (gpt2, llama, mistral, qwen2, "
-       "qwen3) to go on from, or a config.json to begin from"},
-      {"--layers", "layers", &shape.layers, "N", "transformer blocks", whole_from(1)},
-      {"--width", "width", &shape.width, "N", "size of a token's vector; a multiple of --heads",
+      {kModel, "--model", "model", &model, "MODEL",
+       "gpt: a new byte-level GPT-2 of these sizes; a Hugging Face folder: fine-tune it; a "
+       "config.json: train it from new weights. They may be gpt2, llama, mistral, qwen2, qwen3"},
+      {kModel, "--layers", "layers", &shape.layers, "N", "gpt: transformer blocks", whole_from(1)},
+      {kModel, "--width", "width", &shape.width, "N", "gpt: size of a token's vector, a multiple of --heads",
        whole_from(1)},
-      {"--heads", "heads", &shape.heads, "N", "attention heads", whole_from(1)},
-      {"--context", "context", &context, "N",
-       "tokens that the model sees at once (default: " + std::to_string(shape.context) +
-           "; of a folder's model all that it can, at most " + grouped(kUsualContext) + ")",
+      {kModel, "--heads", "heads", &shape.heads, "N", "gpt: attention heads", whole_from(1)},
+      {kModel, "--context", "context", &context, "N",
+       "tokens that the model sees (default: " + std::to_string(shape.context) +
+           "; a folder's own, at most " + grouped(kUsualContext) + ")",
        whole_from(1)},
-      {"--batch", "batch", &batch, "N", "windows in a micro-batch", whole_from(1)},
-      {"--recompute", "recompute", &recompute, "",
-       "what backward computes again to save activations: none; norms; mlp; keep-attention (all but a "
-       "layer's "
-       "input and what attention gave); block (all but its input); auto: as little as fits into memory, or "
-       "into --memory-limit",
+      {kMemory, "--recompute", "recompute", &recompute, "WHAT",
+       "what backward computes again: none, norms, mlp, keep-attention, block (each saves more memory) or "
+       "auto (what fits)",
        one_of(recomputes), kMayChange},
-      {"--offload", "offload", &offload, "",
-       "on a GPU: what goes from layer to layer waits in host memory for the backward pass", anything(),
-       kMayChange},
-      {"--steps", "steps", &steps, "N", "optimizer steps", whole_from(fewest_steps), kMayChange},
-      {"--seed", "seed", &seed, "N", "of weights, batches and stochastic rounding", whole_from(0)},
-      {"--device", "device", &device, "",
-       "cuda: an NVIDIA GPU; cpu; auto: a GPU where this build and this machine have one", a_device(),
+      {kMemory, "--offload", "offload", &offload, "",
+       "on a GPU: keep the activations between layers in host memory", anything(), kMayChange},
+      {kRun, "--steps", "steps", &steps, "N", "optimizer steps", whole_from(fewest_steps), kMayChange},
+      {kRun, "--batch", "batch", &batch, "N", "windows of --context tokens in a micro-batch", whole_from(1)},
+      {kRun, "--seed", "seed", &seed, "N", "of weights, batches and stochastic rounding", whole_from(0)},
+      {kRun, "--device", "device", &device, "DEVICE", "cpu, cuda, auto: a GPU if there is one", a_device(),
        kMayChange, kDeviceVariable},
-      {"--threads", "", &threads, "N", "of the CPU; 0: one per core; the result is the same for any number",
-       CLI::Range(0, 1024)}};
+      {kRun, "--threads", "", &threads, "N", "CPU threads; 0: one per core; the result is always the same",
+       whole_from(0, 1024)}};
 }
 
 CLI::Validator a_device() {
   const CLI::Validator known = one_of(kDevices);
   return {[known](std::string value) {
             if (value == "gpu" || value == "GPU" || value == "nvidia")
-              return "'" + value + "': a GPU is 'cuda' here";
+              return "'" + value + "' is no device; a GPU is 'cuda' here";
             if (value.starts_with("cuda:"))
               return "'" + value +
-                     "': a run takes the first GPU that it sees; CUDA_VISIBLE_DEVICES=" + value.substr(5) +
-                     " beside 'cuda' gives it another";
+                     "' is no device; a run takes the first visible GPU: use 'cuda', and set "
+                     "CUDA_VISIBLE_DEVICES=" +
+                     value.substr(5);
             return known(value);
           },
           known.get_description()};
@@ -104,26 +102,29 @@ void check_device(const std::string& device) {
     check(scruple_engine_at(e, &info));
     if (info.name == device && info.available == 0)
       throw std::runtime_error(std::string("there is no GPU that this build can use (") + info.reason +
-                               "); train with --device cpu");
+                               "); use --device cpu");
   }
 }
 
 OptionTable GradientOptions::options() {
-  return {{"--gradients", "gradients", &policy, "POLICY",
-           "stored, released (stepped inside backward) or compressed (8-bit)", one_of(kPolicies)},
-          {"--accumulate", "accumulate", &accumulate, "N", "micro-batches that make one step",
-           CLI::Range(1, 4096)},
-          {"--accumulation", "accumulation", &accumulation, "MODE",
-           "how 'released' adds up micro-batches: momentum (sgd, sgdw) or adama (adam, adamw)",
-           one_of(kAccumulations)},
-          {"--clip", "clip", &clip, "NORM",
-           "largest global norm of the gradient; 0: none (default: 1; released: 0)", not_negative()},
-          {"--clip-tensor", "clip-tensor", &clip_tensor, "NORM",
-           "released: largest norm of each tensor's gradient; 0: none", not_negative()},
-          {"--adagc", "adagc", &adagc, "LAMBDA",
-           "released: clip each tensor by LAMBDA times its own average norm (1.05)", not_negative()},
-          {"--loss-scale", "loss-scale", &loss_scale, "SCALE",
-           "off, dynamic or a number (default: dynamic with fp16, else off)"}};
+  return {
+      {kMemory, "--gradients", "gradients", &policy, "POLICY",
+       "stored: kept until the step; compressed: kept in 8 bits; released: stepped with, and freed, inside "
+       "backward",
+       one_of(kPolicies)},
+      {kOptimizer, "--accumulate", "accumulate", &accumulate, "N", "micro-batches that make one step",
+       whole_from(1, 4096)},
+      {kOptimizer, "--accumulation", "accumulation", &accumulation, "MODE",
+       "released: where micro-batches add up: none, momentum (sgd, sgdw), adama (adam, adamw)",
+       one_of(kAccumulations)},
+      {kOptimizer, "--clip", "clip", &clip, "NORM",
+       "largest global norm of the gradient; 0: none (default: 1; released: 0)", not_negative()},
+      {kOptimizer, "--clip-tensor", "clip-tensor", &clip_tensor, "NORM",
+       "released: largest norm of each tensor's gradient; 0: none", not_negative()},
+      {kOptimizer, "--adagc", "adagc", &adagc, "LAMBDA",
+       "released: clip a tensor at LAMBDA (such as 1.05) times its own average norm; 0: off", not_negative()},
+      {kOptimizer, "--loss-scale", "loss-scale", &loss_scale, "SCALE",
+       "off, dynamic or a number (default: dynamic with fp16, else off)"}};
 }
 
 // What the policies cannot do, in the words of the command line; the library would say it in its own.
@@ -131,15 +132,16 @@ void GradientOptions::check() const {
   const bool released = policy == "released";
   if (released && clip > 0)
     throw UsageError(
-        "--gradients released cannot --clip by the global norm: the first weight is stepped before the last "
-        "gradient exists; use --clip-tensor or --adagc, or --gradients compressed");
+        "--clip needs all gradients at once, and --gradients released frees each; use --clip-tensor, "
+        "--adagc, or "
+        "--gradients compressed");
   if (!released && (clip_tensor > 0 || adagc > 0))
     throw UsageError("--clip-tensor and --adagc are for --gradients released; with " + policy +
                      " use --clip");
   if (released && accumulate > 1 && accumulation == "none")
     throw UsageError(
-        "--gradients released keeps no gradient to accumulate in; name an --accumulation (momentum or "
-        "adama), or use --gradients compressed");
+        "--accumulate needs gradients that are kept, and --gradients released frees each; add --accumulation "
+        "momentum or adama, or use --gradients compressed");
   if (!released && accumulation != "none")
     throw UsageError("--accumulation is for --gradients released; with " + policy + " leave it out");
 }
@@ -155,15 +157,15 @@ void refuse_sizes(const ModelOptions& options, const CLI::App& command) {
   if (options.is_gpt()) return;
   for (const char* name : {"--layers", "--width", "--heads"})
     if (command.count(name) > 0)
-      throw UsageError(std::string(name) + " is for --model gpt; " + options.model +
-                       " says its sizes in its config.json");
+      throw UsageError(std::string(name) + " is for --model gpt; leave it out: " + options.model +
+                       " has its sizes in its config.json");
 }
 
 // Nothing is downloaded: of what looks like a name on Hugging Face's hub, how to fetch it.
 std::string hub_hint(const std::string& name) {
   const bool is_name = std::count(name.begin(), name.end(), '/') == 1 && name.front() != '/' &&
                        name.front() != '.' && name.back() != '/';
-  return is_name ? ". If it is meant on the hub, fetch it first: hf download " + name + " --local-dir " +
+  return is_name ? ". Fetch it first if it is on the hub: hf download " + name + " --local-dir " +
                        name.substr(name.find('/') + 1)
                  : "";
 }
@@ -179,7 +181,7 @@ ChosenModel choose_model(const ModelOptions& options) {
   if (!std::filesystem::exists(options.model, ignored))
     throw UsageError(
         "--model is '" + options.model +
-        "', and there is no such folder or file; it is gpt, a Hugging Face folder, or a config.json" +
+        "', and there is no such folder or file; give gpt, a Hugging Face folder, or a config.json" +
         hub_hint(options.model));
   auto folder = std::make_shared<const train::ModelFolder>(options.model, options.context);
   if (options.context == 0)
@@ -202,13 +204,12 @@ Vocabulary vocabulary_of(const std::string& folder) {
 }
 
 OptionTable CuttingOptions::options() {
-  return {{"--layout", "layout", &layout, "",
-           "packed: documents one after another; padded: one to a window (default: padded where there are "
-           "prompts)",
-           one_of(train::kLayouts)},
-          {"--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
-          {"--validation", "validation", &validation, "SHARE",
-           "the share that is kept for validation, from the end", a_share()}};
+  return {
+      {kData, "--layout", "layout", &layout, "LAYOUT",
+       "packed: documents end to end; padded: one per window (default of prompts)", one_of(train::kLayouts)},
+      {kData, "--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
+      {kData, "--validation", "validation", &validation, "SHARE",
+       "share of the data for validation, from its end", a_share()}};
 }
 
 train::Cutting CuttingOptions::cutting(std::int64_t context) const {
@@ -231,7 +232,7 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
   if (unknown && model.has_weights())
     throw std::runtime_error(tokenizer +
                              " has no tokenizer.json, so nothing says what tokens a text has; put it there, "
-                             "or give a file of tokens (*.bin, which 'scruple tokenize' writes)");
+                             "or give a file of tokens (*.bin)");
   if (unknown)
     std::cerr << "scruple: " << (tokenizer.empty() ? "the model" : tokenizer)
               << " has no tokenizer.json: each byte of the text is a token, 256 of the model's "
@@ -239,11 +240,11 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
   if (words.tokenizer && words.tokenizer->size() > vocabulary)
     throw std::runtime_error("the tokenizer of " + tokenizer + " knows " + grouped(words.tokenizer->size()) +
                              " tokens, and the model " + grouped(vocabulary) +
-                             "; they do not belong together");
+                             "; use the tokenizer.json that came with the model");
   if (words.tokenizer && !words.end && !of_tokens)
-    std::cerr
-        << "scruple: no file of " << tokenizer
-        << " names an end token (eos_token in tokenizer_config.json); documents have none behind them\n";
+    std::cerr << "scruple: no file of " << tokenizer
+              << " names an end token (eos_token in tokenizer_config.json); documents follow each other "
+                 "without one\n";
   // What takes a while says so.
   const bool terminal = isatty(STDERR_FILENO) != 0;
   const auto start = std::chrono::steady_clock::now();
@@ -300,24 +301,23 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   const bool with_gpu = device_for(options.device) == "cuda";
   if (options.offload && !with_gpu)
     throw UsageError(
-        "--offload is for a GPU, and this run is on the CPU; leave it out, or say --device cuda");
+        "--offload is for a GPU, and this run is on the CPU; leave it out, or use --device cuda");
   if (with_gpu && !serves_gpu(choice, recipe))
-    throw Error(
-        SCRUPLE_UNSUPPORTED,
-        "weights of " + visible_weights(choice, recipe) +
-            " are computed with on the CPU alone; choose --device cpu, or a --recipe or --weights of " +
-            either(train::kPrecisions));
+    throw Error(SCRUPLE_UNSUPPORTED,
+                "weights of " + visible_weights(choice, recipe) +
+                    " train on the CPU alone; choose --device cpu, or a --recipe or --weights of " +
+                    either(train::kPrecisions));
   if (gradients.accumulation != "none") {
     const Optimizer optimizer = choice.make_optimizer();
     const scruple_tensor tensor = choice.describe(optimizer, recipe, kLarge);
     for (const int a : used_arrays(tensor))
       if (a >= SCRUPLE_SLOT && a < SCRUPLE_GRADIENT && tensor.arrays[a].format != format_named("fp32"))
         throw UsageError("--accumulation " + gradients.accumulation +
-                         " adds up micro-batches in the moments, in which 8 bits would lose them; say "
+                         " adds micro-batches up in the moments, and 8 bits would lose them; use "
                          "--moments fp32, or use --gradients compressed");
   }
   if (gradients.policy == "released" && !choice.gradient.empty())
-    throw UsageError("--gradients released keeps no gradient, so --gradient-format has nothing to format");
+    throw UsageError("--gradients released keeps no gradient to format; leave out --gradient-format");
   train::Job job;
   job.shape = shape;
   job.initial = model.initial();

@@ -36,8 +36,8 @@ void Checkpoint::open(const std::string& folder) {
   {
     const MappedFile file(manifest_path(folder));
     if (file.bytes().size() > kMaxManifest)
-      fail(manifest_path(folder), " has ", file.bytes().size(), " bytes, where at most ", kMaxManifest,
-           " make sense");
+      fail(manifest_path(folder), " has ", file.bytes().size(), " bytes, and at most ", kMaxManifest,
+           " are read");
     manifest_ = parse_manifest({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()},
                                manifest_path(folder));
   }
@@ -429,11 +429,11 @@ std::string advice_on_damage(const std::string& folder) {
     }
   }
   if (names.empty())
-    return "; no other checkpoint beside it can be opened: take another copy of this one. Its safetensors "
-           "files, where they are whole, open without the manifest in any program that reads them";
+    return "; no other checkpoint beside it can be opened: take another copy of this one. Its .safetensors "
+           "files, where they are whole, open in any program that reads them";
   return "; of its run " + joined(names, ", ", [](const std::string& name) { return name; }) +
-         " can be opened: 'scruple checkpoint verify " + (run / names.front()).string() +
-         "' checks all of that one, and whatever takes a checkpoint takes that path";
+         " can be opened: check one with 'scruple checkpoint verify " + (run / names.front()).string() +
+         "', and give its path in place of this one";
 }
 
 std::string find_checkpoint(const std::string& path) {
@@ -454,9 +454,8 @@ std::string find_checkpoint(const std::string& path) {
         other.starts_with(name + std::string(kPartialName)))
       begun = "; " + other + " beside it is a save that did not end, and can be removed";
   misuse(path,
-         " is no checkpoint (it has no manifest.json), and no run that has a complete one ('scruple train' "
-         "saves "
-         "them with --save-every N, and where it is stopped)",
+         " is no checkpoint (it has no manifest.json), and no run that has a complete one; 'scruple train "
+         "--save-every N' saves them",
          begun);
 }
 

@@ -25,7 +25,7 @@ std::string words_of(int error) { return std::generic_category().message(error);
 
 const char* hint_for(int error) {
   switch (error) {
-    case ENOENT: return "; check the path: the file, or a folder in it, does not exist";
+    case ENOENT: return "; check the path";
     case EACCES:
     case EPERM:
     case EROFS: return "; check the permissions of the file and its folder";
@@ -300,7 +300,8 @@ void write_text(const std::string& path, std::string_view text) {
 std::string read_text(const std::string& path, std::size_t limit) {
   const MappedFile file(path);
   const std::span<const std::byte> bytes = file.bytes();
-  if (bytes.size() > limit) fail(path, " has ", bytes.size(), " bytes, where at most ", limit, " make sense");
+  if (bytes.size() > limit)
+    fail(path, " has ", bytes.size(), " bytes, and at most ", limit, " are read; is it the right file?");
   return bytes.empty() ? std::string()
                        : std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }

@@ -132,7 +132,7 @@ class Compare(command.Case):
         said = run("compare", "--data", self.path("notes.jsonl"), "--steps", "1", "--recipes", "fp32", "--seeds", "1", "--no-hazards",
                    "--layout", "padded", "--isolate", *tiny()).stderr
         self.assertIn("scruple: --isolate changes nothing here: a padded window has one document\n", said)
-        self.assertIn("scruple: 40 documents longer than the context: cut there, ", said)
+        self.assertIn("scruple: 40 documents longer than --context: cut there, ", said)
 
     def test_hazards_and_report(self):
         found = self.compare("--recipes", "fp32", "--steps", "4", "--out", self.path("out"), *tiny())

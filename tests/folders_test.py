@@ -153,7 +153,7 @@ class Folders(command.Case):
         (model / "config.json").write_text(config)
         self.refused("needs --data", "compare", "--model", model)
         for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cuda")):
-            self.refused("say its --batch too", "plan", model, *more)
+            self.refused("describe a run; add its --batch", "plan", model, *more)
         self.refused("--offload is for a GPU", "plan", model, "--batch", 3, "--device", "cpu", "--offload")
         counted = run("plan", model, "--recipe", "scruple", "--batch", 3, "--device", "cpu")
         self.assertIn(", gradients stored, on the CPU; sizes in ", counted.stdout)

@@ -194,7 +194,7 @@ TEST_F(ModelFolders, OtherArchitecturesAreRefused) {
   refused("activation_function", "relu", "activation_function is \"relu\"");
   refused("layer_norm_epsilon", 0, "layer_norm_epsilon is 0; it must be a number above 0");
   refused("tie_word_embeddings", "no", "tie_word_embeddings is \"no\"; it must be true or false");
-  refused("tie_word_embeddings", false, "lacks \"lm_head.weight\", which the model of its config.json has");
+  refused("tie_word_embeddings", false, "lacks \"lm_head.weight\", which its config.json asks for");
   refused("scale_attn_weights", false, "scale_attn_weights");
   refused("scale_attn_by_inverse_layer_idx", true, "scale_attn_by_inverse_layer_idx");
   refused("add_cross_attention", true, "add_cross_attention");
@@ -211,7 +211,7 @@ TEST_F(ModelFolders, OtherArchitecturesAreRefused) {
       "n_layer", 3,
       R"(lacks "transformer.h.2.ln_1.weight", "transformer.h.2.ln_1.bias", "transformer.h.2.attn.c_attn.weight")"
       " and 9 more");
-  refused("n_layer", 1, "and 9 more, which the model of its config.json has not");
+  refused("n_layer", 1, "and 9 more, for which its config.json has no place");
   set_config("{\n\"n_layer\":");
   expect_refused("config.json is no JSON from byte 13 on (line 2 of it, where it ends)");
   set_config("[1]");
@@ -240,7 +240,7 @@ TEST_F(ModelFolders, TensorsThatDoNotFitAreRefused) {
   refused("is I32; only F32, BF16 and F16 are read", [&](TensorInfo& info) {
     if (info.name == fc) info.dtype = Dtype::i32;
   });
-  refused("has \"score.weight\", which the model of its config.json has not", as_is,
+  refused("has \"score.weight\", for which its config.json has no place", as_is,
           {{"score.weight", Dtype::f32, {1}}});
   refused("head is not tied", as_is, {{"lm_head.weight", Dtype::f32, {256, 16}}});
   std::filesystem::remove(model_ + "/model.safetensors");

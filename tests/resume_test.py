@@ -237,7 +237,7 @@ class Train(Case):
                 (2, "--lr", "--resume", a, "--lr", "0.1"), (2, "leave it out", "--resume", a, "--batch", "100"),
                 (2, "--force replaces", "--resume", a, "--force"), (2, "--out", "--resume", a, "--out", self.path("b")),
                 (2, "--out", "--resume", self.step_of("a", 4)), (2, "there is no such folder", "--resume", self.path("nowhere")),
-                (1, "saves them with --save-every N, and where it is stopped", "--resume", self.folder),
+                (1, "'scruple train --save-every N' saves them", "--resume", self.folder),
                 (2, "--data is required", "--steps", "1"), (2, "--out is required", "--data", self.data, "--steps", "1"),
                 (1, "earlier run", *self.arguments("a", "--save-every", "2")[1:])):
             with self.subTest(arguments):
@@ -294,8 +294,8 @@ class Train(Case):
         self.trained("a", steps=3)
         before = self.weights("a")
         for more in ((), ("--steps", "9")):
-            self.ends(1, self.path("a") + " has its weights after step 3 and no checkpoint to go on from: a run that ends "
-                       "keeps one only with --save-every", "train", "--resume", self.path("a"), *more)
+            self.ends(1, self.path("a") + " has its weights after step 3 and no checkpoint to go on from: --save-every N "
+                       "keeps them", "train", "--resume", self.path("a"), *more)
         self.assertEqual(self.weights("a"), before)
 
     def test_a_damaged_checkpoint_is_named_and_not_used(self):
@@ -440,7 +440,7 @@ class Tools(Case):
         self.assertRegex(found["problems"][0], r'tensor "transformer\.[^"]+": its checksum is')
         self.flip(os.path.join(broken, "manifest.json"))
         said = self.ends(1, "1 problem", "checkpoint", "verify", broken).stdout
-        self.assertIn("manifest is damaged; of its run step-00000006 can be opened: 'scruple checkpoint verify " +
+        self.assertIn("manifest is damaged; of its run step-00000006 can be opened: check one with 'scruple checkpoint verify " +
                       self.step_of("a", 6) + "'", said)
         self.without_last()
         self.ends(1, "take another copy of this one", "checkpoint", "inspect", self.path("a"))

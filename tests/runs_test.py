@@ -136,7 +136,7 @@ class Options(Case):
         self.trained("a", "--save-every", "2", "--keep", "0")
         self.cut_back("a", 6, 4)
         self.edit_notes("a", 4, lambda notes: {**notes, "dropout": "0.1"})
-        self.assertIn("notes 'dropout'", self.ends(1, "train", "--resume", self.path("a")).stderr)
+        self.assertIn("has a setting 'dropout'", self.ends(1, "train", "--resume", self.path("a")).stderr)
 
     def test_the_session_s_own_are_asked_again(self):
         self.trained("a", "--save-every", "2", "--keep", "0", "--threads", "1", "--memory-limit", "1GiB")
@@ -240,7 +240,7 @@ class Failures(Case):
             file.write(data)
         said = self.ends(1, "train", "--resume", self.path("a")).stderr
         self.assertIn("its checksum is", said)
-        self.assertIn("of its run step-00000004, step-00000002 can be opened: 'scruple checkpoint verify " +
+        self.assertIn("of its run step-00000004, step-00000002 can be opened: check one with 'scruple checkpoint verify " +
                       self.path("a/checkpoints/step-00000004"), said)  # fmt: skip
 
     def test_most_steps_skipped(self):

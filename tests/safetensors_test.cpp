@@ -195,8 +195,8 @@ TEST_F(SafetensorsWriting, AFullDiskIsReported) {
 }
 
 TEST_F(SafetensorsWriting, PlacesThatCannotBeWrittenAreNamed) {
-  expect_words(message_of([&] { SafetensorsWriter(path("no/such/folder"), {}); }), "does not exist",
-               "no folder");
+  expect_words(message_of([&] { SafetensorsWriter(path("no/such/folder"), {}); }),
+               "No such file or directory; check the path", "no folder");
   std::filesystem::create_directory(path());
   SafetensorsWriter writer(path(), {});
   expect_words(message_of([&] { writer.finish(); }), "cannot name " + path(), "a folder is in the way");
@@ -435,7 +435,8 @@ TEST_F(SafetensorsReading, ManyTensorsCostAFewTimesTheirHeader) {
 }
 
 TEST_F(SafetensorsReading, OnlyFilesAreFiles) {
-  expect_words(message_of([&] { Safetensors(path("none")); }), "does not exist", "no such file");
+  expect_words(message_of([&] { Safetensors(path("none")); }), "No such file or directory; check the path",
+               "no such file");
   expect_words(message_of([&] { Safetensors{folder_}; }), "not a regular file", "a folder");
   ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
   expect_words(message_of([&] { Safetensors(path("pipe")); }), "not a regular file", "a pipe");

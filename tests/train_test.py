@@ -91,12 +91,12 @@ class Train(Case):
         else:
             self.assertRegex(moved.stderr, "^scruple: .* cpu")
             engines = {one["name"]: one for one in json.loads(run("list", "--json").stdout)["engines"]}
-            words = f"scruple: there is no GPU that this build can use ({engines['cuda']['reason']}); train with --device cpu\n"
+            words = f"scruple: there is no GPU that this build can use ({engines['cuda']['reason']}); use --device cpu\n"
             for arguments in (("train", "--data", self.path("missing"), "--out", self.path("no")), ("compare",)):
                 self.fails(1, words, *arguments, "--device", "cuda", *tiny())
             self.assertEqual(len(self.losses()), 4)
         for device, words in (("tpu", "none of auto, cuda, cpu"), ("gpu", "a GPU is 'cuda' here"),
-                              ("cuda:1", "CUDA_VISIBLE_DEVICES=1 beside 'cuda'")):
+                              ("cuda:1", "set CUDA_VISIBLE_DEVICES=1")):
             self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), "--device", device)
         self.assertIn("none of auto, cuda, cpu", run(*self.training(out="no", steps=1), env={"SCRUPLE_DEVICE": "tpu"}).stderr)
 
@@ -147,7 +147,7 @@ class Train(Case):
                          "choose a smaller model, --context or --recipe")
 
     def test_offloading_is_for_a_gpu(self):
-        words = "--offload is for a GPU, and this run is on the CPU; leave it out, or say --device cuda"
+        words = "--offload is for a GPU, and this run is on the CPU; leave it out, or use --device cuda"
         cpu = ("--device", "cpu", "--offload", *tiny())
         self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), *cpu)
         self.fails(2, words, "compare", *cpu)
@@ -278,7 +278,7 @@ class Train(Case):
         kept = sorted(os.listdir(self.path("run/checkpoints")))[-1]
         self.assertEqual(kept, f"step-{len(finite):08}")
         self.assertIn(f"not finite since step {len(finite) + 1}. Choose a smaller --lr, or a longer --warmup; the last "
-                      f"checkpoint, of step {len(finite)}, is of a time when it was", result.stderr)
+                      f"checkpoint, of step {len(finite)}, is from before that", result.stderr)
         self.assertNotIn("Stopped", result.stdout)
         again = run("train", "--resume", self.path("run"))
         self.assertEqual(again.returncode, 1)
@@ -306,9 +306,9 @@ class Train(Case):
         for option, value, least in (("--steps", "-1", 0), ("--steps", "1e3", 0), ("--batch", "2.5", 1), ("--batch", "0", 1),
                                      ("--batch", "", 1), ("--context", "8x", 1), ("--warmup", "0.1", 0), ("--save-every", "0", 1),
                                      ("--seed", "99999999999999999999", 0), ("--validate-every", "nan", 1)):
-            refused(2, f"{option}: is {value}; it must be a whole number from {least} to 2^63 - 1", option, value)
+            refused(2, f"{option}: '{value}' is not a whole number from {least} to 2^63 - 1", option, value)
         for share in ("0", "1", "-0.5", "nan"):
-            refused(2, f"--validation: is {share}; it must be a number above 0 and below 1", "--validation", share)
+            refused(2, f"--validation: '{share}' is not a number above 0 and below 1", "--validation", share)
         refused(2, "--moments fp32, or use --gradients compressed",
                 "--gradients", "released", "--accumulate", "4", "--accumulation", "adama")
         refused(2, "--batch", "--batch", str(2**62))
@@ -316,7 +316,7 @@ class Train(Case):
         refused(2, "context", "--context", "9223372036854775807")
         refused(2, "finite", "--clip", "nan")
         refused(2, "finite", "--lr", "nan")
-        refused(2, "--lr: is abc; it must be a number", "--lr", "abc")
+        refused(2, "--lr: 'abc' is not a finite number above 0", "--lr", "abc")
 
     def test_words_of_other_trainers(self):
         refused = lambda message, *arguments: self.fails(2, message, "train", "--data", self.data, *arguments)
@@ -535,7 +535,7 @@ class Help(Case):
     def test_a_gpu(self):
         said = " ".join(run("train", "--help").stdout.split())
         self.assertRegex(said, r"Examples: .* scruple train --model \S+ --data \S+ --out \S+ --device cuda ")
-        self.assertIn("as the weights are computed; on a GPU bf16 where that is fp32", said)
+        self.assertIn("as the weights; on a GPU bf16 for fp32", said)
 
 
 class Slips(Case):

@@ -152,7 +152,7 @@ class Plan(Case):
                                  env={**os.environ, "SCRUPLE_DEVICE": "cpu"})
         self.assertEqual(by_name.stdout, run(*plan).stdout, by_name.stderr)
         self.assertIn("SCRUPLE_DEVICE", run("plan", "--help").stdout)
-        self.fails(2, "say its --batch too", *plan, "--device", "cpu")
+        self.fails(2, "describe a run; add its --batch", *plan, "--device", "cpu")
 
     def test_explicit_formats(self):
         (row,) = self.rows_of("plan", "--params", "1024", "--weights", "bf16+4", "--moments", "nf4",
@@ -324,7 +324,7 @@ class Slips(Case):
     """What was perhaps meant, where it is near; nothing where it is not."""
 
     def test_commands(self):
-        self.fails(2, "'pln' is no command of scruple; there are: help, list", "pln", "--params", "1e9")
+        self.fails(2, "'pln' is no command of scruple; there are: ", "pln", "--params", "1e9")
         for word, meant in [("pln", "plan"), ("lsit", "list"), ("benhc", "bench"), ("hepl", "help")]:
             self.fails(2, f"did you mean '{meant}'?", word, "--params", "x")
         self.assertNotIn("did you mean", run("frob").stderr)
@@ -375,7 +375,7 @@ class Failures(Case):
         self.fails(2, "--params", "plan")
         self.fails(2, "--bogus", "plan", "--params", "1", "--bogus")
         self.fails(2, "--gradients", "plan", "--params", "1", "--gradients", "lost")
-        self.fails(2, "name=value", "plan", "--params", "1", "--set", "lr")
+        self.fails(2, "NAME=VALUE", "plan", "--params", "1", "--set", "lr")
         self.fails(2, "either", "plan", "--params", "1", "x.json")
 
     def test_unknown_names_list_the_known(self):

@@ -191,12 +191,15 @@ void ModelFolder::open_weights() {
       missing.push_back(parameter.name);
     else if (tensor->shape != parameter.shape)
       fail(folder_, ": tensor \"", tensor->name, "\" has shape ", written(tensor->shape),
-           ", and the config asks for ", written(parameter.shape));
+           ", and the config asks for ", written(parameter.shape),
+           "; take the config.json that came with these weights");
     else if (!is_float(tensor->dtype))
       fail(folder_, ": tensor \"", tensor->name, "\" is ", io::name_of(tensor->dtype),
            "; only F32, BF16 and F16 are read");
   }
-  if (!missing.empty()) fail(folder_, " lacks ", listed(missing), ", which the model of its config.json has");
+  if (!missing.empty())
+    fail(folder_, " lacks ", listed(missing),
+         ", which its config.json asks for; fetch all its files, or the config.json of these weights");
   check_rest();
 }
 
@@ -211,7 +214,7 @@ void ModelFolder::check_rest() const {
       if (!known.contains(tensor.name) && !is_buffer(tensor.name) && !repeats_embedding(tensor, embedding))
         rest.push_back(tensor.name);
   if (!rest.empty())
-    fail(folder_, " has ", listed(rest), ", which the model of its config.json has not",
+    fail(folder_, " has ", listed(rest), ", for which its config.json has no place",
          rest.front() == kHead ? "; its head is not tied to the embedding" : "");
 }
 

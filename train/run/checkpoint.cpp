@@ -19,14 +19,17 @@ ModelConfig config_of(const io::Checkpoint& checkpoint) {
   const io::Metadata notes = notes_of(checkpoint);
   const auto program = notes.find("program");
   if (program == notes.end() || program->second != kProgram)
-    fail(checkpoint.folder(),
-         " was not saved by 'scruple train', so nothing says what model its tensors make");
+    fail(
+        checkpoint.folder(),
+        " was not saved by 'scruple train', so nothing says what model its tensors make; 'scruple checkpoint "
+        "export' writes them for other programs");
   const auto noted = [&](const char* key) {
     const auto found = notes.find(key);
     const char* const text = found == notes.end() ? "" : found->second.c_str();
     char* end = nullptr;
     const std::int64_t value = std::strtoll(text, &end, 10);
-    if (end == text || *end != '\0') fail(checkpoint.folder(), " says nothing of the run's --", key);
+    if (end == text || *end != '\0')
+      fail(checkpoint.folder(), " does not note the run's --", key, "; it is damaged, or of another program");
     return value;
   };
   const std::int64_t context = noted("context");

@@ -101,9 +101,9 @@ void RunFolder::claim(bool replace) {
   const std::string found = found_of_run(path_);
   if (!found.empty() && !has_metrics(path_))
     fail(path_, " has ", found,
-         " and no metrics.jsonl of a run, so that another program may have written it; a new run would "
-         "replace it, which --force does to the files of earlier runs alone: choose another --out, or move "
-         "it away");
+         " and no metrics.jsonl of a run, so another program may have written it, and --force does not "
+         "replace "
+         "it; choose another --out, or move it away");
   if (!found.empty() && !replace)
     fail(path_, " has ", found, " of an earlier run; choose another --out, or replace that run with --force");
   if (const std::string foreign = foreign_to_run(path_); !found.empty() && !foreign.empty())

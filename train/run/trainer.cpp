@@ -123,9 +123,9 @@ void check_group(io::Group saved, io::Group wanted) {
   saved.hyperparameters.erase("lr"), wanted.hyperparameters.erase("lr");
   if (saved.optimizer != wanted.optimizer || saved.seed != wanted.seed ||
       saved.hyperparameters != wanted.hyperparameters)
-    io::fail("the checkpoint is of ", saved.optimizer, " with seed ", saved.seed,
-             ", or with other hyperparameters than this run's ", wanted.optimizer, " with seed ",
-             wanted.seed);
+    io::fail("the checkpoint's optimizer is ", saved.optimizer, " with seed ", saved.seed,
+             " and this run's is ", wanted.optimizer, " with seed ", wanted.seed,
+             ", or their hyperparameters differ; resume with the settings that it was saved with");
 }
 
 scruple_scaler scaler_of(const std::optional<io::LossScale>& saved) {

@@ -152,13 +152,13 @@ Data::Data(const std::string& path, const Cutting& cutting, const Reading& readi
   if (all() < 2 * window)
     io::fail(name, " has ", counted(size(), reading.tokenizer != nullptr ? "token" : "byte"),
              ", and training and validation take at least ", 2 * window, " at --context ", context,
-             "; give a longer text or a smaller context");
+             "; give a longer text or a smaller --context");
   const auto share = static_cast<std::int64_t>(static_cast<double>(all()) * cutting.validation_share);
   held_out_ = std::max(share, window);
   if (all() - held_out_ < window)
-    io::fail("a validation share of ", cutting.validation_share, " of ", name, " leaves ", all() - held_out_,
-             is_padded ? " documents" : " tokens", " to train on, and --context ", context,
-             " takes at least ", window, "; give a smaller share");
+    io::fail("--validation ", cutting.validation_share, " of ", name, " leaves ",
+             counted(all() - held_out_, is_padded ? "document" : "token"), " to train on, and --context ",
+             context, " takes at least ", window, "; give a smaller --validation");
 }
 
 Windows Data::training() const { return windows(0, all() - held_out_); }

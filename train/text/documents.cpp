@@ -102,7 +102,7 @@ void check_is_text(std::string_view content, const std::string& path, bool bytes
 Documents::Documents(const std::string& path, const Reading& reading) : reading_(reading) {
   if (reading.end && *reading.end >= reading.vocabulary)
     io::fail("the end token is number ", *reading.end, ", and the model's vocabulary has ",
-             reading.vocabulary, "; it must be smaller");
+             reading.vocabulary, "; the tokenizer belongs to another model");
   if (reading.vocabulary > (1 << 16))
     held_.emplace<2>();
   else if (reading.vocabulary > (1 << 8))

@@ -64,12 +64,14 @@ TokenSpan tokens_in(std::span<const std::byte> bytes, const std::string& path) {
   if (!narrow && header[0] != kMagic32) {
     if (bytes.size() % 2 != 0)
       io::fail(path, ": ", bytes.size(),
-               " bytes are no whole number of 16-bit tokens, and llm.c's header is missing");
+               " bytes are no whole number of 16-bit tokens, and llm.c's header is missing; write it with "
+               "'scruple "
+               "tokenize'");
     return span_of<std::uint16_t>(bytes);
   }
   if (header[1] != (narrow ? kVersion16 : kVersion32))
-    io::fail(path, ": llm.c's header says version ", header[1], "; known is ",
-             narrow ? kVersion16 : kVersion32);
+    io::fail(path, ": llm.c's header says version ", header[1], ", and ", narrow ? kVersion16 : kVersion32,
+             " is read; write it with 'scruple tokenize'");
   const std::span<const std::byte> body = bytes.subspan(sizeof header);
   const std::int64_t size = narrow ? 2 : 4;
   if (header[2] < 0 || static_cast<std::int64_t>(body.size()) != header[2] * size)

@@ -63,7 +63,7 @@ Description describe(const std::string& text, const std::string& place, std::int
   family.arithmetic(config, family.traits, model);
   if (context != 0 && context > model.context)
     io::fail(place, ": a context of ", context, " was asked for, and the model's is ", model.context,
-             " at most; choose a shorter one");
+             " at most; choose a smaller --context");
   model.context = context != 0 ? context : std::min(model.context, kMaxContext);
   if (context == 0 && model.window > 0) model.context = std::min(model.context, model.window);
   return checked(model, place);
