@@ -69,21 +69,22 @@ inline constexpr u32 kNaNBits = 0x7fc00000u;
 SCRUPLE_HD float canonical(float x) { return x == x ? x : float_of(kNaNBits); }
 SCRUPLE_HD float finite_or_zero(float x) { return magnitude_bits(x) < 0x7f800000u ? x : 0.0f; }
 
-// A finite x that a format cannot hold, as infinity: what a gradient must become, lest nobody see it.
+// A gradient that a format cannot hold becomes infinite, so that loss scaling sees the overflow.
 inline constexpr float kNoOverflow = __builtin_inff();
 SCRUPLE_HD float overflowed(float x, float limit) {
   return magnitude(x) >= limit ? with_sign_of(x, kNoOverflow) : x;
 }
 
-// Rounding as one formula: add `coin` / 2^32 of a step, drop the rest. Nearest is the coin that always shows
-// one half (ties go up); a stochastic one is uniform, so that a value goes up as often as it stands above the
-// lower step.
+// All roundings are one formula: add coin / 2^32 of a step, and drop the rest. Nearest: the coin is always
+// one half, so ties go up. Stochastic: the coin is uniform, so a value a third of the way to the next step
+// goes up in a third of all cases.
 inline constexpr u32 kHalf = 0x80000000u;
 // The upper 23 bits of a coin as a float from 0 to 1.
 SCRUPLE_HD float coin_fraction(u32 coin) { return float_of(0x3f800000u + (coin >> 9)) - 1.0f; }
 
-// The coins of a run of elements: a lattice, one addition for each. How `first` and `step` are drawn, and why
-// the coins are fair, is in engine/coins.h. Nearest rounding is a lattice that stands still.
+// The coins of a run of elements: coin i is first + i step, so each costs one addition. engine/coins.h says
+// how `first` and `step` are drawn, and why the coins are fair. As they are here, every coin is one half:
+// nearest rounding.
 struct Coins {
   u32 first = kHalf, step = 0;
 
@@ -141,7 +142,8 @@ SCRUPLE_HD float tame_quotient(float a, float b) {
 }
 
 #if defined(__CUDACC__)
-// sqrt(x) without a branch, for x from 2^-101 on: what x and the square of the first guess differ by is exact there.
+// sqrt(x) without a branch: the hardware's guess s and one correction by x - s^2. For x of at least 2^-101
+// that difference is exact, and the result is IEEE's (tests/fast_math_test.cu).
 __device__ __forceinline__ float corrected_root(float x) {
   float r;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -170,10 +172,12 @@ SCRUPLE_HD float whole_root(float x) {
 #endif
 }
 
-// The unit of a group: its largest magnitude over the top level, divided: a product with a rounded 1 / top
-// would make the maximum drift a little with every step. Zero for a group of zeros, NaN if anything in the
-// group is not finite (the engine then writes codes of zero; of moments it takes such values for 0 before), and
-// never subnormal, so that its reciprocal is finite.
+// The unit of a group: its largest magnitude over the top level, correctly rounded. A product with a rounded
+// 1 / top would let the maximum drift a little at every step.
+// - Zero for a group of zeros.
+// - NaN if anything in the group is not finite; the engine then writes codes of zero. (Moments are made
+//   finite before.)
+// - Never subnormal, so that its reciprocal is finite.
 template <class F>
 SCRUPLE_HD F group_unit(F absmax, float top) {
   const F unit = quotient(absmax, F(top), F(1.0f / top));

@@ -33,8 +33,8 @@ struct HalvesOf {
 };
 using Halves = HalvesOf<u32>;
 
-// Both halves where they stand in p: the visible one in bits 16 to 31, the extra bits from bit 16 - k to bit
-// 15; what is in the other bits does not count.
+// Splits p without moving its bits: the visible half is in bits 16 to 31, the extra bits are in bits 16 - k
+// to 15. The other bits of both results mean nothing.
 template <Rounding R, class U>
 SCRUPLE_HD HalvesOf<U> split_in_place(U p, int k, U coin) {
   if constexpr (R == kStochastic) {
@@ -65,7 +65,8 @@ SCRUPLE_HD Halves split(u32 p, int k, u32 coin) {
 template <Rounding R, bool MayBeZero = true>
 SCRUPLE_HD u32 join(u32 visible, u32 extra, int k) {
   if constexpr (R == kTruncate) return (visible << 16) + (extra << (16 - k));
-  // No split leaves extra bits that point below zero. A zero that others write over a weight does.
+  // Somebody else may set a visible weight to zero and leave its extra bits. Where they point below zero they
+  // are ignored; split() never makes such a pair.
   const bool is_zero = MayBeZero && (visible & 0x7fffu) == 0;
   if constexpr (R == kStochastic) {
     const u32 up = is_zero ? 0u : extra & 1u;

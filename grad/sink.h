@@ -1,6 +1,8 @@
-// The sink: takes gradients as backward produces them, piece by piece, and takes the step. What becomes of a
-// gradient on the way (kept, stepped at once, kept for as short as can be) is the policy. Stored and
-// compressed are one machine with two lifetimes of its memory.
+// The sink takes gradients as backward produces them, piece by piece, and takes the optimizer step. The
+// policy decides what happens to a gradient that arrives:
+// - stored: it is added to an accumulator, which stays; the step comes at the end.
+// - compressed: the same, but the accumulator's memory is freed after the step.
+// - released: it is stepped with at once, and nothing of it is kept.
 #pragma once
 
 #include <map>
@@ -27,7 +29,8 @@ class Coverage {
   i64 size_ = 0;
 };
 
-// What the engine alone reads and writes while a sink works: the host holds addresses, not values.
+// Values in the engine's memory. While a sink works only the engine reads and writes them; the host has their
+// addresses.
 struct SinkCells {
   scruple_scaler scaler;
   float found_inf, clip;  // of the last step

@@ -1,5 +1,5 @@
-// The operations of the pass (train/pass/pass.h) on the CPU. Norms and activation functions are computed again wherever
-// their output is read, which is cheaper than to store it.
+// The operations of the pass (train/pass/pass.h) on the CPU. The outputs of norms and activation functions
+// are not stored: they are computed again wherever they are read, which is cheaper.
 #pragma once
 
 #include <optional>

@@ -10,9 +10,9 @@
 
 namespace scruple::train::cuda {
 
-// Of queries, keys and values beside each other: rows of (heads + 2 kv_heads) x head_width values, normed and rotated
-// already. 16-bit values of heads 64, 80, 96 and 128 wide go through tensor cores; every other head width up to 256, and
-// fp32, through plain arithmetic.
+// The input is queries, keys and values side by side, normed and rotated: rows of (heads + 2 kv_heads) x
+// head_width values. 16-bit values run on tensor cores for the head widths that attention.cu lists. All else
+// runs on plain arithmetic: other head widths up to 256, and fp32.
 struct Attention {
   Precision precision;
   std::int64_t sequences, length;  // rows = sequences x length

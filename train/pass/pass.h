@@ -1,5 +1,5 @@
-// The forward and backward pass of whatever a description describes, once for every device. A device supplies the
-// operations: `train/cpu/operations.h` and `train/cuda/operations.h` are the two that there are.
+// The forward and backward pass of a model, the same code for every device. A device supplies the operations:
+// today `train/cpu/operations.h` and `train/cuda/operations.h`.
 #pragma once
 
 #include <algorithm>

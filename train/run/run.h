@@ -50,8 +50,8 @@ struct Record {
   double final_loss() const;
 };
 
-// What a run still takes right after a step: steps, and the validations and saves that are due, at the means of those
-// that this session has seen.
+// How many seconds a run still takes, right after a step: the steps, validations and saves to come, each at
+// its mean time in this session.
 double seconds_left(const Record& record, const Span& span);
 
 // How many losses at the end of this session are not finite.
@@ -60,10 +60,13 @@ std::int64_t losses_lost(const Record& record);
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
 
-// Goes on with what earlier sessions saw: one entry for each step that the trainer has taken. `watch` sees the record
-// after every step; `save` after the steps that the span names, and says whether it did: what it did not is tried again
-// where the run ends. A run whose losses are not finite any more ends early, and does not save: its checkpoints are of
-// the time when they were. Where anything throws, the record is that of the last whole step.
+// Trains to the end of the span. `record` has an entry for each step that the trainer has taken, those of
+// earlier sessions included, and gets the new ones.
+// - `watch` is called after every step.
+// - `save` is called after the steps that the span names. Where it returns false it is called again when the
+//   run ends.
+// - When losses stay not finite the run ends early and does not save: its checkpoints are from before.
+// - If anything throws, the record ends with the last whole step.
 void run(
     Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
     const Watch& watch, const Save& save = [](const Record&) { return true; });

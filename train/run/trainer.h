@@ -72,8 +72,8 @@ class Trainer {
   Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from = nullptr);
   ~Trainer();
   Outcome step(const Windows& data);
-  // The mean loss over the targets of validated_windows(windows, data), evenly spread. NaN where `go_on`, asked before
-  // each batch, says no.
+  // The mean loss over the targets of validated_windows(windows, data) windows, which are spread evenly over
+  // the data. `go_on` is asked before each batch; NaN where it says no.
   using GoOn = std::function<bool(std::int64_t batches_done, std::int64_t batches)>;
   double validate(
       const Windows& data, std::int64_t windows, const GoOn& go_on = [](auto, auto) { return true; });

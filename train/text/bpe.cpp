@@ -80,7 +80,7 @@ void Bpe::add_symbols(std::string_view word) {
   if (!symbols_.empty()) symbols_.back().after = -1;
 }
 
-// A word of a few symbols: the best pair is searched from the start, again and again.
+// Short words: searches all pairs for the best one again after every join.
 void Bpe::join_few() {
   while (symbols_.size() > 1) {
     const Union* best = nullptr;
@@ -95,8 +95,9 @@ void Bpe::join_few() {
   }
 }
 
-// A word of many: pairs wait in a heap, the best and then the leftmost first. A symbol that was joined to its left
-// neighbour leaves the chain; pairs that speak of what has changed since are passed over.
+// Long words: pairs are in a heap, the best first, and of equals the leftmost. A symbol that was joined to
+// its left neighbour leaves the chain of symbols. Pairs in the heap whose symbols have changed since are
+// skipped.
 void Bpe::join_many() {
   using Waiting = std::tuple<std::uint32_t, int, Token>;  // rank, left symbol, union
   std::priority_queue<Waiting, std::vector<Waiting>, std::greater<>> heap;

@@ -11,7 +11,8 @@ namespace scruple::train {
 
 class Config;
 
-// Where a family differs from Llama. transformers leaves out of a config what its classes have as defaults.
+// How a family differs from Llama. A config.json may leave out head_width, kv_heads and tied: then
+// transformers' default for the family counts, which is given here.
 struct LlamaTraits {
   std::int64_t head_width = 0, kv_heads = 0;      // defaults; 0: hidden_size / heads, and as many as heads
   bool tied = false;                              // the same
@@ -38,8 +39,9 @@ const Names& llama_names();
 
 inline constexpr std::size_t kMaxConfig = 1 << 20;  // bytes of a config.json
 
-// The model of the text of a config.json, which `place` names in messages, with the context that is asked for, or the
-// longest of which every token is seen (0). Throws std::runtime_error where the family is unknown, or the trainer would compute something else.
+// Reads the text of a config.json; `place` names the file in messages. `context`: how many tokens the model
+// sees. 0: as many as the config allows, at most kMaxContext and its sliding window. Throws
+// std::runtime_error where the family is unknown, or where the trainer would compute something else.
 Description describe(const std::string& config, const std::string& place, std::int64_t context = 0);
 // The same for its parameters alone, also of what the trainer does not compute with.
 Description describe_tensors(const std::string& config, const std::string& place);
