@@ -154,8 +154,7 @@ def few(names):
 
 
 def said(*pairs):
-    """An error message from (sentence, names) pairs: those with names, which replace the "{}" of the
-    sentence."""
+    """An error message from (sentence, names) pairs: those with names, which replace "{}"."""
     return "; ".join(sentence.format(few(names)) for sentence, names in pairs if names)
 
 
@@ -316,8 +315,7 @@ class Rule:
         weakref.finalize(self, library.optimizer_destroy, self.handle).atexit = False
 
     def tell(self, values, seed, lr_address):
-        """Passes hyperparameters to the library, and the address of lr if it is in device memory. Values that
-        the library has already are not passed again: this runs at every step."""
+        """Passes hyperparameters to the library, and lr's address if a device has it; at every step, so only news."""
         values = {name: float(value) for name, value in values.items()}  # tensors may be written in place
         if (values, seed, lr_address) == self._told:
             return

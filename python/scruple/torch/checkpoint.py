@@ -372,9 +372,8 @@ def _check_fits(opt, name, p, tensor, contents, ours):
         found = f"{name}: {folder} (recipe {contents.recipe!r}) has {has}, and the optimizer ({recipe!r}) keeps {keeps}"
         convert = f"change the file with 'scruple checkpoint convert {folder} --recipe {recipe} --out NEW'"
         raise UsageError(f"{found}; make the optimizer (and cast the model) as it was saved, or {convert}")
-    # Random numbers follow a parameter's number, so a run of scruple.save must have the same order to go on
-    # to the bit. A checkpoint of `scruple train` may have another order: its gradients differ from torch's
-    # anyway.
+    # Random numbers follow a parameter's number, so a run of scruple.save needs the same order to go on to the bit.
+    # A checkpoint of `scruple train` may have another order: its gradients differ from torch's anyway.
     if ours and tensor.id != number and any(rounding in _DRAWN for *_, rounding in found):
         numbers = f"{number} of the optimizer and {tensor.id} in {folder}, which random numbers follow"
         raise UsageError(f"{name} is parameter {numbers}; give the optimizer parameters in the same order")

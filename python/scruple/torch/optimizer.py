@@ -105,8 +105,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(step):
-        """torch's wrapper of step() calls hooks and names the step for profilers. It costs time, so it is
-        used only where there is a hook or a profiler."""
+        """torch's wrapper of step(), for hooks and profilers. It costs time, so it is used only for these."""
         observed = torch.optim.Optimizer.profile_hook_step(step)
 
         @functools.wraps(step)
@@ -120,8 +119,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self):
-        """torch.optim's. Reading it waits for the device where only the device knows how many steps were
-        taken."""
+        """torch.optim's. Reading it waits for the device where only the device counts steps."""
         with self._lock:
             self._looks += 1  # the caller may keep references to planes
             for table in self._tables.values():

@@ -179,9 +179,8 @@ class Layout:
         return [(name, form.name, names[self.row.arrays[a].rounding]) for a, name, form in self.arrays]
 
     def as_saved(self, formats, recipe):
-        """This layout with the moments' formats of a saved state; None where such a state is not converted.
-        Converted are states of older versions: a slot that must be fp32 now, or the former formats of a
-        recipe."""
+        """This layout with the moments' formats of a saved state; None where it is not converted. Converted are states
+        of older versions: a slot that must be fp32 now, or the former formats of a recipe."""
         if formats == self.formats:
             return self
         if formats.keys() != self.formats.keys():

@@ -60,9 +60,8 @@ def save(opt, as_):
             state[numbers[key]] = saved
         elif not isinstance(key, torch.Tensor):
             state[key] = held
-    # torch.optim.SGD would load coded momentum without an error, as if no step had been taken, because it
-    # finds no buffer. It refuses groups without "dampening", so that key gets another name. Not for
-    # torch.distributed.checkpoint, which needs the group's own keys.
+    # torch.optim.SGD would load coded momentum without an error, as if before the first step. It refuses groups without
+    # "dampening", so that key gets another name, but not for torch.distributed.checkpoint, which needs it.
     coded = any(str(name).endswith("/codes") for i in numbers.values() for name in state.get(i, ()))
     hidden = {"dampening": _HIDDEN} if coded and not by_rows else {}
     groups = []
@@ -76,8 +75,7 @@ def save(opt, as_):
 
 
 def _asked_by_checkpoint():
-    """Whether torch.distributed.checkpoint calls. It matches tensors by name across numbers of ranks, so it
-    needs planes that can be cut anew."""
+    """Whether torch.distributed.checkpoint calls, which needs planes that can be cut anew for other ranks."""
     name = "torch.distributed.checkpoint.state_dict"
     frames = traceback.walk_stack(sys._getframe()) if name in sys.modules else ()
     return any(frame.f_globals.get("__name__") == name for frame, _ in frames)

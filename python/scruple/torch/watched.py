@@ -50,8 +50,7 @@ class Lent:
 
 @_noting
 class State(dict):
-    """The state of one parameter. The package itself writes with `dict.update(state, ...)`, which leaves no
-    record.
+    """The state of one parameter. The package writes with `dict.update(state, ...)`, which leaves no record.
 
     A moment that is stored as codes can be read by torch's name ("exp_avg"). It is then decoded into this
     dict, and the next step takes it back, with what the user has written.
@@ -163,8 +162,7 @@ class States(collections.defaultdict):
         return held
 
     def check_taken(self):
-        """A plain dict in opt.state is copied into a State. Refuses later writes to that dict, which would be
-        lost."""
+        """A plain dict in opt.state is copied into a State. Refuses later writes to it, which would be lost."""
         self.taken = [x for x in self.taken if self.get(x[0]) is x[1] and sys.getrefcount(x[2]) > 2]
         for _, _, held, was in self.taken:
             if list(map(id, held.values())) != list(map(id, was.values())):
