@@ -243,8 +243,7 @@ class Optimizer(torch.optim.Optimizer):
             self._adopt()
 
     def _adopt(self):
-        """Takes over what users have written into the state since the last step. Refuses a group that asks
-        for other formats than its state is stored in."""
+        """Takes over what users have written into the state. Refuses groups that ask for other formats than it has."""
         changed = [p for p in self._state.changed if p in self._number and p.dtype in NAMES]
         held = {p: self._state.of(p) for p in changed if p in self._state}
         written = {p: None for p in changed if p not in held or not held[p].is_intact(p)}
@@ -339,8 +338,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _tried(self, p):
-        """The parameter's entry. A parameter that was never stepped gets state for the length of the block
-        only. With state its master copy would be fixed, and weights may still be loaded into the model."""
+        """The parameter's entry. One that was never stepped has state within the block only: state fixes its master copy,
+        and weights may still be loaded into the model."""
         own = dict(self.state.get(p, ()))
         try:
             yield self._entry(p)

@@ -197,8 +197,7 @@ class Layout:
         return made
 
     def read(self, p, state):
-        """Reads a parameter's state: (planes, {moment: values}, steps). Values are what a user has set under
-        torch's names, which are still to be encoded. Missing planes are made."""
+        """Reads a parameter's state: (planes, {moment: values}, steps). Values are a user's, still to be encoded."""
         weight, begun, steps, planes, values, lacks = local(p), is_begun(state), count_of(state), {}, {}, []
         had = () if state.entry is None else state.entry.layout.formats
         for slot, parts in itertools.groupby(self.planes, lambda plane: plane.slot):

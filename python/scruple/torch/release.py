@@ -218,7 +218,7 @@ class Sinks:
     def add(self, gradients):
         self.came.update(gradients)
         if self.sums and self.released and self.parts > 1:
-            # The sink divides by `parts`. To sum, released gradients are multiplied first, compressed ones by the loss scale.
+            # The sink divides by `parts`. To sum, released gradients are multiplied first, others by the loss scale.
             gradients = {i: local(g) * self.parts for i, g in gradients.items()}
         for device, found in by_device(gradients).items():
             self.sinks[device].add(found)

@@ -22,9 +22,8 @@ _WORDS, _STEP = ctypes.sizeof(_abi.Tensor) // 8, _abi.Tensor.step.offset // 8
 _GRADIENT = (_abi.Tensor.arrays.offset + _abi.GRADIENT * ctypes.sizeof(_abi.Array)) // 8
 _PIECE_WORDS, _PIECE_GRADIENT = ctypes.sizeof(_abi.Piece) // 8, _abi.Piece.gradient.offset // 8
 _FORMAT, _CODES = _abi.Array.format.offset // 8, _abi.Array.codes.offset // 8
-# sys.getrefcount() of a tensor that only its State, its Entry and Counts refer to; with a higher count a user has it too.
-# Measured on an object with two references, plus one; tried with CPython 3.11 and 3.12. Were it too high, a user's
-# `x.data = ...` would go unseen.
+# sys.getrefcount() of a tensor that only its State, its Entry and Counts refer to; a higher count: a user has it too.
+# As of an object with two references, plus one. Tried with CPython 3.11, 3.12. Too high hides a user's `x.data = ...`.
 _OWNERS = next(map(sys.getrefcount, [_probe := object()])) + 1
 # Torch's table of functions that show a tensor to C, which older versions have not; and what reads a tuple there.
 _exchange, _item = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), None
@@ -61,8 +60,8 @@ class Counts:
         self.looks, self.held, self.places = None, [], []
 
     def rewritten(self, looks):
-        """Whether a user has written to a step count, or moved a tensor of the state (`x.data = ...`). Watched are those that
-        somebody else refers to, found anew when opt.state was read (`looks`): all would double a step's time."""
+        """Whether a user has written to a step count, or moved a tensor of the state (`x.data = ...`). Watched are those
+        that somebody else has, found anew when opt.state was read (`looks`): all would double a step's time."""
         if looks != self.looks:
             self.looks, self.held = looks, []
             found = [i for i, n in enumerate(list(map(sys.getrefcount, self.tensors))) if n > _OWNERS]
