@@ -58,6 +58,7 @@ def programs(folder, build):
     outside = f'PATH="{os.environ["PATH"]}" exec'
     texts = {"cc": f'{outside} {os.environ.get("CC", "cc")} -std=c99 $CFLAGS "$@"',
              "c++": f'{outside} {os.environ.get("CXX", "c++")} $CXXFLAGS "$@"',
+             "pip": '[ "$1" = install ]',  # it is there
              "make": f'[ "$1" = install ]\n$CMAKE --install "{build}" --prefix "{folder}/staged"\n'
                      f'mv "{folder}/staged" "${{2#PREFIX=}}"\n"${{2#PREFIX=}}/bin/scruple" --version'}
     if os.environ.get("CMAKE"):
