@@ -15,7 +15,7 @@ import sys
 import verdicts
 
 HERE = pathlib.Path(__file__).resolve().parent
-REFERENCE, EXACT = "torch fp32", "mixed"
+REFERENCE, EXACT, NEAREST = "torch fp32", "mixed", "scruple, moments to nearest"
 JUDGED = ("scruple", "scant", "FlashOptim", "bitsandbytes 8-bit", "torchao 8-bit", "torch bf16")
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
 ERRORS = {"applied": "step off by", "relative": "moments' step off by", "far": "sqrt(v) off by 1.5 x"}

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def arguments():
     parser.add_argument("--small", action="store_true", help="minutes on two cores, no data: shows that it runs")
     parser.add_argument("--rows", metavar="REGEX", type=pattern, default="", help="those whose name matches")
     parser.add_argument("--only", metavar="REGEX", type=pattern, default="", help="tasks whose name matches")
-    parser.add_argument("--seeds", type=count, help="of the reference and scruple (3; small: 1); others one less")
+    parser.add_argument("--seeds", type=count, help="of every row (3; small: 1)")
     parser.add_argument("--times", action="store_true", help="measure time and memory instead; nothing beside it")
     parser.add_argument("--jobs", type=count, default=1, help="processes side by side")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no run begins later; a later call goes on")
@@ -76,7 +77,7 @@ def runs_of(task, asked, device):
             print(f"{task.name}, {row.name}: left out, {problem}", flush=True)
     if asked.times:
         return [(task, row, None) for row in rows]
-    return [(task, row, seed) for seed in range(asked.seeds) for row in rows if seed < row.seeds(asked.seeds)]
+    return [(task, row, seed) for seed in range(asked.seeds) for row in rows]
 
 
 def key(line):
@@ -155,7 +156,7 @@ def main():
     device = torch.device(asked.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu" and (asked.small or asked.jobs > 1):
         torch.set_num_threads(1)  # there is too little work for two
-    if device.type == "cpu":
+    if device.type == "cpu" and platform.machine() != "x86_64":
         torch.backends.mkldnn.set_flags(False)  # its 16-bit products took 6 to 50 times as long on an ARM core
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     tasks = importlib.import_module(asked.task).tasks(asked.data, asked.small, device)
