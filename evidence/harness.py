@@ -36,7 +36,7 @@ import statistics
 import subprocess
 import time
 
-import report
+import gather
 import torch
 
 import scruple
@@ -87,7 +87,7 @@ class Row:
         return getattr(importlib.import_module(module), name)(params, **hypers, **self.options)
 
 
-REFERENCE = Row(report.REFERENCE, torch.float32)
+REFERENCE = Row(gather.REFERENCE, torch.float32)
 LPMM = "lpmm's momentum"
 COINS = {"bf16_stochastic_round": True}
 # The peers as their own pages show them: bitsandbytes beside weights in fp32, torchao with bf16 weights that are
@@ -104,7 +104,7 @@ ROWS = (
     Row("torchao 8-bit", other="torchao.optim:{}8bit", options=COINS, on_cpu=True),
     Row("torchao 4-bit", other="torchao.optim:{}4bit", options=COINS, on_cpu=True),
     # Controls, which a task should tell from `mixed`, as it should torch bf16 (PROTOCOL.md).
-    Row(report.NEAREST, recipe="scruple", options={"rounding": {"moments": "nearest"}}),
+    Row(gather.NEAREST, recipe="scruple", options={"rounding": {"moments": "nearest"}}),
     *(Row(f"mixed, lr x {rate}", recipe="mixed", rate=rate) for rate in (0.9, 1.1)),
 )
 
@@ -300,7 +300,7 @@ def run(task, row, seed, device, progress=lambda text: None):
     with torch.random.fork_rng():  # a run draws the same numbers whether it is asked or not
         start = training.evaluate()[task.metric]
     has_moments = row.other is None and row.gradients == "stored" and row.loss_scale is None
-    shadow = Shadow(training) if has_moments and row.name != report.REFERENCE else None
+    shadow = Shadow(training) if has_moments and row.name != gather.REFERENCE else None
     moments = {max(1, int(task.steps * share)) for share in (0.25, 0.6, 0.95)}
     losses, errors, every = [], [], max(1, task.steps // 20)
     for step in range(task.steps):

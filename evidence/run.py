@@ -21,7 +21,7 @@ import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-import report  # noqa: E402
+import gather  # noqa: E402
 
 TASKS = ("images", "recommendation", "translation", "gan", "pretraining", "finetuning", "bits", "underflow")
 
@@ -139,7 +139,7 @@ def main():
         asked.lines.parent.mkdir(parents=True, exist_ok=True)
         if asked.lines.exists():  # what cannot be written is said now, not after hours
             asked.lines.open("a").close()
-            done = {key(line) for line in report.lines_of(asked.lines)}
+            done = {key(line) for line in gather.lines_of(asked.lines)}
         else:
             tempfile.TemporaryFile(dir=asked.lines.parent).close()
             done = set()
