@@ -71,6 +71,8 @@ def runs_of(task, asked, device):
         if not re.search(asked.rows, row.name):
             continue
         problem = row.missing(task.optimizer, device)
+        if row.other and asked.small and device.type == "cpu":  # torchao alone compiles for minutes
+            problem = problem or "no peers in the small form on a CPU"
         if problem is None:
             rows.append(row)
         elif not asked.job:
