@@ -1,6 +1,8 @@
 """evidence/: its pages are what the lines say, lines are only appended, and verdicts come out the same by other code."""
 
 import hashlib
+import importlib.machinery
+import importlib.util
 import json
 import math
 import pathlib
@@ -178,6 +180,27 @@ class Verdicts(unittest.TestCase):
         self.assertEqual([row["task"][1:].partition("]")[0] for row in table_of(place("index"))
                           if row["sees pure bf16"] == "yes"], sorted(seeing))
         self.assertIn(f"{len(seeing)} of ", place("answer"))
+
+
+class Queue(unittest.TestCase):
+    def test_names_rows_and_tasks(self):
+        """That there are; and it says what is missing without torch or data."""
+        import bits
+        import harness
+
+        loader = importlib.machinery.SourceFileLoader("evidence_queue", str(EVIDENCE / "queue"))
+        spec = importlib.util.spec_from_loader("evidence_queue", loader)
+        queue = sys.modules["evidence_queue"] = importlib.util.module_from_spec(spec)
+        loader.exec_module(queue)
+        rows = {row.name for row in (*harness.ROWS, *bits.rows())}
+        tasks = {line["task"] for line in lines()}
+        for entry in queue.QUEUE:
+            self.assertEqual(set(entry.rows) - rows, set())
+            self.assertEqual(set(entry.names) - tasks, set())
+        done = run(EVIDENCE / "queue", "--show")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(len(done.stdout.splitlines()), len(queue.QUEUE) + 1)
+        self.assertIn("--data DIR is missing", run(EVIDENCE / "queue").stderr)
 
 
 class Pages(unittest.TestCase):
