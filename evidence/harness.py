@@ -89,6 +89,7 @@ class Row:
 
 REFERENCE = Row(gather.REFERENCE, torch.float32)
 LPMM = "lpmm's momentum"
+COINED = "scruple, no extra bits"  # stochastically rounded weights: 4.1 bytes with gradients released
 COINS = {"bf16_stochastic_round": True}
 # The peers as their own pages show them: bitsandbytes beside weights in fp32, torchao with bf16 weights that are
 # rounded stochastically, FlashOptim with its 24-bit weights.
@@ -106,6 +107,7 @@ ROWS = (
     # Controls, which a task should tell from `mixed`, as it should torch bf16 (PROTOCOL.md).
     Row(gather.NEAREST, recipe="scruple", options={"rounding": {"moments": "nearest"}}),
     *(Row(f"mixed, lr x {rate}", recipe="mixed", rate=rate) for rate in (0.9, 1.1)),
+    Row(COINED, recipe="scruple", options={"weights": "bf16", "rounding": "stochastic"}),
 )
 
 
