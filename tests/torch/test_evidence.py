@@ -1,7 +1,9 @@
 """evidence/: its tasks run in their small form, and runs are appended once."""
 
+import gzip
 import json
 import pathlib
+import random
 import subprocess
 import sys
 import tempfile
@@ -93,6 +95,30 @@ class Evidence(unittest.TestCase):
                    "print(auc(torch.tensor([1., 2., 2., 3.]), torch.tensor([0., 0., 1., 1.])), "
                    "auc(torch.zeros(5), torch.tensor([0., 1., 0., 1., 1.])))")
         self.assertEqual(done.stdout.split(), ["0.875", "0.5"], done.stderr)
+
+    def test_tuned(self):
+        """Of files in Adult's form: who is tuned begins with what was learnt, and only older people are left."""
+        draw = random.Random(1)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("data", "test"):
+                with gzip.open(pathlib.Path(folder) / f"adult.{name}.gz", "wt") as out:
+                    for _ in range(400):
+                        age = draw.randrange(20, 70)
+                        rich = "<=50K" if (age > 45) == (draw.random() < 0.9) else ">50K"
+                        some = [draw.randrange(50) for _ in range(5)]
+                        cells = (age, "a", some[0], "b", some[1], *"cdefg", *some[2:], "h", rich)
+                        out.write(", ".join(map(str, cells)) + "\n")
+            program = f"import sys; sys.path.insert(0, {str(EVIDENCE)!r}); import torch; "
+            program += "import recommendation as r; "
+            program += "r.Tuned.learned = (lambda learn: lambda self, people: (setattr(self, 'steps', 60), "
+            program += "print(len(people[0])), learn(self, people))[2])(r.Tuned.learned); "
+            program += f"t = r.tasks({folder!r}, False, torch.device('cpu'))[1]; "
+            program += "print(len(t.training[0]), torch.equal(t.model().top[0].weight, t.start['top.0.weight']), t.begin)"
+            done = run("-c", program)
+        younger, older, same, begin = done.stdout.split()
+        self.assertEqual(int(younger) + int(older), 400, done.stderr)
+        self.assertGreater(int(older), 150)
+        self.assertEqual((same, len(begin)), ("True", 8))
 
     def test_missing_data(self):
         with tempfile.TemporaryDirectory() as folder:

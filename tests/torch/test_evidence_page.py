@@ -154,16 +154,18 @@ class Verdicts(unittest.TestCase):
                 written = row.get("verdict") or text.partition("Every verdict: ")[2].partition(".")[0]
                 self.assertEqual(written, verdict, (task, row["row"]))
                 percent = 100 / abs(mean_exact)
-                said = [float(x.replace(",", "")) for x in (row["gap to `mixed`, %"], *row["95 % interval"].split(".."))]
-                for a, b in zip(said, (mean, mean - half, mean + half)):
-                    self.assertAlmostEqual(a, b * percent, delta=6e-3 * (abs(b * percent) + half * percent) + 1e-4)
-                judged[row["row"]] = verdict, mean * percent, mean > half
+                said = [row["gap to `mixed`, %"], *(row["95 % interval"].split("..") if half is not None else ())]
+                for a, b in zip(said, (mean, mean - (half or 0), mean + (half or 0))):
+                    near = 6e-3 * percent * (abs(b) + (half or 0)) + 1e-4
+                    self.assertAlmostEqual(float(a.replace(",", "")), b * percent, delta=near)
+                judged[row["row"]] = verdict, mean * percent, half is not None and mean > half
                 starts = [exact[s][0][1] for s in sorted(exact) if s in ours]
                 share = row.get("gap, % of the gain", "–")
                 self.assertEqual(share == "–", None in starts)
                 if share != "–":
                     gained = sum(starts) / len(starts) - mean_exact
-                    self.assertAlmostEqual(float(share.split()[0]), 100 * mean / abs(gained), delta=0.01)
+                    share_of = 100 * mean / abs(gained)
+                    self.assertAlmostEqual(float(share.split()[0]), share_of, delta=6e-3 * abs(share_of) + 1e-4)
                     self.assertEqual("±2" in share, tabled(gaps, gained, 0.02)[0] == "equivalent")
             if judged["torch bf16"][2]:
                 seeing.append(task)
