@@ -1,4 +1,4 @@
-"""Lines that runs have left, as what tables and pictures ask of them: runs by task, machine and row, and pairs of a seed."""
+"""What tables and pictures ask of the lines: runs by task, machine and row, and gaps over pairs of one seed."""
 
 import dataclasses
 import hashlib

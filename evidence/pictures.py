@@ -1,4 +1,4 @@
-"""The pictures of evidence/ as SVG: the forest of gaps, and curves of a task. Colours follow the reader's light or dark."""
+"""The pictures of evidence/ as SVG: the forest of gaps, and curves of a task, in the reader's light or dark colours."""
 
 import html
 import re
@@ -7,11 +7,16 @@ import statistics
 import gather
 
 DRAWN = (gather.REFERENCE, "scruple", "scant", "flash", "scruple, compressed", gather.PURE)
-STYLE = """<style>
-svg{--ground:#fff;--ink:#1f2328;--rule:#d0d7de;--band:#dff3e4;--a:#1f2328;--b:#0969da;--c:#bc4c00;--d:#1a7f37;--e:#bf3989;--f:#9a6700;--g:#218bff;--h:#8c6d31}
-@media (prefers-color-scheme:dark){svg{--ground:#0d1117;--ink:#e6edf3;--rule:#3d444d;--band:#12331f;--a:#e6edf3;--b:#58a6ff;--c:#f0883e;--d:#3fb950;--e:#f778ba;--f:#d29922;--g:#a5d6ff;--h:#c9a66b}}
-text{fill:var(--ink)}
-</style>"""
+LIGHT = "#fff #1f2328 #d0d7de #dff3e4 #1f2328 #0969da #bc4c00 #1a7f37 #bf3989 #9a6700 #218bff #8c6d31".split()
+DARK = "#0d1117 #e6edf3 #3d444d #12331f #e6edf3 #58a6ff #f0883e #3fb950 #f778ba #d29922 #a5d6ff #c9a66b".split()
+NAMES = ("ground", "ink", "rule", "band", *"abcdefgh")
+
+
+def scheme(colours):
+    return "svg{" + "".join(f"--{name}:{colour};" for name, colour in zip(NAMES, colours)) + "}"
+
+
+STYLE = f"<style>\n{scheme(LIGHT)}\n@media (prefers-color-scheme:dark){{{scheme(DARK)}}}\ntext{{fill:var(--ink)}}\n</style>"
 COLOURS = tuple(f"var(--{letter})" for letter in "abcdefgh")
 OURS, PEERS, CONTROL = "var(--b)", "var(--c)", "var(--e)"
 REACH = 2.0  # per cent, to both sides
