@@ -11,7 +11,7 @@ optimizer for both.
 import gzip
 import pathlib
 
-import report
+import gather
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -195,8 +195,8 @@ class Task:
         return {"Frechet distance": distance, "surely a digit, %": 100 * float(sure.float().mean())}
 
     def finished(self, model, row, seed):
-        if seed == 0 and not self.small and row.name in (report.REFERENCE, "scruple"):
-            path = report.HERE / "pictures" / f"gan-{row.name.replace(' ', '-')}.svg"
+        if seed == 0 and not self.small and row.name in (gather.REFERENCE, "scruple"):
+            path = gather.HERE / "pictures" / f"gan-{row.name.replace(' ', '-')}.svg"
             path.write_text(sheet(self.drawn(model, self.noise[:32])))
 
 

@@ -14,6 +14,7 @@ and, where it wants them,
   rows                     other rows than ROWS
   rate(step)               the learning rate as a share of the peak; else warm-up and a cosine
   autocast                 True: on a GPU, weights in fp32 are multiplied in bf16, as mixed precision does
+  row                      is set to the row that runs, before anything is asked of it
   begin                    what tells its first weights from others, where they are not made by the seed alone
   compiled                 True: on a GPU, loss() gets the model compiled
   finished(model, row, seed)   called after the last step, before evaluate()
@@ -35,7 +36,7 @@ import statistics
 import subprocess
 import time
 
-import report
+import gather
 import torch
 
 import scruple
@@ -55,6 +56,8 @@ class Row:
     passes: int = 1  # micro-batches that a batch is cut into
     accumulator: str = "root8"  # of compressed gradients
     loss_scale: float = None
+    rate: float = 1.0  # of the task's learning rate
+    on_cpu: bool = False  # another's that steps there, too
 
     def missing(self, kind, device):
         """Why it cannot run here, or None."""
@@ -66,13 +69,9 @@ class Row:
         package = module.split(".")[0]
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
-        if device.type != "cuda":
+        if device.type != "cuda" and not self.on_cpu:
             return f"{package} needs a GPU"
         return None if hasattr(importlib.import_module(module), name) else f"{package} has no {name}"
-
-    def seeds(self, most):
-        """How many it takes: the gap between the reference and scruple is what matters most."""
-        return most if self.name in (report.REFERENCE, "scruple") else max(1, most - 1)
 
     def optimizer(self, kind, model, hypers):
         params = [p for p in model.parameters() if p.requires_grad]
@@ -88,8 +87,10 @@ class Row:
         return getattr(importlib.import_module(module), name)(params, **hypers, **self.options)
 
 
-REFERENCE = Row(report.REFERENCE, torch.float32)
+REFERENCE = Row(gather.REFERENCE, torch.float32)
 LPMM = "lpmm's momentum"
+COINED = "scruple, no extra bits"  # stochastically rounded weights: 4.1 bytes with gradients released
+COINS = {"bf16_stochastic_round": True}
 # The peers as their own pages show them: bitsandbytes beside weights in fp32, torchao with bf16 weights that are
 # rounded stochastically, FlashOptim with its 24-bit weights.
 ROWS = (
@@ -100,9 +101,13 @@ ROWS = (
     Row("scruple, compressed", recipe="scruple", gradients="compressed"),
     Row("torch bf16"),
     Row("FlashOptim", other="flashoptim:Flash{}", options={"master_weight_bits": 24}),
-    Row("bitsandbytes 8-bit", torch.float32, other="bitsandbytes.optim:{}8bit"),
-    Row("torchao 8-bit", other="torchao.optim:{}8bit", options={"bf16_stochastic_round": True}),
-    Row("torchao 4-bit", other="torchao.optim:{}4bit", options={"bf16_stochastic_round": True}),
+    Row("bitsandbytes 8-bit", torch.float32, other="bitsandbytes.optim:{}8bit", on_cpu=True),
+    Row("torchao 8-bit", other="torchao.optim:{}8bit", options=COINS, on_cpu=True),
+    Row("torchao 4-bit", other="torchao.optim:{}4bit", options=COINS, on_cpu=True),
+    # Controls, which a task should tell from `mixed`, as it should torch bf16 (PROTOCOL.md).
+    Row(gather.NEAREST, recipe="scruple", options={"rounding": {"moments": "nearest"}}),
+    *(Row(f"mixed, lr x {rate}", recipe="mixed", rate=rate) for rate in (0.9, 1.1)),
+    Row(COINED, recipe="scruple", options={"weights": "bf16", "rounding": "stochastic"}),
 )
 
 
@@ -112,6 +117,7 @@ class Training:
     def __init__(self, task, row, seed, device):
         torch.manual_seed(seed)
         self.task, self.row, self.device = task, row, device
+        task.row = row
         self.model = task.model().to(device)
         if row.dtype != torch.float32:
             st.cast_model(self.model, row.dtype)
@@ -139,7 +145,7 @@ class Training:
 
     def step(self, number, batch, watch=lambda: None):
         """The loss. `watch` is called when all gradients are there."""
-        lr = self.task.hypers["lr"] * self.rate(number)
+        lr = self.task.hypers["lr"] * self.row.rate * self.rate(number)
         for group in self.opt.param_groups:
             group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], torch.Tensor) else lr  # torchao's is one
         total = 0.0
@@ -285,7 +291,7 @@ def head(task, row, device):
         "begin": getattr(task, "begin", None),
         "steps": task.steps,
         "optimizer": task.optimizer,
-        "hypers": {**task.hypers, **row.options},
+        "hypers": {**task.hypers, "lr": task.hypers["lr"] * row.rate, **row.options},
         "clip": None,  # no task clips
     }
 
@@ -293,8 +299,10 @@ def head(task, row, device):
 def run(task, row, seed, device, progress=lambda text: None):
     """One run, as what its JSON line says."""
     training = Training(task, row, seed, device)
+    with torch.random.fork_rng():  # a run draws the same numbers whether it is asked or not
+        start = training.evaluate()[task.metric]
     has_moments = row.other is None and row.gradients == "stored" and row.loss_scale is None
-    shadow = Shadow(training) if has_moments and row.name != report.REFERENCE else None
+    shadow = Shadow(training) if has_moments and row.name != gather.REFERENCE else None
     moments = {max(1, int(task.steps * share)) for share in (0.25, 0.6, 0.95)}
     losses, errors, every = [], [], max(1, task.steps // 20)
     for step in range(task.steps):
@@ -313,6 +321,7 @@ def run(task, row, seed, device, progress=lambda text: None):
         **head(task, row, device),
         "seed": seed,
         "parameters": sum(p.numel() for p in training.params),
+        "start": start,
         "metrics": training.evaluate(),
         "losses": [round(float(part.mean()), 5) for part in losses.split(max(1, task.steps // 40))],
         "bytes": training.bytes(),

@@ -5,7 +5,7 @@ validation. The shape is that of the 124 M model; with 16,384 tokens of its own,
 of 64 x 1,024 tokens. The small form learns the alphabet.
 """
 
-import report
+import gather
 import torch
 from language import KEPT, books, gpt2, keep, letters, small_gpt
 
@@ -43,7 +43,7 @@ class Task:
 
     def needs(self, row, seed):
         """Fine-tuning starts from weights of the reference: those of the first seed that ends here."""
-        return row.name == report.REFERENCE and self.model is gpt2 and not (KEPT / "gpt2.pt").exists()
+        return row.name == gather.REFERENCE and self.model is gpt2 and not (KEPT / "gpt2.pt").exists()
 
     def finished(self, model, row, seed):
         if self.needs(row, seed):

@@ -5,6 +5,7 @@ import math
 import statistics
 
 MARGIN = 0.003  # of the reference's metric
+GAIN_MARGIN = 0.02  # of what training gained
 LEAST_PAIRS = 8  # below it nothing is shown
 ONE_SIDED, TWO_SIDED = 0.95, 0.975
 POWER_OF_Z = statistics.NormalDist().inv_cdf(ONE_SIDED) + statistics.NormalDist().inv_cdf(0.9)  # power 0.8 at gap 0
@@ -30,13 +31,13 @@ def quantile(share, freedom):
     return low
 
 
-def verdict(gaps, reference):
+def verdict(gaps, reference, share=MARGIN):
     """(verdict, mean gap, half of its 95 % interval, pairs that would decide): of gaps of pairs that are above 0 where a
-    row is worse, and the reference's mean metric."""
+    row is worse, and what the margin is a share of: the reference's mean metric."""
     mean, count = statistics.mean(gaps), len(gaps)
     if count < 2:
         return "not shown", mean, None, None
-    error, margin = statistics.stdev(gaps) / math.sqrt(count), MARGIN * abs(reference)
+    error, margin = statistics.stdev(gaps) / math.sqrt(count), share * abs(reference)
     half = quantile(TWO_SIDED, count - 1) * error
     needed = max(LEAST_PAIRS, math.ceil((POWER_OF_Z * statistics.stdev(gaps) / margin) ** 2))
     if count < LEAST_PAIRS:

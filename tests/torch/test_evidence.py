@@ -1,8 +1,9 @@
-"""evidence/: its tasks run in their small form, runs are appended once, and the page is what the lines say."""
+"""evidence/: its tasks run in their small form, and runs are appended once."""
 
-import hashlib
+import gzip
 import json
 import pathlib
+import random
 import subprocess
 import sys
 import tempfile
@@ -26,11 +27,11 @@ def lines_of(test, task, rows, *more):
 
 
 def reported(lines, program):
-    """What the program prints of `tasks`, read from these lines."""
+    """What the program prints of `rows`, those of a task on a machine, read from these lines."""
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        head = f"import sys, pathlib; sys.path.insert(0, {str(EVIDENCE)!r}); import report; "
-        return run("-c", f"{head}tasks = report.read(pathlib.Path({folder!r})); {program}")
+        head = f"import sys, pathlib; sys.path.insert(0, {str(EVIDENCE)!r}); import gather, report; "
+        return run("-c", f"{head}places = gather.read(pathlib.Path({folder!r}))['t']; rows = places['d']; {program}")
 
 
 class Evidence(unittest.TestCase):
@@ -95,14 +96,50 @@ class Evidence(unittest.TestCase):
                    "auc(torch.zeros(5), torch.tensor([0., 1., 0., 1., 1.])))")
         self.assertEqual(done.stdout.split(), ["0.875", "0.5"], done.stderr)
 
+    def test_tuned(self):
+        """Of files in Adult's form: who is tuned begins with what was learnt, and only older people are left."""
+        draw = random.Random(1)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("data", "test"):
+                with gzip.open(pathlib.Path(folder) / f"adult.{name}.gz", "wt") as out:
+                    for _ in range(400):
+                        age = draw.randrange(20, 70)
+                        rich = "<=50K" if (age > 45) == (draw.random() < 0.9) else ">50K"
+                        some = [draw.randrange(50) for _ in range(5)]
+                        cells = (age, "a", some[0], "b", some[1], *"cdefg", *some[2:], "h", rich)
+                        out.write(", ".join(map(str, cells)) + "\n")
+            program = f"import sys; sys.path.insert(0, {str(EVIDENCE)!r}); import torch; "
+            program += "import recommendation as r; "
+            program += "r.Tuned.learned = (lambda learn: lambda self, people: (setattr(self, 'steps', 60), "
+            program += "print(len(people[0])), learn(self, people))[2])(r.Tuned.learned); "
+            program += f"t = r.tasks({folder!r}, False, torch.device('cpu'))[1]; "
+            program += "print(len(t.training[0]), torch.equal(t.model().top[0].weight, t.start['top.0.weight']), t.begin)"
+            done = run("-c", program)
+        younger, older, same, begin = done.stdout.split()
+        self.assertEqual(int(younger) + int(older), 400, done.stderr)
+        self.assertGreater(int(older), 150)
+        self.assertEqual((same, len(begin)), ("True", 8))
+
     def test_missing_data(self):
         with tempfile.TemporaryDirectory() as folder:
             done = run(EVIDENCE / "run.py", "recommendation", "--data", folder)
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("UCI data set Adult", done.stderr)
 
+    def test_controls(self):
+        """Each takes its rate, its line says so, and the metric at the start stands in all."""
+        rows = "^(mixed|mixed, lr x 0.9|scruple, moments to nearest)$"
+        found = lines_of(self, "recommendation", rows)
+        rates = {row: line["hypers"]["lr"] for row, line in found.items()}
+        self.assertEqual(rates, {"mixed": 2e-3, "scruple, moments to nearest": 2e-3, "mixed, lr x 0.9": 2e-3 * 0.9})
+        self.assertEqual(found["scruple, moments to nearest"]["hypers"]["rounding"], {"moments": "nearest"})
+        self.assertEqual(len({line["start"] for line in found.values()}), 1)
+        self.assertEqual(len({line["metrics"]["log loss"] for line in found.values()}), 3)
+        for line in found.values():
+            self.assertGreater(line["start"], line["metrics"]["log loss"] + 0.02)
+
     def test_what_counts(self):
-        """The mean of the runs of a seed, the last set-up alone, the later of two times."""
+        """The mean of the runs of a seed, the last set-up alone, the later of two times; machines apart."""
         head = {"task": "t", "row": "torch fp32", "place": 0, "device": "d", "steps": 4, "begin": None, "errors": []}
         lines = [
             {**head, "steps": 3, "seed": 0, "metrics": {"loss": 9.0}, "losses": [9.0, 9.0]},
@@ -111,88 +148,29 @@ class Evidence(unittest.TestCase):
             {**head, "seed": 0, "metrics": {"loss": 2.0}, "losses": [2.0, None]},
             {**head, "ms": 7.0},
             {**head, "ms": 8.0},
+            {**head, "device": "e", "seed": 0, "metrics": {"loss": 7.0}, "losses": [7.0]},
         ]
-        done = reported(lines, "runs, times = tasks['t']['torch fp32']; "
-                        "print([(run['seed'], run['lead'], run['losses']) for run in runs], times['ms'])")
-        self.assertEqual(done.stdout.strip(), "[(0, 1.5, [2.0, None]), (1, 5.0, [5.0, 5.0])] 8.0", done.stderr)
+        done = reported(lines, "runs, times = rows['torch fp32']; "
+                        "print([(run['seed'], run['lead'], run['losses']) for run in runs], times['ms'], [*places])")
+        said = "[(0, 1.5, [2.0, None]), (1, 5.0, [5.0, 5.0])] 8.0 ['d', 'e']"
+        self.assertEqual(done.stdout.strip(), said, done.stderr)
 
     def test_gaps_are_of_pairs(self):
-        """A seed that the reference has not run is in its row's mean, and in no gap."""
-        head = {"task": "t", "place": 0, "device": "d", "steps": 4, "errors": [], "losses": [1.0]}
+        """A seed that the reference has not run is in its row's mean, and in no gap. Of the machines the one with more
+        pairs decides."""
+        head = {"task": "t", "place": 0, "device": "d", "steps": 4, "errors": [], "losses": [1.0], "date": "2026-11-18"}
         head["bytes"] = {"weights": 2.0, "state": 3.0, "gradients": 2.0}
-        runs = [("torch fp32", 0, 1.0), ("torch fp32", 1, 2.0), ("scruple", 0, 1.5), ("scruple", 1, 2.5), ("scruple", 2, 8.0)]
+        runs = [("mixed", 0, 1.0), ("mixed", 1, 2.0), ("scruple", 0, 1.5), ("scruple", 1, 2.5), ("scruple", 2, 8.0)]
         lines = [{**head, "row": row, "seed": seed, "metrics": {"loss": loss}} for row, seed, loss in runs]
-        done = reported(lines, "print(report.summary(tasks), report.table(tasks['t']), sep='\\n')")
-        self.assertIn("| +0.5000 ± 0.0000 (2) | +33.33 % |", done.stdout, done.stderr)
-        self.assertIn("| scruple (3) | 4.0000 ± 3.5000 | +0.5000 ± 0.0000 |", done.stdout)
-
-    def test_lines_are_only_appended(self):
-        """Every line of every commit is there still, and lines that do not count are lines."""
-        log = ["git", "log", "--format=", "-p", "--unified=0", "--", "evidence/lines", "evidence/superseded.jsonl"]
-        done = subprocess.run(log, cwd=EVIDENCE.parent, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            self.skipTest("no git checkout")
-        now = {path: set(path.read_text().splitlines()) for path in [*EVIDENCE.rglob("*.jsonl")]}
-        path, seen = None, 0
-        for text in done.stdout.splitlines():
-            if text.startswith("+++ b/"):
-                path = EVIDENCE.parent / text[6:]
-            elif text.startswith("+{"):
-                self.assertTrue(text[1:] in now.get(path, ()), f"removed or changed in {path.name}: {text[1:200]} ...")
-                seen += 1
-        self.assertGreater(seen, 700)
-        names = {(path.name, hashlib.sha256(text.encode()).hexdigest()[:16]) for path in now for text in now[path]}
-        marked = [json.loads(text) for text in now[EVIDENCE / "superseded.jsonl"]]
-        self.assertEqual([mark for mark in marked if (mark["file"], mark["line"]) not in names], [])
-        self.assertTrue(all(len(mark["reason"]) > 20 for mark in marked))
-
-    def test_verdicts(self):
-        """Student's t as tables have it; each verdict where it must be, and none with seven pairs."""
-        sys.path.insert(0, str(EVIDENCE))
-        import verdicts
-
-        known = {(0.95, 1): 6.3138, (0.95, 7): 1.8946, (0.975, 1): 12.7062, (0.975, 7): 2.3646, (0.975, 29): 2.0452}
-        for (share, freedom), value in known.items():
-            self.assertAlmostEqual(verdicts.quantile(share, freedom), value, places=4)
-        small = [0.001, -0.001, 0.0005, -0.0005, 0.0008, -0.0008, 0.0002, 0.0]
-        for gaps, expected in (
-            (small, "equivalent"),
-            (small[:7], "not shown"),
-            ([0.01 + x for x in small], "worse"),
-            ([-0.01 + x for x in small], "better"),
-            ([0.0029 + x for x in small], "worse"),  # within the margin by its mean alone
-            ([100 * x for x in small], "not shown"),
-        ):
-            self.assertEqual(verdicts.verdict(gaps, 1.0)[0], expected, gaps)
-        self.assertEqual(verdicts.verdict([0.5], 1.0), ("not shown", 0.5, None, None))
-
-    def test_verdicts_of_the_page(self):
-        """Computed anew, from the lines alone."""
-        old = {json.loads(text)["line"] for text in (EVIDENCE / "superseded.jsonl").read_text().splitlines()}
-        texts = [text for path in sorted(EVIDENCE.glob("lines/*.jsonl")) for text in path.read_text().splitlines()]
-        lines = [json.loads(text) for text in texts if hashlib.sha256(text.encode()).hexdigest()[:16] not in old]
-        lines = [line for line in lines if line.get("seed") is not None]
-        last = {line["task"]: [line.get(key) for key in ("steps", "device", "begin")] for line in lines}
-        found = {}
+        lines += [{**line, "device": "e", "date": "2026-11-19"} for line in lines if line["seed"] == 0]
+        done = reported(lines, "print(report.table(rows), gather.deciding(places))")
+        self.assertIn("| scruple | 3 | 4.00 | +33.3 | +33.3..+33.3 | 7.00 |", done.stdout, done.stderr)
+        self.assertIn("Every verdict: not shown.", done.stdout)
+        self.assertEqual(done.stdout.split()[-1], "d")
         for line in lines:
-            if last[line["task"]] == [line.get(key) for key in ("steps", "device", "begin")]:
-                value = next(iter(line["metrics"].values()))
-                found.setdefault((line["task"], line["row"]), {}).setdefault(line["seed"], []).append(value)
-        page = (EVIDENCE / "README.md").read_text().partition("<!-- verdicts -->\n")[2].partition("<!-- end -->")[0]
-        rows = [[cell.strip() for cell in text.split("|")[1:-1]] for text in page.splitlines()[2:]]
-        self.assertGreater(len(rows), 40)
-        for task, row, verdict, pairs, gap, _, _ in rows:
-            ours, exact = ({s: sum(x) / len(x) for s, x in found[task, name].items()} for name in (row, "mixed"))
-            gaps = [ours[seed] - exact[seed] for seed in ours if seed in exact]
-            mean = 100 * sum(gaps) / len(gaps) / (sum(exact.values()) / len(exact))
-            mean = -mean if task.startswith(("images", "translation")) else mean
-            self.assertEqual((int(pairs), gap), (len(gaps), f"{mean:+.3g}"), (task, row))
-            self.assertLess(len(gaps), 8)  # else the next line has to be thought over
-            self.assertEqual(verdict, "not shown")
-
-    def test_page(self):
-        done = run(EVIDENCE / "report.py", "--check")
-        self.assertEqual(done.returncode, 0, done.stderr)
+            line["start"] = 3.5
+        done = reported(lines, "print(gather.gap('scruple', rows).gained)")
+        self.assertEqual(done.stdout.strip(), "25.0", done.stderr)  # 0.5 of 2
 
 
 if __name__ == "__main__":
