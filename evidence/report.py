@@ -190,15 +190,15 @@ def index(tasks, pages):
     lines = []
     for task, places in tasks.items():
         device = gather.deciding(places)
-        rows = places[device]
+        rows, where = places[device], machine(device).split(",")[0]
         page = next(path for path, text in pages.items() if f"<!-- {task} -->" in text)
         link = f"[{task}]({page.relative_to(HERE)})"
         if EXACT not in rows or "scruple" not in rows:
-            lines.append((link, machine(device), "–", "–", "–", "–"))
+            lines.append((link, where, "–", "–", "–", "–"))
             continue
         found = gap("scruple", rows)
         sees = "yes" if sighted(rows) else "no"
-        lines.append((link, machine(device), sees, str(found.pairs), three(found.mean, "+"), found.verdict))
+        lines.append((link, where, sees, str(found.pairs), three(found.mean, "+"), found.verdict))
     return markdown(("task", "machine", "sees pure bf16", "pairs", "gap of `scruple`, %", "verdict"), lines, texts=2)
 
 
