@@ -160,7 +160,7 @@ class Train(Case):
         done = run("plan", config, "--optimizer", "sgd", "--batch", "1", "--context", "16", "--device", "cuda")
         if "this build has no trainer for GPUs" in done.stderr:
             self.skipTest("no CUDA in this build")
-        self.assertRegex(done.stdout, r"lpmm: weights of int10 are computed with on the CPU alone; choose --device cpu", done.stderr)
+        self.assertRegex(done.stdout, r"lpmm: weights of int10 train on the CPU alone; choose --device cpu", done.stderr)
         self.assertRegex(done.stdout, r"(?m)^scruple ")
 
     def test_numbers_are_grouped(self):
