@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from .. import _abi
 from .._abi import Error, UsageError, few, library, said
 from .optimizer import Optimizer
-from .planes import NAMES, decode, is_ours, meaning, recode
+from .planes import NAMES, decode, is_ours, kind_of, meaning, recode
 from .shards import is_sharded
 from .state import make_state, unchanged_on_error
 
@@ -211,7 +211,7 @@ def _held_entry(opt, name, p):
 def load(opt, model, path, *, scaler=None):
     held, rest = _contents(opt, model, scaler)
     if opt._handle is not None:
-        raise UsageError("load under release_gradients; call handle.remove(), load, then release again")
+        opt._handle.before_load()
     with _abi.open_checkpoint(path) as (handle, contents):
         folder, scale, (groups, texts, notes) = contents.folder, contents.loss_scale, _trainer(contents)
         stored = {tensor.name: tensor for tensor in contents.tensors}
@@ -364,7 +364,7 @@ def _check_fits(opt, name, p, tensor, contents, ours):
     recipe = opt.param_groups[index]["recipe"]
     found = [(array.name, array.format, array.rounding) for array in tensor.arrays]
     # fp32 takes a weight of any format: all their values are fp32 numbers.
-    taken = [layout.described[0], *found[1:]] if p.dtype is torch.float32 else found
+    taken = [layout.described[0], *found[1:]] if kind_of(p) == "fp32" else found
     stored = layout.as_saved({array: form for array, form, _ in taken}, recipe)
     if stored is None or list(map(meaning, taken)) != list(map(meaning, stored.described)):
         has = ", ".join(f"{array} in {form} ({by})" for array, form, by in found)

@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .. import _abi
 from .._abi import UsageError, library
 from . import state as state_files
+from .coded import form_of, memory_of
 from .engines import engine_for
 from .planes import NAMES, Layout, count_of, decode, described, encode
 from .planes import is_begun, meaning, sized, start_extra
@@ -49,7 +50,7 @@ class Entry(NamedTuple):
     def fits(self, weight, turn):
         """Whether it can be used again for this weight, under these groups."""
         known = (self.turn, self.address, self.row.size, self.layout.dtype, not self.strided)
-        here = (turn, weight.data_ptr(), weight.numel(), weight.dtype, weight.is_contiguous())
+        here = (turn, memory_of(weight).data_ptr(), weight.numel(), weight.dtype, weight.is_contiguous())
         return known == here and (not self.planes or self.planes[0].device == weight.device)
 
     def by_plane(self):
@@ -165,7 +166,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise UsageError(f"{sized(p)} is sparse; scruple steps dense parameters")
             if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride())):
                 raise UsageError(f"elements of {sized(p)} share memory; use .contiguous() on it first")
-            Layout(rule, group, p.dtype, p.numel())
+            Layout(rule, group, p.dtype, p.numel(), form_of(p))
 
     def _check_weights(self):
         """Refuses weights in 16 bits where every parameter, or every one of a group that asks for it, is in fp32."""
@@ -173,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
             own, named = group["weights"] != self.defaults["weights"], group["weights"] or "fp32"
             params = group["params"] if own else self._all_params()
             kinds = {NAMES.get(p.dtype) for p in params if p.requires_grad}
-            if kinds == {"fp32"} and not named.startswith("fp32"):
+            if kinds == {"fp32"} and named.startswith(("bf16", "fp16")):
                 raise UsageError(f"weights={named!r} for fp32 parameters; cast_model first, or leave it out")
 
     def _hypers(self, group):
@@ -308,6 +309,9 @@ class Optimizer(torch.optim.Optimizer):
             entry.row.step = count_of(state) + 1
             return entry
         layout = self._layout(p)
+        if layout.waits:
+            hint = "call compress_weights(model, opt) before the first step (and after moving the model)"
+            raise UsageError(f"{sized(p)} is to be kept in {layout.waits}; {hint}, or give weights='bf16+8' or 'fp32'")
         self._check_meaning(p, layout)
         planes, values, steps = layout.read(p, state)
         row = layout.place(weight, planes, self._number[p][0], offset_of(p))
@@ -331,7 +335,7 @@ class Optimizer(torch.optim.Optimizer):
         strided = not weight.is_contiguous()
         held, places = list(planes.values()), [x.data_ptr() for x in planes.values()]
         memory = [x.untyped_storage() for x in held]
-        state.entry = Entry(layout, row, held, places, memory, weight.data_ptr(), strided, self._turn)
+        state.entry = Entry(layout, row, held, places, memory, memory_of(weight).data_ptr(), strided, self._turn)
         if state.shown is None or state.get("step") is not state.shown or state.steps != steps:
             state.show(steps)
         return state.entry
@@ -348,14 +352,14 @@ class Optimizer(torch.optim.Optimizer):
                 self.state.pop(p)
                 self.state.update({p: own} if own else {})
 
-    def _layout(self, p):
-        """Formats of a parameter, whether it has state or not."""
+    def _layout(self, p, form=None):
+        """Formats of a parameter, whether it has state or not; of one that is to become coded in `form`."""
         if self._buckets is None:
             self._make_buckets(list(map(self._hypers, self.param_groups)))
         index, device = self._number[p][1], local(p).device
         rule, group = self._rule(index, device), self.param_groups[index]
         self._update_rule(rule, group, self._hypers(group), device)
-        return Layout(rule, group, p.dtype, p.numel())
+        return Layout(rule, group, p.dtype, p.numel(), form or form_of(p))
 
     # ---- Tables ----
 
@@ -523,6 +527,8 @@ class Optimizer(torch.optim.Optimizer):
     def _contiguous(self, p, entry):
         """Its row over a weight in one run of memory, and that weight: the parameter's own, or a copy."""
         row, weight = _abi.Tensor.from_buffer_copy(entry.row), local(p).detach().contiguous()
+        if form_of(p):
+            return row, weight
         row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
         return row, weight
 
@@ -612,8 +618,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Takes a state_dict() of ours, or of torch.optim's or FlashOptim's optimizer of the same kind."""
         if self._handle is not None:
-            hint = "(with accelerate after prepare(); with the Trainer by scruple.torch.transformers)"
-            raise UsageError(f"load under release_gradients; handle.remove() first, and release again {hint}")
+            self._handle.before_load()
         state_dict = dict(state_dict) if isinstance(state_dict, dict) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)

@@ -17,15 +17,27 @@ import torch
 
 from .. import _abi
 from .._abi import UsageError, library
+from .coded import form_of, memory_of, planes_of
 from .engines import engine_for
 from .shards import local
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHUNK = 1 << 22  # values that are converted at a time: 16 MiB in fp32
+_CODED = ("weight/codes", "weight/scale")
 _FIXED = ("step", "extra", "adagc_norm")  # entries of every optimizer's state
 _CODES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # What a recipe meant in older states, and means now: such a moment is converted when it is loaded.
 _FORMER = {"scant": ("log4", "log5")}
+
+
+def few_elements():
+    """Weights of no more elements never become codes."""
+    return _abi.recipes()["lpmm"].small
+
+
+def kind_of(p):
+    """What the parameter itself is stored in."""
+    return form_of(p) or NAMES[p.dtype]
 
 
 def sized(p):
@@ -42,8 +54,8 @@ def weight_format(name, dtype, asked):
     own = NAMES[dtype]
     _abi.format_named(name)  # says what there is, where there is no such format
     base, plus, extra = name.partition("+")
-    if base not in NAMES.values():
-        raise UsageError(f"weights in {name}: no torch parameter holds them; pass weights='bf16+8' or 'fp32'")
+    if base not in NAMES.values():  # codes: until compress_weights makes them, the parameter is plain
+        return own
     if own == "fp32":
         return own
     if asked and base not in (own, "fp32"):
@@ -129,9 +141,9 @@ class Plane(NamedTuple):
 
 
 def _planes(arrays):
-    """All that the parameter itself does not hold."""
+    """All that the parameter itself does not hold, and a coded weight's planes."""
     for a, name, form in arrays:
-        if a != _abi.WEIGHT:
+        if a != _abi.WEIGHT or form.aux_is_scale:
             dtype = _CODES.get(form.name, torch.uint8)
             yield Plane(codes_name(name, form), a, "codes", dtype.itemsize * 8 / form.code_bits, dtype, form)
         if form.aux_is_scale:
@@ -145,7 +157,8 @@ def _planes(arrays):
 class Layout:
     """The formats of one parameter under one rule, by recipe and by what the group says instead."""
 
-    def __init__(self, rule, group, dtype, size):
+    def __init__(self, rule, group, dtype, size, form=None):
+        """`form`: that of a coded parameter."""
         if dtype not in NAMES:
             hint = "train torch.view_as_real of it" if dtype.is_complex else "use fp32, bf16 or fp16"
             raise UsageError(f"a parameter has dtype {dtype}, for which there is no format; {hint}")
@@ -154,7 +167,11 @@ class Layout:
         row.arrays[_abi.GRADIENT] = _abi.Array()
         arrays, small = _arrays(row), size <= _abi.recipes()[group["recipe"]].small
         asked = group["weights"] if not small else None
-        named = weight_format(asked or _abi.format_at(row.arrays[_abi.WEIGHT].format).name, dtype, asked)
+        meant = asked or _abi.format_at(row.arrays[_abi.WEIGHT].format).name
+        named = form or weight_format(meant, dtype, asked)
+        # What compress_weights is to make of the parameter before it can be stepped.
+        codes = _abi.format_named(meant).aux_is_scale and size > few_elements()
+        self.waits = meant if codes and not form else None
         library.tensor_set_format(byref(row), b"weights", named.encode())
         if group["moments"] and not small:
             _set_moments(row, group["moments"], arrays)
@@ -170,7 +187,7 @@ class Layout:
         self.formats = {name: form.name for _, name, form in arrays}
         self.slots = [name for a, name, _ in arrays if a != _abi.WEIGHT]
         # Moments that are not kept under torch's name for them.
-        self.coded = [plane.slot for plane in self.planes if plane.name.endswith("/codes")]
+        self.coded = [x.slot for x in self.planes if x.name.endswith("/codes") and x.array != _abi.WEIGHT]
 
     @property
     def described(self):
@@ -202,6 +219,12 @@ class Layout:
         had = () if state.entry is None else state.entry.layout.formats
         for slot, parts in itertools.groupby(self.planes, lambda plane: plane.slot):
             parts = list(parts)
+            if parts[0].array == _abi.WEIGHT and slot != "extra":  # the parameter's own, with what was set in their place
+                for plane, own in zip(parts, planes_of(p)):
+                    if (held := state.get(plane.name, own)) is not own:
+                        own.copy_(held)
+                    planes[plane.name] = own
+                continue
             fit = all(plane.fits(weight, state.get(plane.name)) for plane in parts)
             here = any(plane.name in state for plane in parts)
             given = state.has(slot) and (slot in self.coded or not fit and slot != "extra")
@@ -229,7 +252,7 @@ class Layout:
         """The table row of a parameter whose weight stands in `param` and whose other planes in `planes`."""
         row = _abi.Tensor.from_buffer_copy(self.row)
         row.size, row.id, row.offset = param.numel(), number, offset
-        row.arrays[_abi.WEIGHT].codes = param.data_ptr()
+        row.arrays[_abi.WEIGHT].codes = memory_of(param).data_ptr()
         for plane in self.planes:
             if not plane.fits(param, planes.get(plane.name)):
                 what = f"{sized(param)} is {NAMES[self.dtype]} on {param.device}, and its state has no {plane.name!r}"
@@ -241,7 +264,8 @@ class Layout:
     def stored(self, param, state):
         """((array, plane), tensor) of all that a checkpoint has of a parameter, in its order."""
         order = [a for a, *_ in self.arrays]
-        yield (0, 0), param
+        if not form_of(param):
+            yield (0, 0), param
         for plane in self.planes:
             yield (order.index(plane.array), int(plane.part == "aux")), state[plane.name]
 
@@ -253,7 +277,7 @@ def is_ours(name, layout=None):
     """Whether an entry of a parameter's state means something to an optimizer, or to one of this layout; others
     are the user's own."""
     slot, *coded = str(name).replace("::", "/").split("/")
-    known = slot in _FIXED or any(slot in slots for _, slots, _ in _abi.rules().values())
+    known = slot in _FIXED or name in _CODED or any(slot in slots for _, slots, _ in _abi.rules().values())
     return known and (layout is None or bool(coded) or slot in {*_FIXED, *layout.formats})
 
 

@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 
 from .. import _abi
 from .._abi import UsageError, library
+from .coded import planes_of
 from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import is_begun, sized
@@ -82,8 +83,7 @@ def release_gradients(
             raise UsageError(f"{what}; leave accumulate out")
         scaler = opt.scaler or False if scaler is None else scaler
     accumulate, reduction = 1 if accumulate is None else accumulate, reduction or "mean"
-    while isinstance(inside := getattr(opt, "optimizer", None), torch.optim.Optimizer):
-        opt = inside  # in those of accelerate and Lightning
+    opt = inner_optimizer(opt)
     _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator)
     mine = set(opt._all_params())
     params = [p for p in model.parameters() if p.requires_grad and p in mine]
@@ -105,6 +105,13 @@ def release_gradients(
         options.update(max_norm=max_norm if max_norm and math.isfinite(max_norm) else 0.0)
         path = Sinks(opt, params, options, accumulator, scaler, reduction == "sum")
     return Handle(opt, params, path, process_group, scaler is not None)
+
+
+def inner_optimizer(opt):
+    """That in those of accelerate and Lightning."""
+    while isinstance(inside := getattr(opt, "optimizer", None), torch.optim.Optimizer):
+        opt = inside
+    return opt
 
 
 def _check(model, opt, policy, accumulate, reduction, accumulation, scaler, accumulator):
@@ -456,6 +463,13 @@ class Handle:
             what = f"{sized(gradient)} has a gradient of no training step: in handle.paused(), or after opt.step()"
             raise UsageError(f"{what}. Call opt.zero_grad() before every training pass, or before none")
 
+    def before_load(self):
+        if self._path.batches:
+            what = f"loading after {self._path.batches} micro-batches would lose their gradients"
+            raise UsageError(f"{what}; load after opt.step() or opt.zero_grad()")
+        self._path.settle()
+        self._path.replaced = True
+
     def refuse_stored(self, what):
         """Plain release leaves gradients that it did not take to opt.step()."""
         if not isinstance(self._path, Steps):
@@ -616,7 +630,8 @@ def _average(gradients, group):
 
 def _broadcast(model, group):
     first = torch.distributed.get_global_rank(group, 0)
-    for tensor in map(torch.Tensor.detach, (*model.parameters(), *model.buffers())):
+    held = [x for p in (*model.parameters(), *model.buffers()) for x in (planes_of(p) or (p.detach(),))]
+    for tensor in held:
         values = tensor.contiguous()
         torch.distributed.broadcast(values, first, group=group)
         if values.data_ptr() != tensor.data_ptr():

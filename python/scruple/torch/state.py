@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from .. import _abi
 from .._abi import UsageError, few
-from .planes import NAMES, chunks, codes_name, decode_as, described, encode, is_begun, is_ours, recode
+from .planes import NAMES, chunks, codes_name, decode_as, described, encode, is_begun, is_ours, kind_of, recode
 from .shards import is_run, is_sharded, like, local, offset_of, part_of
 from .watched import copy_of
 
@@ -67,7 +67,7 @@ def save(opt, as_):
     groups = []
     for group in opt.param_groups:
         by_size = sorted(group["params"], key=torch.Tensor.numel)  # the large have the recipe's formats
-        group["formats"] = {NAMES[p.dtype]: opt._layout(p).formats for p in by_size if p.dtype in NAMES}
+        group["formats"] = {kind_of(p): opt._layout(p).formats for p in by_size if p.dtype in NAMES}
         kept = [key for key in group if as_ == "scruple" or key not in _OURS]
         saved = {hidden.get(key, key): group[key] for key in kept}
         groups.append({**saved, "params": [numbers[p] for p in group["params"]]})
@@ -218,10 +218,11 @@ def _check(number, name, found, shape, dtype):
 def _read_ours(opt, p, number, state, source):
     """Checks one parameter's planes, and returns what writes them."""
     layout, weight = opt._layout(p), local(p)
-    formats = (source.get("formats") or {}).get(NAMES[p.dtype])
+    formats = (source.get("formats") or {}).get(kind_of(p))
     if source.get("formats") and formats is None:
-        kinds = f"parameter {number} is {NAMES[p.dtype]}, and the state is of {', '.join(source['formats'])}"
-        raise UsageError(f"{kinds}; cast the model alike (cast_model), or load its state_dict(as_='torch')")
+        kinds = f"parameter {number} is {kind_of(p)}, and the state is of {', '.join(source['formats'])}"
+        hint = "make the model alike (cast_model, compress_weights), or load its state_dict(as_='torch')"
+        raise UsageError(f"{kinds}; {hint}")
     stored = layout  # what the planes in the state are
     if formats is not None and p.numel() > _abi.recipes()[source["recipe"]].small:
         stored = layout.as_saved(formats, source["recipe"])

@@ -1,0 +1,102 @@
+"""compress_weights: weights, moments and gradients in low bits (LPMM, Li et al., ICLR 2023 submission), for any module."""
+
+import torch
+
+from .. import _abi
+from .._abi import UsageError
+from .coded import Coded, Store, form_of
+from .optimizer import Optimizer
+from .planes import NAMES, few_elements
+from .release import inner_optimizer, release_gradients
+from .shards import is_sharded
+
+
+@torch.no_grad()
+def compress_weights(model, opt, *, accumulator="int8", **how):
+    """From now on the weights of `model` that `opt` keeps in int8 to int12 live as codes, and backward() folds
+    gradients into 8-bit accumulators and frees them, as release_gradients(model, opt, policy="compressed") does, whose
+    handle this returns and whose arguments it takes: accumulate, max_norm, scaler, reduction, process_group.
+
+    opt = SGD(model.parameters(), lr=0.1, momentum=0.9, recipe="lpmm")
+    handle = compress_weights(model, opt, accumulate=4)
+
+    Which weights: those of more than 4,096 elements in a group with recipe="lpmm" or weights="int8" .. "int12". They
+    stay in model.parameters(), with shape and dtype. A weight is decoded where it is used and freed after, forward and
+    backward. Copies (copy.deepcopy, state_dict) are plain tensors.
+    Call it where the model will train, before the first step. After an error the model is as it was.
+    """
+    if "policy" in how:
+        raise UsageError("compress_weights folds gradients (policy='compressed'); leave policy out")
+    inner = inner_optimizer(opt)
+    if not isinstance(inner, Optimizer):
+        raise UsageError(f"the optimizer is a {type(inner).__name__}; it must be one of scruple.torch")
+    inner._settle()
+    inner._update_rules()
+    names = _weights(model, inner)
+    coded, swapped = {p: _coded(inner, p) for p in names}, []
+    try:
+        for p, twin in coded.items():
+            _swap(p, twin, names[p])
+            swapped.append((p, twin))
+        inner._forget_tables()
+        handle = release_gradients(model, opt, policy="compressed", accumulator=accumulator, **how)
+    except BaseException:
+        for p, twin in swapped:
+            inner._state.pop(p, None)
+            torch.utils.swap_tensors(p, twin)
+        inner._forget_tables()
+        raise
+    for module in model.modules():
+        if any(type(p) is Coded for p in module._parameters.values()):
+            module.register_state_dict_post_hook(_decode_state)
+    return handle
+
+
+def _weights(model, opt):
+    """{parameter: name} of those that become codes. What can be wrong with one is said before any is touched."""
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
+    mine, names = set(opt._all_params()), {}
+    for name, p in model.named_parameters():
+        if p not in mine or not p.requires_grad or p.dtype not in NAMES or not opt._layout(p).waits:
+            continue
+        if is_sharded(p):
+            raise UsageError(f"{name} is a DTensor (FSDP2), which cannot hold codes; use process_group= instead")
+        if p.device.type not in ("cpu", "cuda"):
+            raise UsageError(f"{name} is on device {p.device}; move the model to a CPU or a CUDA device first")
+        if type(p) is not torch.nn.Parameter:
+            raise UsageError(f"{name} is a {type(p).__name__}; only plain parameters can become codes")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise UsageError(f"{name} has hooks, which would stay behind; register them after compress_weights")
+        if not p.isfinite().all():
+            raise UsageError(f"{name} has values that are not finite, and no code holds them")
+        names[p] = name
+    if not names:
+        few = f"weights of up to {few_elements()} elements stay as they are"
+        raise UsageError(f"no weight becomes codes: give the optimizer recipe='lpmm' or weights='int12'; {few}")
+    return names
+
+
+def _coded(opt, p):
+    """A parameter with the values of p in codes, to nearest."""
+    layout = opt._layout(p, opt._layout(p).waits)
+    planes = {plane.part: plane.zeros(p) for plane in layout.planes if plane.array == _abi.WEIGHT}
+    store = Store(planes["codes"], planes["aux"], _abi.format_named(layout.formats["weight"]), p.shape, p.dtype)
+    store.encode(p.detach())
+    return torch.nn.Parameter(Coded(store), p.requires_grad)
+
+
+def _swap(p, twin, name):
+    """p becomes the twin and the other way round, for all who refer to p."""
+    try:
+        torch.utils.swap_tensors(p, twin)
+    except RuntimeError as problem:
+        hint = "drop what an earlier forward pass left (del loss), and call compress_weights before torch.compile"
+        raise UsageError(f"{name} is held by something else ({problem}); {hint}") from None
+
+
+def _decode_state(module, state, prefix, _):
+    for name, p in module._parameters.items():
+        found = state.get(prefix + name)
+        if form_of(p) and type(found) is Coded and found is not p:  # else keep_vars=True
+            state[prefix + name] = found.decode()
