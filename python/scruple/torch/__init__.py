@@ -7,10 +7,10 @@ opt = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 
 from .cast import cast_model
 from .compress import compress_weights
-from .numerics import check_updates
+from .numerics import check_updates, watch_updates
 from .optimizers import SGD, SGDW, Adagrad, Adam, AdamW, Lion, RMSprop
 from .release import release_gradients
 from .scaler import LossScaler
 
 __all__ = ["SGD", "SGDW", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop"]
-__all__ += ["LossScaler", "cast_model", "check_updates", "compress_weights", "release_gradients"]
+__all__ += ["LossScaler", "cast_model", "check_updates", "compress_weights", "release_gradients", "watch_updates"]

@@ -14,11 +14,11 @@ from .engines import engine_for
 from .shards import local
 
 _aten = torch.ops.aten
-_SAME_SHAPE = {_aten.detach.default, _aten.alias.default, _aten._to_copy.default}
+_SAME = {_aten.detach.default, _aten.alias.default}
 # Views. They are taken of the decoded values, when these are used.
-_VIEWS = {_aten.detach.default, _aten.alias.default, _aten.t.default, _aten.transpose.int, _aten.permute.default}
-_VIEWS |= {_aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim}
-_VIEWS |= {_aten.slice.Tensor, _aten.select.int, _aten.expand.default}
+_VIEWS = {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default}
+_VIEWS |= {_aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.slice.Tensor}
+_VIEWS |= {_aten.select.int, _aten.expand.default}
 
 
 @torch.library.custom_op("scruple::decode_weight", mutates_args=())
@@ -38,6 +38,7 @@ class Store:
     def __init__(self, codes, scale, form, shape, dtype):
         self.codes, self.scale, self.form, self.shape, self.dtype = codes, scale, form, shape, dtype
         self.row = None
+        self.hook = None  # what release_gradients does when a gradient has come
 
     def _row(self):
         """The library's view of it. Made late: torch.compile makes stores that have no memory."""
@@ -70,14 +71,30 @@ class Coded(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, store, source=None, made_by=None, like=None):
+    def __new__(cls, store, source=None, made_by=None, like=None, read_at=None):
         like = like if like is not None else torch.empty(store.shape, dtype=store.dtype, device="meta")
         options = dict(strides=like.stride(), dtype=like.dtype, device=store.codes.device)
         return torch.Tensor._make_wrapper_subclass(cls, like.shape, **options)
 
-    def __init__(self, store, source=None, made_by=None, like=None):
+    def __init__(self, store, source=None, made_by=None, like=None, read_at=None):
         self.store, self.source, self.made_by = store, source, made_by
-        self.read_at = None  # a cast: the version of the weight that it is of
+        self.read_at = read_at  # of a cast: the version of the weight
+
+    def requires_grad_(self, requires_grad=True):
+        """torch's. model.to() makes a new parameter over the same codes even where it moves nothing: it needs the hook."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.store.hook is not None and not self._post_accumulate_grad_hooks:
+            self.register_post_accumulate_grad_hook(self.store.hook)
+        return self
+
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, values):  # torch would take the new shape and keep the old codes
+        hint = "Move or cast a model before compress_weights; write by weight.copy_(values) under torch.no_grad()"
+        raise UsageError(f"a coded weight cannot be moved or cast, nor its .data be set. {hint}")
 
     def decode(self):
         return self._of(self.store.decode())
@@ -95,23 +112,24 @@ class Coded(torch.Tensor):
         """The same tensor, of which `func` is computed when it is used."""
         if func is _aten.t.default:
             like = _Like(self.shape[::-1], self.stride()[::-1], self.dtype)
-        elif func in _SAME_SHAPE:
-            like = _Like(self.shape, self.stride(), named.get("dtype") or self.dtype)
+        elif func is _aten._to_copy.default:
+            like = _Like(self.shape, self.stride(), named["dtype"])
         else:
             like = func(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"), *rest, **named)
-        made = Coded(self.store, self, (func, rest, named), like)
-        if func is _aten._to_copy.default:
-            made.read_at = self._version
-        return made
+        read_at = self._version if func is _aten._to_copy.default else None
+        return Coded(self.store, self, (func, rest, named), like, read_at)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         named = kwargs or {}
+        if func in _SAME:
+            x = args[0]
+            return Coded(x.store, x.source, x.made_by, x, x.read_at)
         if func in _VIEWS or func is _aten._to_copy.default and _is_autocast(*args, **named):
             return args[0]._later(func, args[1:], named)
         if func._schema.is_mutable:
             return _write(func, args, named)
-        return func(*_decoded(args), **{name: _decoded(x) for name, x in named.items()})
+        return func(*map(_decoded, args), **{name: _decoded(x) for name, x in named.items()})
 
     # ---- Copies and files are plain tensors ----
 
@@ -162,7 +180,9 @@ def _is_autocast(x, dtype=None, layout=None, device=None, pin_memory=None, non_b
 def _decoded(x):
     if type(x) is Coded:
         return x.decode()
-    return type(x)(map(_decoded, x)) if type(x) in (list, tuple) else x
+    if type(x) is list and any(type(one) is Coded for one in x):
+        return list(map(_decoded, x))
+    return x
 
 
 def _write(func, args, named):
@@ -170,8 +190,8 @@ def _write(func, args, named):
     written, stands_for = {}, {}  # by its store: the values of a weight; by its own: a view of them
 
     def opened(x, into):
-        if type(x) in (list, tuple):
-            return type(x)(opened(one, into) for one in x)
+        if type(x) is list:
+            return [opened(one, into) for one in x]
         if type(x) is not Coded or not into:
             return _decoded(x)
         source = x

@@ -1,5 +1,6 @@
 """A look at whether the present learning rate can move weights in the format they are kept in."""
 
+import contextlib
 from ctypes import byref
 
 import torch
@@ -69,3 +70,49 @@ def _unmoved(opt, p):
     after = decode(row, _abi.WEIGHT, row.size, device)
     unmoved = (before == after)[gradient != 0]
     return unmoved.double().mean().item() if unmoved.numel() else 0.0
+
+
+@contextlib.contextmanager
+def watch_updates(opt, model=None):
+    """Which share of the weights the steps inside leave as they are: a dict, filled at the end of the block.
+
+    with watch_updates(opt, model) as unmoved:
+        criterion(model(x), y).backward()
+        opt.step()
+    print(unmoved)                  # {"layer1.0.conv1.weight": 0.93, ...}; without a model by parameter
+
+    Of the first 65,536 elements of each parameter those count whose momentum is not zero after the steps; one in codes
+    has moved if its code has. Rounded to nearest, what does not move is lost; rounded stochastically it moves on average,
+    and a high share says that steps are small beside the distance of codes. Waits for the device.
+    """
+    names = {p: name for name, p in model.named_parameters()} if model is not None else {}
+    opt._settle()
+    opt._update_rules()
+    params = [p for p in opt._number if p.requires_grad and p.numel()]
+    before, shares = {p: _sampled(opt, p)[0] for p in params}, {}
+    yield shares
+    opt._settle()
+    opt._update_rules()
+    for p, was in before.items():
+        weights, moving = _sampled(opt, p)
+        unmoved = (weights == was)[moving]
+        if unmoved.numel():
+            shares[names.get(p, p)] = unmoved.double().mean().item()
+
+
+@torch.no_grad()
+def _sampled(opt, p):
+    """The first elements' weights at full width, and whether each has momentum (all, where the rule keeps none)."""
+    with opt._tried(p) as entry:
+        row, kept = opt._contiguous(p, entry)
+        part, size = _abi.Tensor(), min(row.size, SAMPLE)
+        library.tensor_view(byref(row), 0, size, byref(part))
+        weight = part.arrays[_abi.WEIGHT]
+        form = _abi.format_at(weight.format)
+        if form.aux_is_scale:  # the codes: a group's scale moves by itself, and the values of all its codes with it
+            ones = torch.ones(-(-size // form.group_size), device=kept.device)
+            weight.aux = ones.data_ptr()
+        weights = decode(part, _abi.WEIGHT, (size,), kept.device)
+        if not entry.layout.slots:
+            return weights, torch.ones_like(weights, dtype=torch.bool)
+        return weights, decode(part, entry.layout.index(entry.layout.slots[0]), (size,), kept.device) != 0

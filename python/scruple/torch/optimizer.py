@@ -309,9 +309,7 @@ class Optimizer(torch.optim.Optimizer):
             entry.row.step = count_of(state) + 1
             return entry
         layout = self._layout(p)
-        if layout.waits:
-            hint = "call compress_weights(model, opt) before the first step (and after moving the model)"
-            raise UsageError(f"{sized(p)} is to be kept in {layout.waits}; {hint}, or give weights='bf16+8' or 'fp32'")
+        layout.check_ready(p)
         self._check_meaning(p, layout)
         planes, values, steps = layout.read(p, state)
         row = layout.place(weight, planes, self._number[p][0], offset_of(p))
@@ -549,7 +547,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise UsageError(f"a value for {sized(p)} is {described(value)}; give floats of that shape")
         memory, values = set(map(_memory, values)), dict(values)
         for p, value in values.items():  # in the memory of a parameter, which may be written first
-            if _memory(value) in memory and value.data_ptr() != p.data_ptr():
+            if _memory(value) in memory and value.data_ptr() != memory_of(p).data_ptr():
                 values[p] = value.clone()
         # Those with state first: only they can be refused, and the others get state here.
         order = sorted(values, key=lambda p: not is_begun(self._state.get(p)))
@@ -640,7 +638,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _memory(tensor):
-    return local(tensor).untyped_storage().data_ptr()
+    return memory_of(tensor).untyped_storage().data_ptr()
 
 
 def _address(tensor):

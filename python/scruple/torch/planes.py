@@ -182,6 +182,11 @@ class Layout:
         self.exact = {name for _, name, role in arrays if role == _abi.ROLE_EXACT}
         self._set_arrays([(a, name, _abi.format_at(row.arrays[a].format)) for a, name, _ in arrays])
 
+    def check_ready(self, p):
+        if self.waits:
+            hint = "call compress_weights(model, opt) before the first step, or give weights='bf16+8' or 'fp32'"
+            raise UsageError(f"{sized(p)} is to be kept in {self.waits}, and is a plain one; {hint}")
+
     def _set_arrays(self, arrays):
         self.arrays, self.planes = arrays, list(_planes(arrays))
         self.formats = {name: form.name for _, name, form in arrays}

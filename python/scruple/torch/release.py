@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 
 from .. import _abi
 from .._abi import UsageError, library
-from .coded import planes_of
+from .coded import form_of, planes_of
 from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import is_begun, sized
@@ -414,16 +414,24 @@ class Handle:
         self._flying = {}, []  # gradients that are being averaged over ranks, and what to wait for
         opt._handle = self
         hook = torch.Tensor.register_post_accumulate_grad_hook
-        self._hooks = [hook(p, partial(self._arrive, i, local(p).numel())) for i, p in enumerate(params)]
+        arrivals = [partial(self._arrive, i, local(p).numel()) for i, p in enumerate(params)]
+        self._hooks = list(map(hook, params, arrivals))
+        self._set_late_hooks(arrivals)
 
     def remove(self):
         """Gradients stay in p.grad again, for opt.step()."""
+        self._set_late_hooks([None] * len(self._params))
         if self._hooks:
             self._opt._settle()
             self._opt._handle = None
             self._opt._forget_tables()
         while self._hooks:
             self._hooks.pop().remove()
+
+    def _set_late_hooks(self, arrivals):
+        for p, arrival in zip(self._params, arrivals):
+            if form_of(p):
+                p.store.hook = arrival
 
     def report(self):
         """norm, clip, found_inf, steps and skipped: waits for the device. None for plain release."""
@@ -505,6 +513,8 @@ class Handle:
 
     def _arrive(self, i, length, p):  # without no_grad around it, which costs as much as all the rest
         with self._lock:
+            if not self._hooks:  # removed
+                return
             if self._paused or not self._armed:
                 self._left[i] = weakref.ref(p.grad)
                 return

@@ -218,6 +218,7 @@ def _check(number, name, found, shape, dtype):
 def _read_ours(opt, p, number, state, source):
     """Checks one parameter's planes, and returns what writes them."""
     layout, weight = opt._layout(p), local(p)
+    layout.check_ready(p)
     formats = (source.get("formats") or {}).get(kind_of(p))
     if source.get("formats") and formats is None:
         kinds = f"parameter {number} is {kind_of(p)}, and the state is of {', '.join(source['formats'])}"
