@@ -249,7 +249,6 @@ class Refused(Case):
             ("betas", real, dict(betas=(0.9, 1.5)), ("beta2",)),
             ("eps", real, dict(kind=st.Adam, eps=-1.0), ("eps",)),
             ("nesterov", real, dict(kind=st.SGD, nesterov=True), ("nesterov", "momentum")),
-            ("lpmm", parameter(8192, dtype=BF16), dict(kind=st.SGD, recipe="lpmm"), ("int10", "weights=")),
             ("recipe of a group", dict(params=[real], recipe="x"), {}, ("'x'", "scruple")),
             ("lr of a group", dict(params=[real], lr="1e-3"), {}, ("lr", "'1e-3'", "number")),
         ]

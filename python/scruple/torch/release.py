@@ -472,6 +472,10 @@ class Handle:
             raise UsageError(f"{what}. Call opt.zero_grad() before every training pass, or before none")
 
     def before_load(self):
+        """State may be loaded between steps into coded weights, which live under a handle from the start."""
+        if not any(map(form_of, self._params)):
+            hint = "(with accelerate after prepare(); with the Trainer by scruple.torch.transformers)"
+            raise UsageError(f"load under release_gradients; handle.remove() first, and release again {hint}")
         if self._path.batches:
             what = f"loading after {self._path.batches} micro-batches would lose their gradients"
             raise UsageError(f"{what}; load after opt.step() or opt.zero_grad()")
