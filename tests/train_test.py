@@ -198,6 +198,20 @@ class Train(Case):
         self.assertEqual(self.weights("a"), self.weights("b"))
         self.assertEqual(self.weights("a"), self.weights("c"))
 
+    def test_steps_that_move_no_weight_are_told(self):
+        said = self.trained("--weights", "int8", "--rounding", "weights=nearest", "--lr", "1e-7", "--validate-every", "2")
+        steps = [row for row in self.metrics() if "loss" in row]
+        self.assertEqual([row["step"] for row in steps if "unmoved" in row], [2, 3])
+        last = steps[-1]
+        self.assertTrue(0.9 < last["unmoved"] <= last["unmoved_most"] == 1, last)
+        self.assertTrue(last["unmoved_tensor"].startswith("transformer."), last)
+        share = 50 * (steps[-2]["unmoved"] + last["unmoved"])
+        self.assertIn(f"\na step left {share:.1f} % of the weights as they were, mean of 2 steps\n", said)
+        self.assertIn("Unmoved weights", self.report()[1])
+        said = self.trained("--recipe", "fp32", out="exact")
+        self.assertNotIn("a step left", said)
+        self.assertFalse(any("unmoved" in row for row in self.metrics("exact")))
+
     def interrupt(self, number, out):
         """Starts a long run, sends it the signal after some steps, and returns its exit code and what it said."""
         process = start(*self.training(out=out, steps=1000000), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -143,7 +143,7 @@ TEST_P(Devices, AStepBelowTheLastBitIsSeen) {
     const std::optional<Unmoved> found = training.state().unmoved_since(before);
     ASSERT_TRUE(found.has_value());
     if (lr < 1e-3)
-      EXPECT_GT(found->share, 0.99);
+      EXPECT_GT(found->share, 0.95);  // biases begin at 0, where every step is seen
     else
       EXPECT_LT(found->share, 0.02);
   }
