@@ -4,6 +4,7 @@ Usage: train_test.py PATH_TO_SCRUPLE
 """
 import fcntl
 import json
+import math
 import os
 import pty
 import re
@@ -197,6 +198,17 @@ class Train(Case):
         self.trained("--recipe", "fp32", "--gradients", "compressed", "--gradient-format", "fp32", "--clip", "0", out="c")
         self.assertEqual(self.weights("a"), self.weights("b"))
         self.assertEqual(self.weights("a"), self.weights("c"))
+
+    def test_adamw_over_weights_in_codes(self):
+        """Rounded stochastically unless another rounding is named; of few elements in fp32, as in lpmm."""
+        for more, rounding in (((), "stochastic"), (("--rounding", "weights=nearest"), "nearest")):
+            self.trained("--weights", "int12", *more, "--gradients", "compressed", "--save-every", "1", "--force")
+            for tensor in self.manifest("run", 3)["tensors"]:
+                weight, few = tensor["arrays"][0], math.prod(tensor["shape"]) <= 4096
+                wanted = ("fp32", "nearest") if few else ("int12", rounding)
+                self.assertEqual((weight["format"], weight["rounding"]), wanted, tensor["name"])
+                self.assertEqual(tensor["arrays"][1]["format"], "companded8")
+        self.fails(2, "with adamw choose recipe scruple and weights in int12", *self.training("--recipe", "lpmm", out="b"))
 
     def test_steps_that_move_no_weight_are_told(self):
         said = self.trained("--weights", "int8", "--rounding", "weights=nearest", "--lr", "1e-7", "--validate-every", "2")
