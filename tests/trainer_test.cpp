@@ -570,6 +570,7 @@ TEST(Unmoved, LargeStepsMoveAll) {
 // A look is of the step that ends with it, of no other, and 32 bits are not looked at.
 TEST(Unmoved, IsOfOneStepBeforeAValidation) {
   Training training(job_in("bf16", SCRUPLE_NEAREST, 1e-4));
+  EXPECT_FALSE(training.state().unmoved_since(training.state().heads())) << "nothing has momentum yet";
   const Span span = {.steps = 7, .validate_every = 3};
   std::vector<std::int64_t> steps;
   std::vector<std::vector<float>> last;
