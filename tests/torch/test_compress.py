@@ -542,6 +542,22 @@ class Refusals(Case):
             opt.step()
         self.assertEqual(len(opt.state_dict()["state"]), 0)
 
+    def test_channels_last(self):
+        """Small convolutions of such a model become contiguous, unless there is an error."""
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 64, 3, bias=False)).to(DEVICE)
+        model = model.to(memory_format=torch.channels_last)
+        strides = model[0].weight.stride()
+        self.unchanged(model, self.sgd(model), "accumulator is 'int7'", how=dict(accumulator="int7"))
+        self.assertEqual(strides, model[0].weight.stride())
+        self.assertFalse(model[0].weight.is_contiguous())
+        opt = self.sgd(model)
+        st.compress_weights(model, opt)
+        x = tensor(8, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+        before = loss_of(model, x).item()
+        train(model, x, opt, 20)
+        self.assertLess(loss_of(model, x).item(), 0.9 * before)
+
     def test_twice(self):
         model, _, opt, handle = compressed()
         with self.refused("no weight becomes codes"):
