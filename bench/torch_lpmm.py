@@ -40,7 +40,8 @@ class Block(nn.Module):
         shapes = shapes if deep else [(before, width, 3, stride), (width, width, 3, 1)]
         self.inside = nn.Sequential()
         for i, shape in enumerate(shapes):
-            self.inside += self.layer(*shape) + ([nn.ReLU(inplace=True)] if i + 1 < len(shapes) else [])
+            self.inside.extend([*self.layer(*shape), nn.ReLU(inplace=True)])
+        del self.inside[-1]
         self.across = nn.Identity() if stride == 1 and before == after else self.layer(before, after, 1, stride)
 
     @staticmethod

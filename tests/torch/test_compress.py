@@ -130,6 +130,7 @@ def everything(model, opt):
 class Passes(Case):
     """The passes of an ordinary module with the decoded weights, to the bit."""
 
+    @torch.backends.cudnn.flags(enabled=True, deterministic=True)
     def compare(self, model, x, handle, context=torch.no_grad):
         twin, grads = plain_twin(model), []
         self.assertTrue(coded_of(model))
