@@ -29,6 +29,8 @@ import torch_gpt
 
 import scruple.torch as st
 
+VOCABULARY = 50304  # GPT-2's, filled up to a multiple of 64, as nanoGPT does
+
 
 class Block(nn.Module):
     """He et al., 1512.03385: two layers of 3 x 3, or 1 x 1, 3 x 3 and 1 x 1 around a narrower inside."""
@@ -77,11 +79,11 @@ def images(size, kinds):
 
 
 def tokens(scale):
-    return torch.randint(50257, (2, max(8 // scale, 1), 1024), device="cuda").unbind()
+    return torch.randint(VOCABULARY, (2, max(8 // scale, 1), 1024), device="cuda").unbind()
 
 
 def gpt():
-    torch_gpt.VOCABULARY = 50257
+    torch_gpt.VOCABULARY = VOCABULARY
     return torch_gpt.Gpt(types.SimpleNamespace(width=768, heads=12, layers=12, context=1024))
 
 

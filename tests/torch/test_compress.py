@@ -185,8 +185,8 @@ class Passes(Case):
         model, x, _, _ = compressed(name)
         alive, most, decode = [], [0], coded.Store.decode
 
-        def watched(store):
-            values = decode(store)
+        def watched(store, *dtype):
+            values = decode(store, *dtype)
             alive[:] = [one for one in alive if one() is not None]
             alive.append(weakref.ref(values))
             most[0] = max(most[0], len(alive))
