@@ -313,8 +313,8 @@ scruple_status scruple_tensor_use(scruple_tensor* tensor, const char* recipe) {
           if (fits) suited += (suited.empty() ? "" : ", ") + std::string(other.name);
         }
         fail(SCRUPLE_UNSUPPORTED, "recipe ", wanted.name, " has no format for ", rule.slots[s].name, " of ",
-             rule.name, ", ", role_name(SCRUPLE_ROLE_NONNEG), "; it serves: ", suited,
-             "; or choose another recipe, or each format yourself");
+             rule.name, ", ", role_name(SCRUPLE_ROLE_NONNEG), "; it serves: ", suited, "; with ", rule.name,
+             " choose recipe scruple and weights in int12");
       }
       scruple_array& slot = t.arrays[SCRUPLE_SLOT + s];
       if (role_in_step(t, static_cast<int>(SCRUPLE_SLOT + s)) == SCRUPLE_ROLE_EXACT)

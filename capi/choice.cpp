@@ -90,8 +90,14 @@ scruple_status scruple_tensor_set_format(scruple_tensor* tensor, const char* whi
       if (array.owned != 0 && array.format != &wanted)
         fail(SCRUPLE_INVALID, "format ", wanted.name, " for ", array_name(t, a),
              ", of which this tensor owns planes of another layout; call scruple_tensor_free first");
+      // Most steps of weights in scaled integers are below half a code, and lost to nearest.
+      const bool becomes_codes = a == SCRUPLE_WEIGHT && wanted.aux_is_scale &&
+                                 (array.format == nullptr || !array.format->aux_is_scale);
       array.format = &wanted;
-      if (!can_round(wanted, role_of(t, a), array.rounding)) array.rounding = kNearest;
+      if (becomes_codes)
+        array.rounding = kStochastic;
+      else if (!can_round(wanted, role_of(t, a), array.rounding))
+        array.rounding = kNearest;
     }
     *tensor = t;
   });

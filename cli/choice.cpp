@@ -128,7 +128,9 @@ scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_r
     for (const int rounding : {SCRUPLE_STOCHASTIC, SCRUPLE_DITHER})  // the last that its format can
       if ((info_of(accumulator.format).roundings >> rounding & 1u) != 0) accumulator.rounding = rounding;
   if (stays_fp32(with_recipe, size)) return tensor;
-  use_format(tensor, "weights", weights, SCRUPLE_ROLE_WEIGHT);
+  const scruple_format* const codes = scruple_format_find(weights.c_str());
+  const bool few = codes != nullptr && info_of(codes).aux_is_scale != 0 && stays_fp32("lpmm", size);
+  use_format(tensor, "weights", few ? "fp32" : weights, SCRUPLE_ROLE_WEIGHT);
   use_format(tensor, "moments", moments, SCRUPLE_ROLE_SIGNED | SCRUPLE_ROLE_NONNEG);
   use_format(tensor, "second moments", second_moments, SCRUPLE_ROLE_NONNEG);
   for (const std::string& rounding : roundings) use_rounding(tensor, rounding);

@@ -71,7 +71,7 @@ std::string seed_words(const std::vector<const Run*>& runs, const CompareOptions
 std::vector<std::vector<std::string>> table_of_runs(const Comparison& found, const CompareOptions& options) {
   const bool spread = options.seeds > 1;
   std::vector<std::string> heads = {"recipe",   "optimizer", "B/param planned", "measured",
-                                    "peak MiB", "ms/step",   "val loss"};
+                                    "peak MiB", "ms/step",   "unmoved",         "val loss"};
   if (spread) heads.emplace_back("sd of loss");
   heads.emplace_back("gap to fp32");
   if (spread) heads.emplace_back("sd of gap");
@@ -92,6 +92,7 @@ std::vector<std::vector<std::string>> table_of_runs(const Comparison& found, con
     else
       row.insert(row.end(), {fixed(run.measured_each, 3), fixed(static_cast<double>(run.peak) * 0x1p-20, 2),
                              fixed(mean(time), 1)});
+    row.push_back(share_words(mean(each(runs, [](const Run& r) { return r.record.mean_unmoved(); }))));
     row.push_back(runs.size() == 1 ? loss_words(run) : fixed(mean(loss), 4));
     if (spread) row.push_back(sd(loss));
     row.push_back(gaps.empty() ? "-" : with_sign(mean(gaps)));
@@ -133,10 +134,11 @@ std::string about_noise(const Comparison& found, const CompareOptions& options) 
 }
 
 std::vector<std::vector<std::string>> table_of_hazard(const std::vector<Run>& runs) {
-  std::vector<std::vector<std::string>> rows = {{"run", "val loss before", "after", "learned"}};
+  std::vector<std::vector<std::string>> rows = {{"run", "unmoved", "val loss before", "after", "learned"}};
   for (const Run& run : runs) {
     const double before = run.record.first_loss(), after = run.record.final_loss();
-    rows.push_back({run.name, run.record.validations.empty() ? "-" : fixed(before, 4), loss_words(run),
+    rows.push_back({run.name, share_words(run.record.mean_unmoved()),
+                    run.record.validations.empty() ? "-" : fixed(before, 4), loss_words(run),
                     run.complete() ? fixed(before - after, 4) : "-"});
   }
   return rows;
@@ -178,6 +180,7 @@ ordered_json json_of(const Run& run) {
           {"peak_bytes", run.peak},
           {"ms_per_step", run.record.ms_per_step()},
           {"steps", run.record.steps.size()},
+          {"unmoved", run.record.mean_unmoved()},
           {"val_loss", run.complete() ? ordered_json(run.record.final_loss()) : ordered_json()},
           {"gap", run.gap ? ordered_json(*run.gap) : ordered_json()}};
 }
@@ -243,6 +246,7 @@ void print_json(const Comparison& found, const CompareOptions& options) {
     for (const Run& run : hazard.runs)
       hazards[hazard.key].push_back(
           {{"run", run.name},
+           {"unmoved", run.record.mean_unmoved()},
            {"val_loss_before", run.record.first_loss()},
            {"val_loss", run.complete() ? ordered_json(run.record.final_loss()) : ordered_json()}});
   const ordered_json all = {{"floor", found.floor ? ordered_json(*found.floor) : ordered_json()},

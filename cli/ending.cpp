@@ -101,8 +101,12 @@ void print_end(const Session& session, const Record& record, const Ending& endin
   }
   std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
             << "weights, moments and gradients: " << each(session.plan.total())
-            << " bytes per parameter planned, " << each(measured_total(session.ledger)) << " measured\n"
-            << "wrote " << options.out << "/:";
+            << " bytes per parameter planned, " << each(measured_total(session.ledger)) << " measured\n";
+  if (record.mean_unmoved() >= kUnmovedToTell)
+    std::cout << "a step left " << share_words(record.mean_unmoved())
+              << " of the weights as they were, mean of "
+              << plural(static_cast<std::int64_t>(record.unmoved.size()), "step") << '\n';
+  std::cout << "wrote " << options.out << "/:";
   const char* separator = " ";
   const auto list = [&](bool written, const char* name) {
     if (written) std::cout << std::exchange(separator, ", ") << name;

@@ -173,6 +173,22 @@ train::Chart speed_chart(const Record& record) {
   return {"Throughput", "", "step", "tokens per second", {curve}, {}, /*small=*/true};
 }
 
+train::Chart unmoved_chart(const Record& record) {
+  train::Curve all = {"all weights", {}, {}, false}, most = {"the tensor with the most", {}, {}, false};
+  for (const auto& [step, found] : record.unmoved) {
+    all.x.push_back(static_cast<double>(step)), all.y.push_back(100 * found.share);
+    most.x.push_back(static_cast<double>(step)), most.y.push_back(100 * found.most);
+  }
+  return {"Unmoved weights",
+          "What a step leaves as it is. Rounded to nearest it is lost; rounded stochastically it moves on "
+          "average.",
+          "step",
+          "per cent",
+          {all, most},
+          {},
+          /*small=*/true};
+}
+
 // The norm where the policy knows it, the loss scale where there is one.
 train::Section steps_of(const train::Job& job, const Record& record) {
   train::Section section = {"Step by step", "", {}, {}, {}};
@@ -191,6 +207,7 @@ train::Section steps_of(const train::Job& job, const Record& record) {
     section.charts.push_back(small_chart("Loss scale", "scale", record, [](const Outcome& step) {
       return static_cast<double>(step.loss_scale);
     }));
+  if (!record.unmoved.empty()) section.charts.push_back(unmoved_chart(record));
   if (!record.seconds.empty()) section.charts.push_back(speed_chart(record));
   return section;
 }

@@ -51,7 +51,9 @@ double most_tokens(const train::Trainer& trainer, const train::Job& job) {
   return trainer.backend().peak_flops() / train::flops_per_token(job.shape);
 }
 
-std::string mfu_words(double rate, double most) { return most > 0 ? fixed(100 * rate / most, 1) + " %" : ""; }
+std::string share_words(double share) { return std::isnan(share) ? "-" : fixed(100 * share, 1) + " %"; }
+
+std::string mfu_words(double rate, double most) { return most > 0 ? share_words(rate / most) : ""; }
 
 Progress::Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
                    const train::Ledger& ledger)
@@ -85,6 +87,8 @@ std::string Progress::line(const train::Record& record, double seconds_left) con
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
   if (last.skipped) text += "  skipped";
+  if (!record.unmoved.empty() && record.unmoved.back().second.share >= kUnmovedToTell)
+    text += "  unmoved " + share_words(record.unmoved.back().second.share);
   return text;
 }
 

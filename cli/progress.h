@@ -16,6 +16,9 @@ train::Span span_of(std::int64_t steps, std::int64_t validate_every = 0);
 // The tokens per second at which all of the device's peak would go into the model's products (an MFU of 1: Chowdhery et
 // al., 2204.02311, section 4.1); 0: not known, as for fp32.
 double most_tokens(const train::Trainer& trainer, const train::Job& job);
+std::string share_words(double share);  // 1.2 %; - where it is not a number
+// Of a run's weights, to be told in the terminal: less is on the page alone.
+inline constexpr double kUnmovedToTell = 0.01;
 std::string mfu_words(double rate, double most);  // 41.2 %; "" where the most is not known
 
 // A line on stderr that rewrites itself on a terminal, cut to its width, and comes every few seconds elsewhere.

@@ -126,11 +126,27 @@ TEST_F(Choice, ARoundingStaysWhereTheNewFormatKnowsIt) {
   // int8 is dithered as a gradient alone, and root8 not at all.
   for (const int a : {SCRUPLE_WEIGHT, SCRUPLE_GRADIENT}) {
     row.row.arrays[a].rounding = SCRUPLE_DITHER;
+    row.row.arrays[a].format = scruple_format_find("int8");
     CHECK_OK(row.format(a == SCRUPLE_WEIGHT ? "weights" : "gradient", "int8"));
     EXPECT_EQ(row.row.arrays[a].rounding, a == SCRUPLE_WEIGHT ? SCRUPLE_NEAREST : SCRUPLE_DITHER);
   }
   CHECK_OK(row.format("gradient", "root8"));
   EXPECT_EQ(row.row.arrays[SCRUPLE_GRADIENT].rounding, SCRUPLE_NEAREST);
+}
+
+TEST_F(Choice, WeightsThatBecomeCodesAreRoundedStochastically) {
+  for (const char* recipe : {"fp32", "flash", "scruple"})
+    for (const char* codes : {"int8", "int12"}) {
+      Row row(adamw, recipe);
+      CHECK_OK(row.format("weights", codes));
+      EXPECT_EQ(row.row.arrays[SCRUPLE_WEIGHT].rounding, SCRUPLE_STOCHASTIC) << recipe << " " << codes;
+      CHECK_OK(row.rounding("weights", "nearest"));
+      CHECK_OK(row.format("weights", "int10"));  // of codes other codes: what was asked for stays
+      EXPECT_EQ(row.row.arrays[SCRUPLE_WEIGHT].rounding, SCRUPLE_NEAREST) << recipe << " " << codes;
+    }
+  Row gradients(adamw, "flash");
+  CHECK_OK(gradients.format("gradient", "int8"));
+  EXPECT_EQ(gradients.row.arrays[SCRUPLE_GRADIENT].rounding, SCRUPLE_NEAREST);
 }
 
 // ---- Roundings

@@ -283,7 +283,7 @@ class Train(Case):
                       for curve in chart["curves"]}
             kinds = {"weights", "extra", "exp_avg", "exp_avg_sq", "scales", "gradients", "activations", "workspace"}
             self.assertEqual(set(curves), {"training", "validation", "Gradient norm", "Learning rate", "Loss scale",
-                                           "Throughput"} | kinds)
+                                           "all weights", "the tensor with the most", "Throughput"} | kinds)
             del curves["validation"]
             for name, curve in curves.items():
                 self.assertEqual(curve["x"], [5, 6], name)

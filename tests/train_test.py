@@ -4,6 +4,7 @@ Usage: train_test.py PATH_TO_SCRUPLE
 """
 import fcntl
 import json
+import math
 import os
 import pty
 import re
@@ -197,6 +198,31 @@ class Train(Case):
         self.trained("--recipe", "fp32", "--gradients", "compressed", "--gradient-format", "fp32", "--clip", "0", out="c")
         self.assertEqual(self.weights("a"), self.weights("b"))
         self.assertEqual(self.weights("a"), self.weights("c"))
+
+    def test_adamw_over_weights_in_codes(self):
+        """Rounded stochastically unless another rounding is named; of few elements in fp32, as in lpmm."""
+        for more, rounding in (((), "stochastic"), (("--rounding", "weights=nearest"), "nearest")):
+            self.trained("--weights", "int12", *more, "--gradients", "compressed", "--save-every", "1", "--force")
+            for tensor in self.manifest("run", 3)["tensors"]:
+                weight, few = tensor["arrays"][0], math.prod(tensor["shape"]) <= 4096
+                wanted = ("fp32", "nearest") if few else ("int12", rounding)
+                self.assertEqual((weight["format"], weight["rounding"]), wanted, tensor["name"])
+                self.assertEqual(tensor["arrays"][1]["format"], "companded8")
+        self.fails(2, "with adamw choose recipe scruple and weights in int12", *self.training("--recipe", "lpmm", out="b"))
+
+    def test_steps_that_move_no_weight_are_told(self):
+        said = self.trained("--weights", "int8", "--rounding", "weights=nearest", "--lr", "1e-7", "--validate-every", "2")
+        steps = [row for row in self.metrics() if "loss" in row]
+        self.assertEqual([row["step"] for row in steps if "unmoved" in row], [2, 3])
+        last = steps[-1]
+        self.assertTrue(0.9 < last["unmoved"] <= last["unmoved_most"] == 1, last)
+        self.assertTrue(last["unmoved_tensor"].startswith("transformer."), last)
+        share = 50 * (steps[-2]["unmoved"] + last["unmoved"])
+        self.assertIn(f"\na step left {share:.1f} % of the weights as they were, mean of 2 steps\n", said)
+        self.assertIn("Unmoved weights", self.report()[1])
+        said = self.trained("--recipe", "fp32", out="exact")
+        self.assertNotIn("a step left", said)
+        self.assertFalse(any("unmoved" in row for row in self.metrics("exact")))
 
     def interrupt(self, number, out):
         """Starts a long run, sends it the signal after some steps, and returns its exit code and what it said."""

@@ -254,8 +254,8 @@ SCRUPLE_API scruple_status scruple_tensor_use(scruple_tensor* tensor, const char
 /* A format, by its name, in place of the recipe's; planes that the library owns must be freed. `which`: "weights";
  * "moments", every used slot that the format can hold, or "second moments", those that are never negative; one used
  * slot, by its name; "gradient". A slot that must be exact stays in fp32. Where the format can hold none of the others,
- * the first gets it all the same: scruple_tensor_check then says what would fit. The rounding stays where the new format
- * can round so, and else becomes nearest. */
+ * the first gets it all the same: scruple_tensor_check then says what would fit. Weights that become scaled integers (int8
+ * to int12) are rounded stochastically. Other roundings stay where the new format can round so, and else become nearest. */
 SCRUPLE_API scruple_status scruple_tensor_set_format(scruple_tensor* tensor, const char* which,
                                                      const char* format);
 /* A rounding, by its name. `which`: "" or NULL, the weights and every used slot that can round so; "weights";

@@ -146,13 +146,19 @@ std::string Metrics::next_lines(const Record& record) {
     } else if (steps_ < record.steps.size()) {
       const Outcome& step = record.steps[steps_++];
       if (std::isnan(step.lr)) continue;
-      lines << ordered_json{{"step", steps_},
-                            {"loss", step.loss},
-                            {"lr", step.lr},
-                            {"norm", step.norm},
-                            {"loss_scale", step.loss_scale},
-                            {"skipped", step.skipped}}
-            << '\n';
+      ordered_json line = {{"step", steps_},
+                           {"loss", step.loss},
+                           {"lr", step.lr},
+                           {"norm", step.norm},
+                           {"loss_scale", step.loss_scale},
+                           {"skipped", step.skipped}};
+      if (unmoved_ < record.unmoved.size() &&
+          record.unmoved[unmoved_].first == static_cast<std::int64_t>(steps_)) {
+        const Unmoved& found = record.unmoved[unmoved_++].second;
+        line["unmoved"] = found.share, line["unmoved_most"] = found.most;
+        line["unmoved_tensor"] = found.tensor;
+      }
+      lines << line << '\n';
     } else {
       return lines.str();
     }
@@ -201,6 +207,10 @@ Record read_metrics(const std::string& run, std::int64_t steps) {
       record.steps[static_cast<std::size_t>(step - 1)] = {
           number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
           static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
+    if (row.contains("unmoved"))
+      record.unmoved.push_back({step,
+                                {number_or_nan(row, "unmoved"), number_or_nan(row, "unmoved_most"),
+                                 row.value("unmoved_tensor", "")}});
   }
   return record;
 }

@@ -52,7 +52,7 @@ class Metrics {
   std::ofstream file_;
   std::uintmax_t written_ = 0;
   bool made_ = false;
-  std::size_t steps_ = 0, validations_ = 0;
+  std::size_t steps_ = 0, validations_ = 0, unmoved_ = 0;
 };
 
 // A record of steps that left no trace but a checkpoint: their learning rates are NaN.

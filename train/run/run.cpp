@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <utility>
 
 namespace scruple::train {
@@ -57,6 +58,12 @@ double Record::first_loss() const { return validations.empty() ? std::nan("") : 
 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
 
+double Record::mean_unmoved() const {
+  double sum = 0;
+  for (const auto& [step, found] : unmoved) sum += found.share;
+  return sum / static_cast<double>(unmoved.size());
+}
+
 std::int64_t losses_lost(const Record& record) {
   std::int64_t lost = 0;
   for (std::size_t i = record.steps.size(); i > record.resumed && !std::isfinite(record.steps[i - 1].loss);
@@ -78,10 +85,13 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
          const Watch& watch, const Save& save) {
   record.resumed = record.steps.size();
   bool hopeless = false;
+  const auto is_due = [&](std::int64_t step) {
+    return step == 0 || step == span.steps || (span.validate_every > 0 && step % span.validate_every == 0);
+  };
   const auto validate_if_due = [&](std::int64_t step) {
-    const bool due = step == 0 || step == span.steps || hopeless ||
-                     (span.validate_every > 0 && step % span.validate_every == 0);
-    if (!due || (!record.validations.empty() && record.validations.back().first == step)) return;
+    if ((!is_due(step) && !hopeless) ||
+        (!record.validations.empty() && record.validations.back().first == step))
+      return;
     ++record.validating.times;
     const Timer timer(record.validating.seconds);
     const double loss = trainer.validate(validation, span.validation_windows, [&](auto done, auto all) {
@@ -101,6 +111,9 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
   validate_if_due(step);  // which an earlier session may not have finished
   while (step < span.steps && !hopeless && span.go_on()) {
     trainer.ledger().mark();
+    const bool looks = is_due(step + 1);
+    const std::vector<std::vector<float>> before =
+        looks ? trainer.state().heads() : std::vector<std::vector<float>>();
     double seconds = 0;
     {
       const Timer timer(seconds);
@@ -109,6 +122,9 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
     record.seconds.push_back(seconds);
     record.step_seconds += seconds;
     ++step;
+    if (looks && !record.steps.back().skipped)
+      if (const std::optional<Unmoved> found = trainer.state().unmoved_since(before))
+        record.unmoved.emplace_back(step, *found);
     note_memory(step, trainer.ledger(), record.memory);
     watch(record);
     hopeless = losses_lost(record) >= kHopeless;

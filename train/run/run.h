@@ -35,8 +35,9 @@ struct Held {
 struct Record {
   std::vector<Outcome> steps;
   std::vector<std::pair<std::int64_t, double>> validations;  // steps taken, loss
-  double step_seconds = 0;                                   // without the validations
-  std::vector<double> seconds;                               // of each step of this session
+  std::vector<std::pair<std::int64_t, Unmoved>> unmoved;  // of steps before validations that were not skipped
+  double step_seconds = 0;                                // without the validations
+  std::vector<double> seconds;                            // of each step of this session
   std::vector<Held> memory;  // of each step of this session that held other amounts than the last
   Timed validating, saving;  // of this session
   std::size_t resumed = 0;   // steps of earlier sessions among `steps`
@@ -48,6 +49,7 @@ struct Record {
   // Of the first and of the last validation that was finished; NaN: none was.
   double first_loss() const;
   double final_loss() const;
+  double mean_unmoved() const;  // of the shares; NaN: no step was looked at
 };
 
 // How many seconds a run still takes, right after a step: the steps, validations and saves to come, each at

@@ -1,8 +1,10 @@
 #include "train/run/state.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "engine/threads.h"
 #include "train/random.h"
@@ -17,6 +19,31 @@ std::string kind_of(const scruple_tensor& tensor, int array, bool aux) {
   const char* name = nullptr;
   check(scruple_tensor_array(&tensor, array, &name, nullptr, nullptr));
   return name;
+}
+
+// The first values of an array, or their codes. Copied to the host, wherever the planes lie: it is seldom asked for.
+std::vector<float> head_of(const scruple_tensor& row, int array, bool codes, Memory& memory) {
+  constexpr std::int64_t kMost = 1 << 16;
+  scruple_tensor head = {};
+  head.optimizer = row.optimizer;
+  head.size = std::min(row.size, kMost);
+  head.step = 1;
+  scruple_array& copied = head.arrays[array];
+  copied = row.arrays[array];
+  const auto copy = [&](void*& plane, std::int64_t bytes) {
+    std::vector<std::byte> held(static_cast<std::size_t>(bytes));
+    if (bytes > 0) memory.read(held.data(), std::exchange(plane, held.data()), bytes);
+    return held;
+  };
+  const PlaneBytes bytes = plane_bytes(copied.format, head.size);
+  const std::vector<std::byte> held[] = {copy(copied.codes, bytes.codes), copy(copied.aux, bytes.aux)};
+  std::vector<float> ones, values(static_cast<std::size_t>(head.size));
+  if (codes) {
+    ones.resize(static_cast<std::size_t>(bytes.aux) / sizeof(float), 1);
+    copied.aux = ones.data();
+  }
+  check(scruple_decode(Engine("cpu", 1).raw(), &head, array, values.data()));
+  return values;
 }
 
 }  // namespace
@@ -95,6 +122,41 @@ std::vector<float> State::master(int parameter) const {
   std::vector<float> values(static_cast<std::size_t>(row.size));
   check(scruple_decode(backend_.engine().raw(), &row, SCRUPLE_WEIGHT, values.data()));
   return values;
+}
+
+std::vector<std::vector<float>> State::heads() const {
+  std::vector<std::vector<float>> all(table_.size());
+  for (std::size_t p = 0; p < table_.size(); ++p) {
+    const scruple_format_info info = info_of(table_[p].arrays[SCRUPLE_WEIGHT].format);
+    if (info.bits_per_value < 32)
+      all[p] = head_of(table_[p], SCRUPLE_WEIGHT, info.aux_is_scale != 0, backend_.memory());
+  }
+  return all;
+}
+
+std::optional<Unmoved> State::unmoved_since(const std::vector<std::vector<float>>& before) const {
+  Unmoved found;
+  double unmoved_of_all = 0, all = 0;
+  const std::vector<std::vector<float>> now = heads();
+  for (std::size_t p = 0; p < table_.size(); ++p) {
+    if (now[p].empty()) continue;
+    const int slot = used_arrays(table_[p])[1];  // the first moment, which most rules have
+    std::vector<float> momentum(now[p].size(), 1);
+    if (slot != SCRUPLE_GRADIENT) momentum = head_of(table_[p], slot, false, backend_.memory());
+    double unmoved = 0, moving = 0;
+    for (std::size_t i = 0; i < now[p].size(); ++i) {
+      if (momentum[i] == 0) continue;
+      ++moving;
+      unmoved += now[p][i] == before[p][i] ? 1 : 0;
+    }
+    if (moving == 0) continue;
+    unmoved_of_all += unmoved, all += moving;
+    if (const double share = unmoved / moving; share > found.most || found.tensor.empty())
+      found.most = share, found.tensor = parameters_[p].name;
+  }
+  if (all == 0) return {};
+  found.share = unmoved_of_all / all;
+  return found;
 }
 
 std::int64_t State::size() const {

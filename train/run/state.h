@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +27,13 @@ Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed,
 std::string visible_format(const std::string& format);
 std::string visible_format(const scruple_array& weight);
 
+// The share of weights that a step left as they were, though they have momentum.
+struct Unmoved {
+  double share = 0;    // of all that were looked at
+  double most = 0;     // of one tensor
+  std::string tensor;  // which
+};
+
 class State {
  public:
   // `decaying` steps the parameters that decay, `undecayed` the others; these and the backend must outlive this.
@@ -37,6 +45,11 @@ class State {
   void set(int parameter, const float* values);
   // The fp32 values that the optimizer sees: the visible ones and their extra bits.
   std::vector<float> master(int parameter) const;
+  // What unmoved_since() asks for: of each weight in fewer than 32 bits the first 65,536 values, or codes of a format
+  // with scales: a group's scale moves by itself, and the values of all its codes with it.
+  std::vector<std::vector<float>> heads() const;
+  // Between two steps; nothing where no weight of `before` has momentum.
+  std::optional<Unmoved> unmoved_since(const std::vector<std::vector<float>>& before) const;
   // The weights as the model reads them: without what completes them.
   const std::vector<scruple_tensor>& visible() const { return visible_; }
 
