@@ -449,6 +449,14 @@ class Parameters(Case):
             nn.init.normal_(p)
         train(model, x, opt, 1)
 
+    def test_writing_what_it_is(self):
+        """bf16 shows fewer bits than codes of 10 bits hold: writing them back must not drop the others."""
+        model, x, opt, _ = compressed(dtype=BF16)
+        train(model, x, opt, 3)
+        codes = model[0].weight.store.codes.clone()
+        model.load_state_dict(plain_twin(model).state_dict())
+        self.assertSame(model[0].weight.store.codes, codes)
+
     def test_moving(self):
         """model.to() where the model is: nothing changes. Elsewhere: an error, and the model trains on."""
         model, x, opt, handle = compressed()
