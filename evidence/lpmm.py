@@ -69,7 +69,7 @@ class Images(Shared, images.Task):
 
     def __init__(self, sets, parts, small, device):
         images.Task.__init__(self, sets, "SGD", {}, small, device)
-        epochs, size = (8, 16) if small else (5, 128)
+        epochs, size = (8, 16) if small else (4, 128)
         self.set_up("images", parts, small, 0.002 if small else 0.1, size, epochs * len(sets[0][0]))
 
 
