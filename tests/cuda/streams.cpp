@@ -332,14 +332,16 @@ TEST_F(CudaGraph, ATableTooLargeToCaptureIsAClearError) {
   expect_works(fresh);
 }
 
-// Decoding needs no memory of the engine's, so it can be captured at once; and steps stay what they were.
+// Decoding needs no memory of the engine's, so a new one can capture it; and steps stay what they were.
 TEST_F(CudaGraph, DecodingIsOneKernel) {
   const Stream stream;
   DeviceGradients gradients(lab().device, {5000}, 4);
   Pair pair(lab(), busy_config("sgd", "lpmm"), {{5000}});
-  DeviceMemory values(lab().device, 5000 * 2);
+  DeviceMemory values(lab().device, 5000 * 4);
   CHECK_OK(scruple_engine_set_stream(lab().device, stream.handle));
   pair.walk(1, 1, gradients);
+  CHECK_OK(scruple_decode_as(lab().device, &pair.twin->rows[0], SCRUPLE_WEIGHT, scruple_format_find("fp32"),
+                             values.data()));
   Lab fresh(engine_under_test());
   CHECK_OK(scruple_engine_set_stream(fresh.device, stream.handle));
   for (scruple_engine* const engine : {fresh.device.handle, lab().device.handle}) {
