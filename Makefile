@@ -57,7 +57,7 @@ test-gpu: ## on a machine with a GPU: build for it and run the tests, the GPU's 
 
 # The page is made of the whole runs; without DATA a task draws its own. SMALL=1: one or two minutes on 2 cores, kept in build/.
 evidence: ## re-make a table of evidence/: make evidence TASK=recommendation [DATA=DIR] [SMALL=1]
-	@$(if $(TASK),,echo "Which TASK? $$(sed -n 's/^TASKS = //p' evidence/run.py); such as make evidence TASK=recommendation SMALL=1"; exit 2)
+	@$(if $(TASK),,echo "Which TASK? $$(sed -n 's/^TASKS = "\(.*\)".*/\1/p' evidence/run.py); such as make evidence TASK=recommendation SMALL=1"; exit 2)
 	@scripts/packages.sh build
 	@scripts/python.sh
 	@$(CONFIGURE) -B $(BUILD) $(CUDA_FLAGS)

@@ -49,6 +49,7 @@ class Case:
     context: int = 1024
     steps: int = 30
     recipe: str = "scruple"
+    optimizer: tuple = ()  # options; none: AdamW
     gradients: str = "stored"
     recompute: str = "none"
     accumulate: int = 1
@@ -82,17 +83,27 @@ class Case:
         if self.limit:
             chosen["--memory-limit"] = self.limit
         words = [str(word) for pair in chosen.items() for word in pair]
-        return words + (["--offload"] if self.offload else [])
+        return words + list(self.optimizer) + (["--offload"] if self.offload else [])
 
 
 LLAMA_8B = llama(32, 4096, 32, 8, 14336, 128256, theta=500000.0, context=8192)
 QWEN_7B = llama(28, 3584, 28, 4, 18944, 152064, kind="qwen2", theta=1e6, context=32768)
 QWEN_14B = llama(48, 5120, 40, 8, 13824, 152064, kind="qwen2", theta=1000000.0, context=32768)
+LLAMA_1B = llama(22, 2048, 32, 4, 5632, 32000)
 CASES = {
     "gpt2-124m": Case(gpt2(12, 768, 12), 64, steps=40, bar="510000", goal="620000"),
     "gpt2-774m": Case(gpt2(36, 1280, 20), 16, steps=30, bar="90000", goal="105000"),
-    "llama-1.1b": Case(
-        llama(22, 2048, 32, 4, 5632, 32000), 8, steps=30, bar="0.9 of torch", goal="1.1 of torch"
+    "llama-1.1b": Case(LLAMA_1B, 8, steps=30, bar="0.9 of torch", goal="1.1 of torch"),
+    "llama-1.1b-lpmm": Case(
+        LLAMA_1B,
+        8,
+        steps=30,
+        recipe="lpmm",
+        optimizer=("--optimizer", "sgd", "--set", "momentum=0.9"),
+        beside="llama-1.1b",
+        torch=(),
+        bar="runs",
+        goal="1.25 of llama-1.1b's time per token",
     ),
     "qwen-1.5b": Case(
         llama(28, 1536, 12, 2, 8960, 151936, kind="qwen2", theta=1e6, context=32768, tied=True),

@@ -35,11 +35,11 @@ bool overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
   return a_bytes > 0 && b_bytes > 0 && first < second + b_bytes && second < first + a_bytes;
 }
 
-void check_values(const scruple_tensor& t, int array, const float* values) {
+void check_values(const scruple_tensor& t, int array, const scruple_format& format, const void* values) {
   if (t.size > 0 && values == nullptr) fail(SCRUPLE_INVALID, "values is null");
   const scruple_array& planes = t.arrays[array];
   const Bytes bytes = bytes_of(*planes.format, t.size);
-  const int64_t value_bytes = t.size * static_cast<int64_t>(sizeof(float));
+  const int64_t value_bytes = bytes_of(format, t.size).codes;
   if (overlap(values, value_bytes, planes.codes, bytes.codes) ||
       overlap(values, value_bytes, planes.aux, bytes.aux))
     fail(SCRUPLE_INVALID, "values overlaps the planes of ", array_name(t, array),
@@ -389,19 +389,28 @@ scruple_status scruple_encode(scruple_engine* engine, const scruple_tensor* tens
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
     check_array(t, 0, array, true);
-    check_values(t, array, values);
+    check_values(t, array, find_format("fp32"), values);
     required(engine, "engine").encode(t, array, values);
   });
 }
 
 scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array,
                               float* values) {
+  return scruple_decode_as(engine, tensor, array, scruple_format_find("fp32"), values);
+}
+
+scruple_status scruple_decode_as(scruple_engine* engine, const scruple_tensor* tensor, int array,
+                                 const scruple_format* format, void* values) {
   return guarded([&] {
     const scruple_tensor& t = required(tensor, "tensor");
     check_array_index(t, array);
     check_array(t, 0, array, true);
-    check_values(t, array, values);
-    required(engine, "engine").decode(t, array, values);
+    const scruple_format& to = required(format, "format");
+    if (to.layout.group > 1 || to.layout.aux_bits > 0)
+      fail(SCRUPLE_INVALID, "decoding ", array_name(t, array), " to ", to.name,
+           ", which has two planes; decode to fp32, bf16 or fp16");
+    check_values(t, array, to, values);
+    required(engine, "engine").decode(t, array, to, values);
   });
 }
 

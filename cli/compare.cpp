@@ -207,10 +207,7 @@ class Comparer {
   std::vector<std::pair<std::string, std::string>> runs() const {
     std::vector<std::string> names;
     if (options_.recipes.empty()) {
-      const bool on_gpu = options_.model.device == "cuda";
-      for (const scruple_recipe_info& info : all_recipes())
-        if (!on_gpu || serves_gpu(choice_for(info.name, optimizer_for(info.name)), info.name))
-          names.emplace_back(info.name);
+      for (const scruple_recipe_info& info : all_recipes()) names.emplace_back(info.name);
     } else {
       std::stringstream list(options_.recipes);
       for (std::string name; std::getline(list, name, ',');) {

@@ -271,22 +271,13 @@ namespace {
 
 constexpr std::int64_t kLarge = std::int64_t{1} << 20;  // a recipe may leave small tensors in fp32
 
-// The format that a model computes with; none of train::kPrecisions: it is decoded, which the CPU alone does.
-std::string visible_weights(const Choice& choice, const std::string& recipe) {
-  const scruple_tensor tensor = choice.describe(choice.make_optimizer(), recipe, kLarge);
-  return train::visible_format(tensor.arrays[SCRUPLE_WEIGHT]);
-}
-
 }  // namespace
 
 std::string computed_in(const Choice& choice, const std::string& recipe) {
-  const std::string format = visible_weights(choice, recipe);
+  const scruple_tensor tensor = choice.describe(choice.make_optimizer(), recipe, kLarge);
+  const std::string format = train::visible_format(tensor.arrays[SCRUPLE_WEIGHT]);
   return precision_name(
       value_named<train::Precision>(train::kPrecisions, format).value_or(train::Precision::fp32));
-}
-
-bool serves_gpu(const Choice& choice, const std::string& recipe) {
-  return value_named<train::Precision>(train::kPrecisions, visible_weights(choice, recipe)).has_value();
 }
 
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,
@@ -302,11 +293,6 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   if (options.offload && !with_gpu)
     throw UsageError(
         "--offload is for a GPU, and this run is on the CPU; leave it out, or use --device cuda");
-  if (with_gpu && !serves_gpu(choice, recipe))
-    throw Error(SCRUPLE_UNSUPPORTED,
-                "weights of " + visible_weights(choice, recipe) +
-                    " train on the CPU alone; choose --device cpu, or a --recipe or --weights of " +
-                    either(train::kPrecisions));
   if (gradients.accumulation != "none") {
     const Optimizer optimizer = choice.make_optimizer();
     const scruple_tensor tensor = choice.describe(optimizer, recipe, kLarge);

@@ -97,9 +97,8 @@ struct GradientOptions {
   void check() const;
 };
 
-// The type, of train::kPrecisions, that the weights of a recipe are computed in.
+// The type, of train::kPrecisions, that the weights of a recipe are computed in; fp32 where they are decoded.
 std::string computed_in(const Choice& choice, const std::string& recipe);
-bool serves_gpu(const Choice& choice, const std::string& recipe);  // such weights need no decoding
 // A job with everything but its schedule. `activations`: "" takes the type that the weights are computed in; on a GPU
 // bf16 where that has not 16 bits.
 train::Job make_job(const Choice& choice, const std::string& recipe, const ModelOptions& options,

@@ -185,13 +185,15 @@ class CpuEngine final : public scruple_engine {
     });
   }
 
-  void decode(const scruple_tensor& t, int array, float* values) override {
+  void decode(const scruple_tensor& t, int array, const scruple_format& to, void* values) override {
     const ArrayWork work = array_work(unit_, t, array);
+    ArrayWork plain;
+    plain.planes = {static_cast<u8*>(values), nullptr};
+    plain.encode = unit_.codecs[to.index][0].encode[kNearest];
     for_tiles(t, [&](i64 at, int n, float* tile) {
       decode_tile(work, at, n, tile);
-      for (int i = 0; i < n; ++i) tile[i] = canonical(tile[i]);
-      std::memcpy(reinterpret_cast<u8*>(values) + at * static_cast<i64>(sizeof(float)), tile,
-                  static_cast<std::size_t>(n) * sizeof(float));
+      for (int i = 0; i < n; ++i) tile[i] = overflowed(canonical(tile[i]), to.overflow);
+      encode_tile(tile, plain, at, n);
     });
   }
 

@@ -119,15 +119,17 @@ class CudaEngine final : public scruple_engine {
 
   void encode(const scruple_tensor& t, int array, const float* values) override {
     const Call call(*this);
-    one_array(t, array, const_cast<float*>(values), true, 0);
+    const float overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
+    convert_values(t, array, fp32(), const_cast<float*>(values), true, overflow);
   }
-  void decode(const scruple_tensor& t, int array, float* values) override {
+  void decode(const scruple_tensor& t, int array, const scruple_format& to, void* values) override {
     const Call call(*this);
-    one_array(t, array, values, false, 0);
+    convert_values(t, array, to, values, false, to.overflow);
   }
   void fill(const scruple_tensor& t, int array, float value) override {
     const Call call(*this);
-    one_array(t, array, nullptr, true, value);
+    check_planes(t, array);
+    convert({.to = part_of(t, array), .size = t.size, .otherwise = value});
   }
 
   void set_stream(void* stream) override {
@@ -172,7 +174,6 @@ class CudaEngine final : public scruple_engine {
       cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
       check(cudaStreamIsCapturing(self.stream_, &status), "looking at the stream");
       self.capturing_ = status != cudaStreamCaptureStatusNone;
-      self.was_captured_ = self.was_captured_ || self.capturing_;
       if (!self.capturing_) check(cudaStreamWaitEvent(self.stream_, self.last_use_), "ordering streams");
     }
     ~Call() {
@@ -193,6 +194,7 @@ class CudaEngine final : public scruple_engine {
     workspace_ = &workspace;
     workspace.used = 0;
     workspace.version = 0;
+    was_captured_ = was_captured_ || capturing_;
     if (&workspace == &workspaces_[kForStep]) constants_of_last_.clear();
     begin_constants();
   }
@@ -204,7 +206,7 @@ class CudaEngine final : public scruple_engine {
   // Whether only the constants are new: the workspace still holds this table, the tensors share constants as
   // they did, and no captured graph can have overwritten the workspace.
   bool is_in_place(const scruple_tensor* tensors, i64 count, u64 version, float multiplier) {
-    if (was_captured_ || version == 0 || workspaces_[kForStep].version != version) return false;
+    if (capturing_ || was_captured_ || version == 0 || workspaces_[kForStep].version != version) return false;
     workspace_ = &workspaces_[kForStep];
     begin_constants();
     for (i64 i = 0; i < count; ++i)
@@ -403,44 +405,74 @@ class CudaEngine final : public scruple_engine {
     return sums;
   }
 
-  // `values` null: `otherwise` everywhere. Host values go through a buffer, piece by piece.
-  void one_array(const scruple_tensor& t, int array, float* values, bool encoding, float otherwise) {
+  // ---- One array ----
+
+  static const scruple_format& fp32() {
+    static const scruple_format& format = find_format("fp32");
+    return format;
+  }
+
+  // All that the kernel needs travels with its launch, so that decoding can be captured into a graph, and leaves
+  // the tables of a step where they are.
+  static ArrayPart part_of(const scruple_tensor& t, int which) {
+    const scruple_array& array = t.arrays[which];
+    ArrayPart part{.array = device_array(array, is_nonneg(t, which)), .aligned = is_aligned(array)};
+    if (draws_coins(array.rounding)) {
+      const u32 write = which == SCRUPLE_GRADIENT ? static_cast<u32>(t.folds) : 0;
+      part.coins =
+          draw_coins({t.optimizer->seed, static_cast<u32>(t.step), t.id, static_cast<u32>(which), write})
+              .from(t.offset);
+    }
+    return part;
+  }
+  static ArrayPart part_of(const scruple_format& format, void* values) {
+    const scruple_array array{&format, values, nullptr, kNearest, 0};
+    return {.array = device_array(array, false), .aligned = is_aligned(array)};
+  }
+  void check_planes(const scruple_tensor& t, int array) const {
+    for_planes(t.arrays[array], t.size,
+               [&](void* plane, i64) { check_pointer(plane, array_name(t, array), 0); });
+  }
+  void convert(const ArrayWork& work) {
+    if (work.size > 0) launch(array_kernel(), tiles_of(work.size, kBlockTile), kBlock, work);
+  }
+
+  // Host values go through a buffer, piece by piece.
+  void convert_values(const scruple_tensor& t, int array, const scruple_format& plain, void* values,
+                      bool encoding, float overflow) {
     if (t.size == 0) return;
-    begin(workspaces_[kForArray]);
-    KernelTable& table = table_for(array_kernel());
-    DeviceRow row = row_of(t, constants_of(t));
-    row.arrays[array] = device_array(t.arrays[array], is_nonneg(t, array));
-    row.overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
-    table.add(row, 0, kBlockTile);
-    commit(&t);
-    prepare_coins(nullptr);
-    DeviceTable view = view_of(table);
-    const auto run = [&](i64 first, i64 n, float* at) {
-      view.tiles = tiles_of(n, kBlockTile);
-      launch_tiles(table, view, ArrayWork{encoding, array, first, at, otherwise});
+    check_planes(t, array);
+    ArrayPart codes = part_of(t, array);
+    const auto run = [&](i64 first, i64 n, void* at) {
+      codes.first = first;
+      const ArrayPart there = part_of(plain, at);
+      convert({.from = encoding ? there : codes,
+               .to = encoding ? codes : there,
+               .size = n,
+               .to_plain = !encoding,
+               .overflow = overflow});
     };
     cudaPointerAttributes found{};
-    if (values != nullptr) check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
-    if (values == nullptr || found.type != cudaMemoryTypeUnregistered) {
+    check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
+    if (found.type != cudaMemoryTypeUnregistered) {
       check_readable(values, "values");
       run(0, t.size, values);
-      if (values != nullptr &&
-          found.type != cudaMemoryTypeDevice)  // the host sees it too, and may look at once
+      if (found.type != cudaMemoryTypeDevice)  // the host sees it too, and may look at once
         check(cudaStreamSynchronize(stream_), "waiting for values");
       return;
     }
-    stage_.reserve(kStage * static_cast<i64>(sizeof(float)), capturing_);
-    auto* const stage = stage_.at<float>(0);
+    const i64 each = plain.layout.code_bits / 8;
+    stage_.reserve(kStage * each, capturing_);
+    auto* const stage = stage_.at<u8>(0);
     for (i64 first = 0; first < t.size; first += kStage) {
       const i64 n = std::min(kStage, t.size - first);
-      const std::size_t bytes = static_cast<std::size_t>(n) * sizeof(float);
+      u8* const host = static_cast<u8*>(values) + first * each;
+      const auto bytes = static_cast<std::size_t>(n * each);
       if (encoding)
-        check(cudaMemcpyAsync(stage, values + first, bytes, cudaMemcpyHostToDevice, stream_),
-              "copying values");
+        check(cudaMemcpyAsync(stage, host, bytes, cudaMemcpyHostToDevice, stream_), "copying values");
       run(first, n, stage);
       if (!encoding)
-        check(cudaMemcpyAsync(values + first, stage, bytes, cudaMemcpyDeviceToHost, stream_),
-              "copying values");
+        check(cudaMemcpyAsync(host, stage, bytes, cudaMemcpyDeviceToHost, stream_), "copying values");
     }
     check(cudaStreamSynchronize(stream_), "waiting for values");
   }
@@ -500,7 +532,7 @@ class CudaEngine final : public scruple_engine {
   cudaEvent_t last_use_ = nullptr;
   bool capturing_ = false, was_captured_ = false;
 
-  enum { kForStep, kForMeasure, kForFold, kForArray, kWorkspaces };
+  enum { kForStep, kForMeasure, kForFold, kWorkspaces };
   Workspace workspaces_[kWorkspaces];
   Workspace* workspace_ = nullptr;                 // of the call under way
   DeviceBuffer constants_, sums_;                  // of any call: written anew by each

@@ -1,4 +1,4 @@
-// The general CUDA kernels: the step for mixtures that no recipe names, and any array to and from fp32.
+// The general CUDA kernels: the step for mixtures that no recipe names, and any array to and from plain values.
 // Formats and optimizer are read from the table at run time. The step is that of engine/cuda_step.cu, but
 // codecs and rule stand behind branches that a whole warp takes together: one kernel instead of one per
 // mixture.
@@ -302,31 +302,57 @@ __global__ void __launch_bounds__(kBlock, 3) any(DeviceTable table, const Consta
   }
 }
 
-// ---- One array to and from fp32 ----
+// ---- One array to and from plain values ----
 
-__global__ void __launch_bounds__(kBlock) array(DeviceTable table, const __grid_constant__ ArrayWork work) {
-  const DeviceRow& row = table.rows[0];
-  const DeviceArray& a = row.arrays[work.array];
-  const BlockTiles tiles(table);
-  for (i64 tile = tiles.first; tile < tiles.end; ++tile) {
-    const i64 in_work = tile * kBlockTile + static_cast<i64>(threadIdx.x) * N;
-    const Slice at = slice_of<N>(work.first + in_work, row.size);
-    const Coins coins = row.coins[work.array].from(at.first);
-    float x[N] = {};
-    if (work.encodes) {
+// True, where a value came out as NaN: it may be one that needs care.
+__device__ __forceinline__ bool read_whole(const ArrayPart& from, Slice at, float (&x)[N]) {
+  Bits bits;
+  load_any<'w', 's', 'n', 'g', 'a'>(from.array, at, bits);
+  decode_any<'w', 's', 'n', 'g', 'a'>(
+      from.array, bits, [&] { return from.coins.from(at.first); }, x);
+  bool odd = false;
 #pragma unroll
-      for (int i = 0; i < N; ++i)
-        if (i < at.n)
-          x[i] = overflowed(canonical(work.values != nullptr ? work.values[in_work + i] : work.otherwise),
-                            row.overflow);
-      encode_anywhere(a, at, coins, x);
-    } else {
-      decode_anywhere(a, at, coins, x);
+  for (int i = 0; i < N; ++i) odd = odd || !(x[i] == x[i]);
+  return odd;
+}
+__device__ __forceinline__ void read_anywhere(const ArrayPart& from, Slice at, float otherwise,
+                                              float (&x)[N]) {
+  float values[N] = {};
+  if (from.array.codes != nullptr) decode_anywhere(from.array, at, from.coins.from(at.first), values);
 #pragma unroll
-      for (int i = 0; i < N; ++i)
-        if (i < at.n) work.values[in_work + i] = canonical(x[i]);
-    }
-  }
+  for (int i = 0; i < N; ++i) x[i] = i >= at.n ? 0.0f : from.array.codes != nullptr ? values[i] : otherwise;
+}
+template <class... C>
+__device__ __forceinline__ void write_whole(const DeviceArray& to, Slice at, const float (&x)[N]) {
+  const auto write = [&]<class One>(std::type_identity<One>) {
+    if (to.format == codec_number<One>() / 2)
+      Lane<One, N>::template encode<kNearest, true>(x, to, 0, at, Coins{});
+  };
+  (write(std::type_identity<C>()), ...);
+}
+__device__ __forceinline__ void write_anywhere(const ArrayPart& to, Slice at, const float (&x)[N]) {
+  float values[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) values[i] = x[i];
+  encode_anywhere(to.array, at, to.coins.from(at.first), values);
+}
+
+// A block takes a tile.
+__global__ void __launch_bounds__(kBlock) array(const __grid_constant__ ArrayWork work) {
+  const i64 tile = blockIdx.x * i64{kBlockTile};
+  const Slice here = slice_of<N>(tile + static_cast<i64>(threadIdx.x) * N, work.size);
+  const Slice from = {work.from.first + here.first, here.n}, to = {work.to.first + here.first, here.n};
+  const bool whole = tile + kBlockTile <= work.size;
+  float x[N];
+  bool careful = !whole || !work.from.aligned;
+  if (!careful) careful = __any_sync(0xffffffffu, read_whole(work.from, from, x));
+  if (careful) read_anywhere(work.from, from, work.otherwise, x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = overflowed(canonical(x[i]), work.overflow);
+  if (whole && work.to.aligned && work.to_plain)
+    write_whole<Fp32, Rounded<Bf16>, Rounded<Fp16>>(work.to.array, to, x);
+  else
+    write_anywhere(work.to, to, x);
 }
 
 }  // namespace

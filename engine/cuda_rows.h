@@ -106,7 +106,7 @@ struct KernelTable {
 };
 static_assert(sizeof(DeviceRow) % 16 == 0);
 
-// The device memory in which one kind of call (step, measure, one array) keeps its tables. Training makes the
+// The device memory in which one kind of call (step, measure, fold) keeps its tables. Training makes the
 // same call at every step: its tables are found where they are, and only rows that changed are uploaded.
 struct Workspace {
   DeviceBuffer memory;

@@ -33,7 +33,7 @@ struct DeviceRow {
   u16 active;     // slots in use, as a bit mask
   u16 aligned;  // 1: planes begin at multiples of 16 bytes, scales at whole ones, so whole tiles need no care
   float spread;
-  float overflow;  // of a gradient that is encoded
+  u32 zero;
   DeviceArray arrays[SCRUPLE_ARRAYS];
   Coins coins[SCRUPLE_ARRAYS + 1];  // from element 0 of this tensor, or shard, on
 };
@@ -130,15 +130,21 @@ const std::vector<FoldKernel>& fold_kernels();
 
 const void* any_kernel();  // (DeviceTable, const Constants*), as a StepKernel of any formats
 
-// One array to or from fp32, from element `first` of the only tensor on; values[0] is that element.
-struct ArrayWork {
-  bool encodes;
-  int array;
-  i64 first;
-  float* values;  // encode: null for `otherwise` everywhere
-  float otherwise;
+// Elements of an array in another format: to or from plain values (fp32, bf16, fp16), which have neither scales
+// nor coins.
+struct ArrayPart {
+  DeviceArray array{};
+  i64 first = 0;  // element
+  Coins coins{};  // of element 0
+  bool aligned = false;
 };
-const void* array_kernel();                                               // (DeviceTable, ArrayWork)
+struct ArrayWork {
+  ArrayPart from{}, to{};  // from.array.codes null: `otherwise` everywhere
+  i64 size = 0;
+  bool to_plain = false;
+  float otherwise = 0, overflow = kNoOverflow;
+};
+const void* array_kernel();                                               // (ArrayWork)
 void set_any_ways(int format, bool nonneg, int rounding, u8 (&ways)[3]);  // of both, for a DeviceArray
 
 int least_architecture();  // that the kernels were compiled for, such as 800

@@ -47,7 +47,8 @@ struct scruple_engine {
                     float multiplier, const scruple::i64* steps) = 0;
   virtual void clear(const scruple_tensor* tensors, scruple::i64 count) = 0;  // gradients
   virtual void encode(const scruple_tensor& tensor, int array, const float* values) = 0;
-  virtual void decode(const scruple_tensor& tensor, int array, float* values) = 0;
+  // To values of fp32, bf16 or fp16.
+  virtual void decode(const scruple_tensor& tensor, int array, const scruple_format& to, void* values) = 0;
   virtual void fill(const scruple_tensor& tensor, int array, float value) = 0;
 
   virtual void set_stream(void* stream) = 0;

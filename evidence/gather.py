@@ -11,6 +11,7 @@ import verdicts
 
 HERE = pathlib.Path(__file__).resolve().parent
 REFERENCE, EXACT, PURE, NEAREST = "torch fp32", "mixed", "torch bf16", "scruple, moments to nearest"
+LPMM, COARSE = "10 bits, stochastic", "8 bits, nearest"  # of lpmm.py: the claim, and what it should find worse
 MORE_IS_BETTER = ("BLEU", "test accuracy")
 
 
@@ -95,6 +96,11 @@ def reference_of(rows):
     return EXACT if EXACT in rows else REFERENCE
 
 
+def judges(rows):
+    """Whether verdicts are given: beside exact steps, and of LPMM beside fp32, whose activations are its own."""
+    return EXACT in rows or LPMM in rows
+
+
 def deciding(places):
     """The machine that verdicts are of: most pairs of mixed and scruple, then the latest lines."""
 
@@ -145,6 +151,7 @@ def gap(name, rows):
 
 
 def sighted(rows):
-    """Does this task find pure bf16 worse?"""
-    control = gap(PURE, rows) if PURE in rows and EXACT in rows else None
+    """Does this task find pure bf16 worse, or lpmm.py's 8 bits to nearest?"""
+    name = PURE if EXACT in rows else COARSE
+    control = gap(name, rows) if name in rows and judges(rows) else None
     return control is not None and (control.mean is None or control.half is not None and control.ends()[0] > 0)

@@ -17,6 +17,7 @@ and, where it wants them,
   row                      is set to the row that runs, before anything is asked of it
   begin                    what tells its first weights from others, where they are not made by the seed alone
   compiled                 True: on a GPU, loss() gets the model compiled
+  watches                  True: a run says which share of the weights a step leaves as they are, and its peak of memory
   finished(model, row, seed)   called after the last step, before evaluate()
   needs(row, seed)         True: run it, though its line is there: what finished() keeps is not
 """
@@ -50,7 +51,7 @@ class Row:
     name: str
     dtype: torch.dtype = torch.bfloat16
     recipe: str = None
-    gradients: str = "stored"
+    gradients: str = "stored"  # "coded": compressed, and weights are codes
     other: str = None  # with {} for the rule's name
     options: dict = dataclasses.field(default_factory=dict)  # more arguments of the optimizer
     passes: int = 1  # micro-batches that a batch is cut into
@@ -77,9 +78,11 @@ class Row:
         params = [p for p in model.parameters() if p.requires_grad]
         if self.recipe is not None:
             opt = getattr(st, kind)(params, recipe=self.recipe, **hypers, **self.options)
-            if self.gradients != "stored":
-                more = {"accumulate": self.passes, "accumulator": self.accumulator}
-                st.release_gradients(model, opt, self.gradients, **more, scaler=False)
+            more = {"accumulate": self.passes, "accumulator": self.accumulator, "scaler": False}
+            if self.gradients == "coded":
+                st.compress_weights(model, opt, **more)
+            elif self.gradients != "stored":
+                st.release_gradients(model, opt, self.gradients, **more)
             return opt
         if self.other is None:
             return getattr(torch.optim, kind)(params, fused=True, **hypers, **self.options)
@@ -181,7 +184,8 @@ class Training:
     def bytes(self):
         """By kind, per parameter."""
         count = sum(p.numel() for p in self.params)
-        kinds = {"weights": nbytes(self.params), "state": nbytes(self.opt.state), "gradients": self.gradients}
+        seen = set()  # the state of a weight in codes has these, too
+        kinds = {"weights": nbytes(self.params, seen), "state": nbytes(self.opt.state, seen), "gradients": self.gradients}
         return {kind: size / count for kind, size in kinds.items()}
 
 
@@ -296,23 +300,51 @@ def head(task, row, device):
     }
 
 
+def at_rest(device):
+    """Bytes that are allocated already: data, and the products' workspace. What an earlier row has left is freed."""
+    gc.collect()
+    ones = torch.ones(8, 8, device=device, requires_grad=True)
+    (ones @ ones).sum().backward()  # autograd's thread has a workspace of its own
+    del ones
+    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def unmoved(training, step, batch):
+    """(loss, share of the elements of large weights that this step leaves as they are)."""
+    with st.watch_updates(training.opt, training.model) as shares:
+        loss = training.step(step, batch)
+    sizes = {name: p.numel() for name, p in training.model.named_parameters() if p.numel() > 4096 and name in shares}
+    return loss, sum(size * shares[name] for name, size in sizes.items()) / sum(sizes.values())
+
+
 def run(task, row, seed, device, progress=lambda text: None):
     """One run, as what its JSON line says."""
+    watches = getattr(task, "watches", False)
+    before = at_rest(device) if watches else 0
     training = Training(task, row, seed, device)
     with torch.random.fork_rng():  # a run draws the same numbers whether it is asked or not
         start = training.evaluate()[task.metric]
     has_moments = row.other is None and row.gradients == "stored" and row.loss_scale is None
-    shadow = Shadow(training) if has_moments and row.name != gather.REFERENCE else None
+    shadow = Shadow(training) if has_moments and row.name != gather.REFERENCE and not watches else None
     moments = {max(1, int(task.steps * share)) for share in (0.25, 0.6, 0.95)}
     losses, errors, every = [], [], max(1, task.steps // 20)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for step in range(task.steps):
-        looks = shadow is not None and step + 1 in moments
-        before = shadow.weights() if looks else None
-        losses.append(training.step(step, task.batch(training.order), shadow.see if shadow else lambda: None))
-        if looks:
-            errors.append({"step": step + 1, **shadow.errors(before)})
+        batch, looks = task.batch(training.order), step + 1 in moments
+        if looks and watches and row.recipe:
+            loss, share = unmoved(training, step, batch)
+            errors.append({"step": step + 1, "unmoved": share})
+        elif looks and shadow:
+            old = shadow.weights()
+            loss = training.step(step, batch, shadow.see)
+            errors.append({"step": step + 1, **shadow.errors(old)})
+        else:
+            loss = training.step(step, batch, shadow.see if shadow else lambda: None)
+        losses.append(loss)
         if (step + 1) % every == 0:
             progress(f"step {step + 1}/{task.steps}  loss {float(losses[-1]):.4f}")
+    peak = torch.cuda.max_memory_allocated() - before if watches and device.type == "cuda" else None
     losses = torch.stack(losses).float().cpu()
     if hasattr(task, "finished"):
         with training.precision():
@@ -326,16 +358,13 @@ def run(task, row, seed, device, progress=lambda text: None):
         "losses": [round(float(part.mean()), 5) for part in losses.split(max(1, task.steps // 40))],
         "bytes": training.bytes(),
         "errors": errors,
+        **({"peak_gib": peak and peak / 2**30} if watches else {}),
     }
 
 
 def clock(task, row, device, warm=12, steps=30):
     """Time and memory of a row, with the device to itself: what is compiled or allocated at first is not counted."""
-    gc.collect()  # what an earlier row has left, the data and the products' workspace are not this row's
-    ones = torch.ones(8, 8, device=device, requires_grad=True)
-    (ones @ ones).sum().backward()  # autograd's thread has a workspace of its own
-    del ones
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    before = at_rest(device)
     training = Training(task, row, 0, device)
 
     def now():

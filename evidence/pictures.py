@@ -148,15 +148,23 @@ def chart(title, curves, ends):
 
 def curves(task, rows):
     """Where rows are numbers of bits, the metric against them; else training losses of the first seed."""
-    bits = {}
+    metric, bits = next(iter(rows[next(iter(rows))][0][0]["metrics"])), {}
+
+    def height(runs):
+        values = [run["lead"] for run in runs]
+        if None in values:
+            return None
+        return 100 - statistics.mean(values) if metric == "test accuracy" else statistics.mean(values)
+
     for name, (runs, _) in rows.items():
         if found := re.fullmatch(r"(\d+) bits, (\w+)", name):
-            bits.setdefault(found[2], []).append((int(found[1]), statistics.mean(run["lead"] for run in runs)))
-    if bits:
-        most = max(x for curve in bits.values() for x, _ in curve)
-        exact = statistics.mean(run["lead"] for run in rows[gather.REFERENCE][0])
-        lines = {gather.REFERENCE: [(0, exact), (most, exact)], **bits}
-        return chart(f"{task}: loss against bits", lines, ("0 bits", f"{most}"))
+            bits.setdefault(found[2], []).append((int(found[1]), height(runs)))
+    across = [x for curve in bits.values() for x, _ in curve]
+    if len({*across}) > 2:
+        ends, exact = (min(across), max(across)), height(rows[gather.REFERENCE][0])
+        lines = {gather.REFERENCE: [(x, exact) for x in ends], **{name: sorted(curve) for name, curve in bits.items()}}
+        what = "error" if metric == "test accuracy" else "loss"
+        return chart(f"{task}: {what} against bits", lines, (f"{ends[0]} bits", f"{ends[1]}"))
     drawn = [name for name in DRAWN if name in rows]
     drawn = drawn if len(drawn) > 2 else list(rows)[: len(COLOURS)]
     lines = {name: list(enumerate(rows[name][0][0]["losses"])) for name in drawn}

@@ -65,14 +65,14 @@ def ends(found):
 def cells(name, rows):
     """{title: cell} of a row of a task's table."""
     runs, times = rows[name]
-    found, reference = gap(name, rows), gather.reference_of(rows)
+    found, reference, judges = gap(name, rows), gather.reference_of(rows), gather.judges(rows)
     metrics = list(rows[reference][0][0]["metrics"])
-    out = {"row": name, **({"seeds": str(len(runs))} if reference == EXACT else {})}
+    out = {"row": name, **({"seeds": str(len(runs))} if judges else {})}
     out[metrics[0]] = middle(run["lead"] for run in runs)
     if name != reference and found:
         out[f"gap to `{reference}`, %"] = three(found.mean, "+")
         out["95 % interval"] = ends(found)
-        if reference == EXACT:
+        if judges:
             within = " ±2" * bool(found.within)
             out["gap, % of the gain"] = "–" if found.gained is None else three(found.gained, "+") + within
             out["verdict"] = found.verdict
@@ -82,6 +82,11 @@ def cells(name, rows):
     out["bytes"] = "–" if None in parts else three(sum(parts))
     if reference == EXACT and times:
         out["peak, GiB"], out["ms"] = three(times.get("peak_gib")), three(times["ms"])
+    elif None not in (peaks := [run.get("peak_gib") for run in runs]):
+        out["peak, GiB"] = three(statistics.mean(peaks))
+    looks = [run["errors"][len(run["errors"]) // 2] for run in runs if run["errors"]]
+    if shares := [look["unmoved"] for look in looks if "unmoved" in look]:
+        out["unmoved, %"] = three(100 * statistics.mean(shares))
     last = [run["errors"][-1] for run in runs if run["errors"]]
     for key, title in ERRORS.items():
         seen = [error[key] for error in last if error.get(key) is not None]
@@ -117,7 +122,7 @@ def facts(device, rows):
     when = " to ".join(dict.fromkeys((min(dates), max(dates))))
     run = runs[0]
     counts = dict.fromkeys(f(len(runs) for runs, _ in rows.values()) for f in (min, max))
-    seeds = "" if EXACT in rows else f" {' or '.join(map(str, counts))} seeds."
+    seeds = "" if gather.judges(rows) else f" {' or '.join(map(str, counts))} seeds."
     return f"{run['parameters']:,} parameters, {run['steps']:,} steps, {machine(device)}, torch {run['torch']}, {when}.{seeds}"
 
 
@@ -137,7 +142,8 @@ def of_task(task, places):
     more = [device for device in places if {*places[device]} & {*KINDS} - {*rows}]  # it has rows that the first lacks
     others = "".join(f"\n{facts(device, places[device])}\n\n{short(places[device])}" for device in more)
     curves = f"![Training losses](../pictures/{slug(task)}.svg)"
-    return f"{facts(first, rows)}\n\n{table(rows)}\n{curves}\n{others}{sheets}"
+    control = f"Found worse: `{gather.COARSE}`, {'yes' if sighted(rows) else 'no'}.\n\n" if gather.LPMM in rows else ""
+    return f"{facts(first, rows)}\n\n{control}{table(rows)}\n{curves}\n{others}{sheets}"
 
 
 def judged(tasks):

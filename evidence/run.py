@@ -23,7 +23,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import gather  # noqa: E402
 
-TASKS = ("images", "recommendation", "translation", "gan", "pretraining", "finetuning", "bits", "underflow")
+TASKS = "images recommendation translation gan pretraining finetuning bits underflow lpmm".split()
 
 
 def pattern(text):

@@ -114,6 +114,16 @@ void check_accumulates(const scruple_tensor& t, i64 index, const scruple_sink_op
   check_parts(t, index);
 }
 
+// Of an accumulator's planes, those that the sink has allocated: scruple_array.owned.
+constexpr int kOwnsCodes = 1, kOwnsAux = 2;
+
+// The block that they lie in: codes, up to a multiple of 16 bytes where scales follow.
+Bytes in_block(const Bytes& bytes, int owned) {
+  const i64 codes = (owned & kOwnsCodes) != 0 ? bytes.codes : 0;
+  if ((owned & kOwnsAux) == 0) return {codes, 0};
+  return {(codes + 15) / 16 * 16, bytes.aux};
+}
+
 }  // namespace
 
 scruple_sink::scruple_sink(scruple_engine& engine, const scruple_tensor* tensors, i64 count,
@@ -188,20 +198,28 @@ void scruple_sink::free_plane(void* plane, i64 bytes) {
     options_.memory.free(options_.memory.context, plane, bytes);
 }
 
+// Codes and scales lie in one block: a call of the caller's allocator may take longer than the fold.
 void scruple_sink::alloc_gradient(scruple_tensor& t) {
   scruple_array& gradient = t.arrays[SCRUPLE_GRADIENT];
   const Bytes bytes = bytes_of(*gradient.format, t.size);
-  if (gradient.codes == nullptr && bytes.codes > 0)
-    gradient.codes = alloc_plane(bytes.codes), gradient.owned |= 1;
-  if (gradient.aux == nullptr && bytes.aux > 0) gradient.aux = alloc_plane(bytes.aux), gradient.owned |= 2;
+  const int codes = gradient.codes == nullptr && bytes.codes > 0 ? kOwnsCodes : 0;
+  const int aux = gradient.aux == nullptr && bytes.aux > 0 ? kOwnsAux : 0;
+  if (codes + aux == 0) return;
+  const Bytes block = in_block(bytes, codes | aux);
+  auto* const memory = static_cast<u8*>(alloc_plane(block.codes + block.aux));
+  if (codes != 0) gradient.codes = memory;
+  if (aux != 0) gradient.aux = memory + block.codes;
+  gradient.owned = codes | aux;
 }
 
 void scruple_sink::free_gradient(scruple_tensor& t) {
   scruple_array& gradient = t.arrays[SCRUPLE_GRADIENT];
   if (gradient.owned == 0) return;
-  const Bytes bytes = bytes_of(*gradient.format, t.size);
-  if ((gradient.owned & 1) != 0) free_plane(gradient.codes, bytes.codes), gradient.codes = nullptr;
-  if ((gradient.owned & 2) != 0) free_plane(gradient.aux, bytes.aux), gradient.aux = nullptr;
+  const Bytes block = in_block(bytes_of(*gradient.format, t.size), gradient.owned);
+  const bool codes = (gradient.owned & kOwnsCodes) != 0;
+  free_plane(codes ? gradient.codes : gradient.aux, block.codes + block.aux);
+  if (codes) gradient.codes = nullptr;
+  if ((gradient.owned & kOwnsAux) != 0) gradient.aux = nullptr;
   gradient.owned = 0;
 }
 

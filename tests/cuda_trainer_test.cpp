@@ -3,14 +3,18 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <filesystem>
 #include <functional>
+#include <optional>
 #include <utility>
 
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
 #include "train/cuda/outbox.h"
 #include "train/cuda/products.h"
+#include "train/run/checkpoint.h"
 #include "train/run/trainer.h"
 
 namespace scruple::train {
@@ -152,14 +156,211 @@ TEST_F(CudaTrainer, CurvesAreTheCpus) {
 }
 
 TEST_F(CudaTrainer, GraphsGiveTheSameBits) {
+  for (const char* recipe : {"scruple", "lpmm"})
+    for (const SmallModel& family : small_models())
+      for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
+        Job job = job_of(family.shape, cuda_backend, recipe, Precision::bf16);
+        job.gradients.policy = policy;
+        const Taken with = take(job, 6);
+        job.graphs = false;
+        expect_same(take(job, 6), with,
+                    std::string(recipe) + ", " + family.name + ", policy " + std::to_string(policy));
+      }
+}
+
+// ---- Weights in codes ----
+
+// lpmm with weights of this format in every tensor, the smallest too.
+Describe all_coded(const std::string& weights) {
+  return [weights](const Optimizer& optimizer, std::int64_t size) {
+    scruple_tensor row = describe_by("lpmm")(optimizer, std::int64_t{1} << 20);
+    row.size = size;
+    check(scruple_tensor_set_format(&row, "weights", weights.c_str()));
+    return row;
+  };
+}
+// The same with plain weights of this type where they are coded, and all else in fp32.
+Describe plain(const Describe& coded, Precision type) {
+  return [=](const Optimizer& optimizer, std::int64_t size) {
+    scruple_tensor row = coded(optimizer, size);
+    for (const char* which : {"moments", "gradient"}) check(scruple_tensor_set_format(&row, which, "fp32"));
+    if (info_of(row.arrays[SCRUPLE_WEIGHT].format).aux_is_scale != 0)
+      check(scruple_tensor_set_format(&row, "weights", kPrecisions[static_cast<int>(type)]));
+    check(scruple_tensor_set_rounding(&row, "weights", "nearest"));
+    return row;
+  };
+}
+const std::pair<const char*, Describe> kCoded[] = {{"lpmm", describe_by("lpmm")},
+                                                   {"int12 everywhere", all_coded("int12")},
+                                                   {"int8 everywhere", all_coded("int8")}};
+
+// Loss and gradients are those of the decoded weights, to the bit.
+TEST_F(CudaTrainer, CodedWeightsAreTheirValues) {
   for (const SmallModel& family : small_models())
-    for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
-      Job job = job_of(family.shape, cuda_backend, "scruple", Precision::bf16);
-      job.gradients.policy = policy;
-      const Taken with = take(job, 6);
-      job.graphs = false;
-      expect_same(take(job, 6), with, std::string(family.name) + ", policy " + std::to_string(policy));
+    for (const auto& [name, describe] : kCoded)
+      for (const Precision type : {Precision::fp32, Precision::bf16, Precision::fp16})
+        for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
+          SCOPED_TRACE(std::string(family.name) + ", " + name + ", " + kPrecisions[static_cast<int>(type)] +
+                       ", policy " + std::to_string(policy));
+          Job job = job_of(family.shape, cuda_backend, "lpmm", type);
+          job.gradients.policy = policy;
+          job.initial = spread_values(family.shape);
+          job.describe = [coded = describe](const Optimizer& optimizer, std::int64_t size) {
+            scruple_tensor row = plain(coded, Precision::fp32)(optimizer, size);
+            row.arrays[SCRUPLE_WEIGHT] = coded(optimizer, size).arrays[SCRUPLE_WEIGHT];
+            return row;
+          };
+          std::vector<std::vector<float>> values;
+          {
+            const Passes passes(job);
+            for (std::size_t p = 0; p < passes.state.table().size(); ++p)
+              values.push_back(passes.state.master(static_cast<int>(p)));
+          }
+          const Documents documents(family.shape, job.batch);
+          const Computed got = computed_by(job, documents.batch());
+          job.describe = plain(describe, type);
+          job.initial = [&](int which, std::int64_t first, std::int64_t count, float* to) {
+            std::copy_n(values[static_cast<std::size_t>(which)].begin() + first, count, to);
+          };
+          const Computed want = computed_by(job, documents.batch());
+          EXPECT_EQ(got.loss, want.loss);
+          EXPECT_EQ(got.validated, want.validated);
+          EXPECT_TRUE(got.gradients == want.gradients);
+          EXPECT_GT(want.loss, 1.0) << "a model that is nothing shows nothing";
+        }
+}
+
+// A job's weights, moments and accumulators on its device, and a sink that is fed by hand.
+struct Fed {
+  explicit Fed(const Job& job)
+      : backend(job.backend(job.threads)),
+        optimizer(job.optimizer()),
+        state(*backend, parameters_of(job.shape), optimizer, optimizer, job.describe, ledger),
+        rows(state.table()) {
+    state.start(job.initial, ledger);
+    std::int64_t largest = 0;
+    for (scruple_tensor& row : rows) {
+      largest = std::max(largest, row.size);
+      if (job.gradients.policy == SCRUPLE_RELEASED) continue;
+      scruple_array& gradient = row.arrays[SCRUPLE_GRADIENT];
+      const PlaneBytes bytes = plane_bytes(gradient.format, row.size);
+      gradient.codes = planes.emplace_back(ledger, "gradients", bytes.codes, backend->memory()).as<void>();
+      if (bytes.aux > 0)
+        gradient.aux = planes.emplace_back(ledger, "scales", bytes.aux, backend->memory()).as<void>();
     }
+    incoming = Block(ledger, "gradients", largest * Index{sizeof(float)}, backend->memory());
+    sink.emplace(backend->engine(), rows, job.gradients);
+  }
+  using Index = std::int64_t;
+
+  // Gradients that depend on their number alone: in fp32, or their upper halves as bf16; whole, or in two pieces.
+  void micro_batch(int number) {
+    for (std::size_t p = 0; p < rows.size(); ++p) {
+      const Index size = rows[p].size, cut = size > 256 && number % 2 == 1 ? size / 256 * 128 : size;
+      std::vector<float> values(static_cast<std::size_t>(size));
+      std::vector<std::uint16_t> halves(values.size());
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const auto mixed = (i + p * 7919 + static_cast<std::size_t>(number) * 104729) * 0x9e3779b97f4a7c15u;
+        values[i] = (static_cast<float>(mixed >> 40) / (1 << 24) - 0.5f) * (i % 5 == 0 ? 1.0f : 0.01f);
+        halves[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(values[i]) >> 16);
+      }
+      const bool wide = (static_cast<std::size_t>(number) + p) % 3 != 0;
+      const Index each = wide ? 4 : 2;
+      backend->engine().synchronize();  // what was there has been read
+      backend->memory().write(incoming.as<void>(), wide ? static_cast<void*>(values.data()) : halves.data(),
+                              size * each);
+      for (const auto& [first, count] : {std::pair{Index{0}, cut}, std::pair{cut, size - cut}})
+        if (count > 0)
+          sink->add(static_cast<Index>(p), first, count, incoming.as<char>() + first * each,
+                    wide ? "fp32" : "bf16");
+    }
+    sink->end();
+  }
+  // Every byte of weights, moments and accumulators, scales included.
+  std::vector<std::vector<char>> bytes() {
+    std::vector<std::vector<char>> all;
+    for (const scruple_tensor& row : rows)
+      for (const scruple_array& array : row.arrays) {
+        if (array.format == nullptr || array.codes == nullptr) continue;
+        const PlaneBytes size = plane_bytes(array.format, row.size);
+        for (const auto& [plane, count] :
+             {std::pair{array.codes, size.codes}, std::pair{array.aux, size.aux}}) {
+          if (count == 0) continue;
+          backend->engine().synchronize();
+          backend->memory().read(all.emplace_back(static_cast<std::size_t>(count)).data(), plane, count);
+        }
+      }
+    return all;
+  }
+
+  Ledger ledger;
+  const std::unique_ptr<Backend> backend;
+  const Optimizer optimizer;
+  State state;
+  std::vector<scruple_tensor> rows;
+  std::vector<Block> planes;
+  Block incoming;
+  std::optional<Sink> sink;
+};
+
+// Of weights, momentum and accumulators, after every micro-batch.
+TEST_F(CudaTrainer, TheSameGradientsGiveTheBitsOfTheCpu) {
+  for (const SmallModel& family : small_models())
+    for (const char* rule : {"sgd", "sgdw", "lion"})
+      for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED})
+        for (const auto& [name, describe] : kCoded) {
+          SCOPED_TRACE(std::string(family.name) + ", " + rule + ", " + name + ", policy " +
+                       std::to_string(policy));
+          Job job = job_of(family.shape, cpu_backend, "lpmm");
+          job.describe = describe;
+          job.initial = spread_values(family.shape);
+          job.optimizer = [rule] {
+            Optimizer optimizer(rule);
+            optimizer.set("lr", 0.05);
+            optimizer.set("weight_decay", 0.01);
+            if (std::string(rule) != "lion") optimizer.set("momentum", 0.9);
+            return optimizer;
+          };
+          job.gradients.policy = policy;
+          if (policy == SCRUPLE_STORED) job.gradients.micro_batches = 3, job.gradients.max_norm = 1;
+          Fed host(job);
+          job.backend = cuda_backend;
+          Fed gpu(job);
+          const std::vector<std::vector<char>> first = host.bytes();
+          ASSERT_TRUE(gpu.bytes() == first) << "first weights";
+          for (int number = 0; number < 7; ++number) {
+            host.micro_batch(number), gpu.micro_batch(number);
+            ASSERT_TRUE(gpu.bytes() == host.bytes()) << "after micro-batch " << number;
+          }
+          EXPECT_FALSE(host.bytes() == first);
+        }
+}
+
+// Saved on one device, taken up on the other, and back.
+TEST_F(CudaTrainer, ARunMovesBetweenDevices) {
+  for (const char* recipe : {"lpmm", "scruple"}) {
+    const std::string folder = ::testing::TempDir() + "moves_" + recipe;
+    const auto saved = [&](Training& training) {
+      std::filesystem::remove_all(folder);
+      save(training, recipe, {}, folder, 0);
+      return std::make_unique<io::Checkpoint>(io::find_checkpoint(folder));
+    };
+    const Job on_gpu = job_of(llama(), cuda_backend, recipe, Precision::bf16),
+              on_cpu = job_of(llama(), cpu_backend, recipe);
+    Training first(on_gpu);
+    first.take(3);
+    const auto from_gpu = saved(first);
+    Training second(on_cpu, from_gpu.get());
+    EXPECT_TRUE(second.planes() == first.planes()) << recipe;
+    const double here = first.step().loss;
+    EXPECT_NEAR(second.step().loss, here, 0.02 * here) << recipe;
+    const auto from_cpu = saved(second);
+    Training third(on_gpu, from_cpu.get());
+    EXPECT_TRUE(third.planes() == second.planes()) << recipe;
+    EXPECT_EQ(third.steps_taken(), 4);
+    EXPECT_TRUE(std::isfinite(third.step().loss)) << recipe;
+    std::filesystem::remove_all(folder);
+  }
 }
 
 // A model whose gradients fill the outbox's buffer several times in a pass.
@@ -399,7 +600,21 @@ TEST(CudaPlan, ReleasedBytesAreTheLedgers) {
   }
 }
 
-// More than a GPU has, and more than is allowed: refused, and the next run is none the worse.
+// One scratch matrix, for the largest, and a bias; two vectors more where norms are coded.
+TEST(CudaPlan, DecodedWeightsAreOneMatrix) {
+  for (const Precision type : {Precision::bf16, Precision::fp32}) {
+    Job job = job_of(llama(), cuda_backend, "lpmm", type);
+    const std::int64_t each = type == Precision::fp32 ? 4 : 2, matrix = 256 * 64 * each;
+    const auto workspace = [&](const Describe& describe) {
+      job.describe = describe;
+      return memory_of(job).peak("workspace");
+    };
+    const std::int64_t none = workspace(plain(all_coded("int10"), type));
+    EXPECT_EQ(workspace(describe_by("lpmm")) - none, matrix + 64 * each);
+    EXPECT_EQ(workspace(all_coded("int10")) - none, matrix + (64 + 2 * 128) * each);
+  }
+}
+
 // [out, in] of the largest matrices of GPT-2, Llama 3.x, Qwen 2.5 and 3, Mistral, Gemma; both ways round.
 TEST(CudaPlan, PiecesAreWhatTensorCoresTake) {
   const std::int64_t matrices[][2] = {{50257, 1600},  {128256, 4096}, {14336, 4096},  {128256, 8192},
@@ -452,14 +667,15 @@ TEST_F(CudaTrainer, TunedProductsHaveTheBitsOfTheFirstAlgorithm) {
     }
 }
 
+// More than a GPU has, and more than is allowed: refused, and the next run is none the worse.
 TEST_F(CudaTrainer, TooMuchMemoryIsRefused) {
   Job large = job_of(llama(), cuda_backend, "scruple", Precision::bf16);
   large.batch = 1'000'000;
   const std::int64_t needed = memory_of(large).peak();
   EXPECT_GT(needed, std::int64_t{160} << 30);
   EXPECT_THROW(Training{large}, std::bad_alloc);
-  // Weights of the activations' type, and weights that are converted.
-  for (const char* recipe : {"scruple", "fp32"})
+  // Weights of the activations' type, weights that are converted, and weights that are decoded.
+  for (const char* recipe : {"scruple", "fp32", "lpmm"})
     for (const Description& shape : {llama(), gpt2({2, 64, 4, kFamilyContext, 257})}) {
       const Job job = job_of(shape, cuda_backend, recipe, Precision::bf16);
       const std::int64_t enough = memory_of(job).peak();

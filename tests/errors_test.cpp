@@ -237,6 +237,10 @@ TEST_F(Errors, EncodeAndDecodeRefuseWhatIsMissing) {
   EXPECT_INVALID(scruple_decode(nullptr, &tensor.row, 0, values.data()), "engine");
   EXPECT_INVALID(scruple_decode(engine, nullptr, 0, values.data()), "tensor");
   EXPECT_INVALID(scruple_decode(engine, &tensor.row, 0, nullptr), "values");
+  for (const char* two_planes : {"int10", "bf16+8", "companded8"})
+    EXPECT_INVALID(scruple_decode_as(engine, &tensor.row, 0, scruple_format_find(two_planes), values.data()),
+                   two_planes, "fp32, bf16 or fp16");
+  EXPECT_INVALID(scruple_decode_as(engine, &tensor.row, 0, nullptr, values.data()), "format");
   scruple_tensor row = tensor.row;
   row.arrays[SCRUPLE_SLOT].aux = nullptr;
   EXPECT_INVALID(scruple_encode(engine, &row, SCRUPLE_SLOT, values.data()), "exp_avg", "aux", "companded8");
@@ -262,6 +266,9 @@ TEST_F(Errors, ValuesAndCopiesMayNotOverlap) {
   auto* codes = static_cast<float*>(tensor.row.arrays[SCRUPLE_WEIGHT].codes);
   EXPECT_INVALID(scruple_encode(engine, &tensor.row, SCRUPLE_WEIGHT, codes + 1), "overlap");
   EXPECT_INVALID(scruple_decode(engine, &tensor.row, SCRUPLE_WEIGHT, codes), "overlap");
+  EXPECT_INVALID(
+      scruple_decode_as(engine, &tensor.row, SCRUPLE_WEIGHT, scruple_format_find("bf16"), codes + 99),
+      "overlap");
   EXPECT_INVALID(scruple_copy(engine, codes + 1, codes, 50), "overlap");
   CHECK_OK(scruple_copy(engine, codes + 50, codes, 200));
 }

@@ -31,6 +31,7 @@ bool is_scaled(const Case& c) { return c.info.aux_is_scale != 0; }
 bool is_split(const Case& c) {
   return c.info.group_size == 1 && c.info.aux_bits > 0 && c.info.aux_bits <= 16;
 }
+bool is_moment(const Case& c) { return c.role == SCRUPLE_ROLE_SIGNED || c.nonneg(); }
 bool named(const Case& c, const char* start) { return std::string(c.info.name).starts_with(start); }
 
 // The largest magnitude a format can hold: fp16 and flash8, whose scale is fp16, end at 65504; bf16 rounds to infinity.
@@ -510,9 +511,48 @@ TEST_F(Shapes, every_alignment_gives_the_same_bytes_and_writes_nothing_beside_th
   }
 }
 
+// ---- Values of 16 bits ----
+
+// As torch casts: to nearest, ties to even, infinite beyond the largest; every NaN is one.
+std::uint16_t cast(const std::string& to, float x) {
+  if (std::isnan(x)) return to == "bf16" ? 0x7fc0 : 0x7e00;
+  return to == "bf16" ? scruple::Bf16::nearest(x) : scruple::Fp16::ieee(x);
+}
+
+TEST_F(Shapes, decoding_as_another_type_rounds_what_is_decoded) {
+  for (const Case& c : cases) {
+    std::vector<float> values = ordinary(c, 66000, 41);
+    for (std::size_t i = 0; i < values.size(); i += 3)
+      values[i] *= std::ldexp(1.0f, static_cast<int>(i % 40) - 20);
+    values[64] = 7e4f;  // more than fp16 has
+    if (!is_moment(c)) values[700] = NAN, values[1500] = INFINITY;
+    for (const std::size_t n :
+         {std::size_t{0}, std::size_t{1}, std::size_t{77}, std::size_t{1061}, values.size()})
+      for (const std::size_t shift : {0, 2, 3}) {
+        Tensor t = tensor(c, n, shift);
+        t.encode(engine, c.array, {values.begin(), values.begin() + static_cast<std::ptrdiff_t>(n)});
+        const std::vector<float> wide = t.decode(engine, c.array);
+        for (const char* to : {"fp32", "bf16", "fp16"}) {
+          const std::size_t each = std::string(to) == "fp32" ? 4 : 2;
+          Plane got(each * n, shift);
+          CHECK_OK(scruple_decode_as(engine, &t.row, c.array, scruple_format_find(to), got.data()));
+          ASSERT_TRUE(got.intact()) << c.name() << " as " << to;
+          if (each == 4) {
+            ASSERT_TRUE(n == 0 || std::memcmp(got.data(), wide.data(), 4 * n) == 0) << c.name();
+            continue;
+          }
+          for (std::size_t i = 0; i < n; ++i) {
+            std::uint16_t half = 0;
+            std::memcpy(&half, got.data() + 2 * i, 2);
+            ASSERT_EQ(half, cast(to, wide[i])) << c.name() << " as " << to << ": " << wide[i] << " at " << i;
+          }
+        }
+      }
+  }
+}
+
 // ---- NaN and infinity ---------------------------------------------------------------------------
 const float kNotFinite[] = {NAN, -NAN, float_from(0x7f800001u), float_from(0xffffffffu), INFINITY, -INFINITY};
-bool is_moment(const Case& c) { return c.role == SCRUPLE_ROLE_SIGNED || c.nonneg(); }
 
 TEST_F(Formats, a_value_that_is_not_finite_stays_visible_but_in_a_group_of_moments) {
   for (const Case& c : cases)

@@ -20,22 +20,28 @@ namespace {
 
 using Logits = std::vector<float>;
 
-// Weights in a backend's memory, of one format, and a generator over them.
+// Weights in a backend's memory, of one format, and a generator over them. They are those of `like`, if it is given.
 struct Model {
-  Model(Backend& backend, const Description& model, const std::string& format) : shape(model) {
+  Model(Backend& backend, const Description& model, const std::string& format, const Model* like = nullptr)
+      : shape(model) {
     std::mt19937 random(1);
     for (const Parameter& p : parameters_of(shape)) {
       const float deviation = p.shape.size() == 2 ? 1 / std::sqrt(static_cast<float>(shape.width)) : 0.2f;
       std::normal_distribution<float> normal(static_cast<float>(p.mean), deviation);
       std::vector<float> values(static_cast<std::size_t>(p.size()));
       for (float& x : values) x = Bf16::decode(Bf16::nearest(normal(random)));  // of which fp16 has most, too
+      if (like != nullptr)
+        check(
+            scruple_decode(backend.engine().raw(), &like->rows[rows.size()], SCRUPLE_WEIGHT, values.data()));
       scruple_tensor row = {};
       row.size = p.size();
       row.optimizer = optimizer.raw();
       scruple_array& weight = row.arrays[SCRUPLE_WEIGHT];
       weight.format = format_named(format.c_str());
-      planes.emplace_back(ledger, "weights", plane_bytes(weight.format, row.size).codes, backend.memory());
-      weight.codes = planes.back().as<void>();
+      const PlaneBytes bytes = plane_bytes(weight.format, row.size);
+      weight.codes = planes.emplace_back(ledger, "weights", bytes.codes, backend.memory()).as<void>();
+      if (bytes.aux > 0)
+        weight.aux = planes.emplace_back(ledger, "scales", bytes.aux, backend.memory()).as<void>();
       check(scruple_encode(backend.engine().raw(), &row, SCRUPLE_WEIGHT, values.data()));
       rows.push_back(row);
     }
@@ -97,6 +103,15 @@ TEST_P(Generation, IsTheOraclesInEveryType) {
   }
 }
 
+TEST_P(Generation, CodesAreTheirValues) {
+  for (const Description& shape : kShapes)
+    for (const char* format : {"int10", "int8"}) {
+      const std::vector<std::int32_t> tokens = random_tokens(shape);
+      Model coded(*backend, shape, format), plain(*backend, shape, "fp32", &coded);
+      EXPECT_EQ(coded.feed(tokens, 0, tokens.size()), plain.feed(tokens, 0, tokens.size())) << format;
+    }
+}
+
 TEST_P(Generation, PiecesChangeRoundingOnly) {
   for (const Description& shape : kShapes) {
     const std::vector<std::int32_t> tokens = random_tokens(shape);
@@ -138,12 +153,14 @@ TEST_P(Generation, RefusesWhatIsBeyondTheContext) {
 
 // What is counted beforehand is what is taken.
 TEST_P(Generation, CountsWhatItTakes) {
-  Model model(*backend, kShapes[1], "bf16");
-  Ledger counted = Ledger::counter(), taken;
-  const auto planned = backend->generator(model.shape, model.rows, counted);
-  const auto made = backend->generator(model.shape, model.rows, taken);
-  EXPECT_EQ(counted.peak(), taken.peak());
-  EXPECT_GT(taken.peak("cache"), 0);
+  for (const char* format : {"bf16", "int10"}) {
+    Model model(*backend, kShapes[1], format);
+    Ledger counted = Ledger::counter(), taken;
+    const auto planned = backend->generator(model.shape, model.rows, counted);
+    const auto made = backend->generator(model.shape, model.rows, taken);
+    EXPECT_EQ(counted.peak(), taken.peak());
+    EXPECT_GT(taken.peak("cache"), 0);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, Generation, testing::Values("cpu", "cuda"),

@@ -287,6 +287,10 @@ SCRUPLE_API scruple_status scruple_encode(scruple_engine* engine, const scruple_
                                           const float* values);
 SCRUPLE_API scruple_status scruple_decode(scruple_engine* engine, const scruple_tensor* tensor, int array,
                                           float* values);
+/* scruple_decode to values of another type: those of the format fp32, bf16 or fp16, to nearest with ties to even. What
+ * fp16 cannot hold becomes infinite. On a GPU it is one kernel that needs no memory of the engine's. */
+SCRUPLE_API scruple_status scruple_decode_as(scruple_engine* engine, const scruple_tensor* tensor, int array,
+                                             const scruple_format* format, void* values);
 
 /* ---- The step ---- */
 

@@ -6,6 +6,7 @@ load are for those.
 
 from ._abi import Error, UsageError, engines, formats, library, recipes, rules
 
+Error.__module__ = UsageError.__module__ = __name__  # as tracebacks show them
 __all__ = ["Error", "UsageError", "engines", "formats", "load", "recipes", "rules", "save", "version"]
 
 

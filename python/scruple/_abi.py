@@ -122,6 +122,7 @@ status tensor_check: Tensor*
 status tensor_reset: void* Tensor*
 status tensor_view: Tensor* int64 int64 Tensor*
 status encode, decode: void* Tensor* int void*
+status decode_as: void* Tensor* int void* void*
 status step: void* void* int64 StepOptions*
 status measure: void* void* int64 MeasureOptions*
 status advance: void* void* void* void*

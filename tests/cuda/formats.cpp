@@ -132,8 +132,9 @@ TEST_F(CudaFormats, EncodeAndDecode) {
   shape.sizes.push_back(0);
   shape.sizes.push_back(70001);
   std::size_t largest = 70001;
-  DeviceMemory scratch(lab().device, largest * sizeof(float) + 16), other(lab().device);
+  DeviceMemory scratch(lab().device, largest * sizeof(float) + 64), other(lab().device);
   std::vector<float> values(largest), want(largest), got(largest);
+  std::vector<unsigned char> want_bytes(largest * sizeof(float));
   for (const Case& c : all_cases())
     for (const Data data : {Data::kNormal, Data::kSubnormal, Data::kNonFinite}) {
       std::vector<Tensor> tensors =
@@ -161,6 +162,25 @@ TEST_F(CudaFormats, EncodeAndDecode) {
                                 reinterpret_cast<float*>(scratch.data() + 8)));
         scratch.read(got.data(), bytes, 8);
         ASSERT_EQ(std::memcmp(want.data(), got.data(), bytes), 0) << c.name() << ", decoded to the device";
+        // Where a tile's values go by words, and where not; beside them nothing is written.
+        for (const char* to : {"fp32", "bf16", "fp16"})
+          for (const std::size_t shift : {16, 20, 17}) {
+            const scruple_format* const format = scruple_format_find(to);
+            const std::size_t all = n * (std::string(to) == "fp32" ? 4 : 2);
+            std::fill_n(got.begin(), n, 12345.0f);
+            std::vector<unsigned char> before(all + 2 * shift, 0xa5), after(before.size());
+            scratch.write(before.data(), before.size());
+            CHECK_OK(scruple_decode_as(lab().host, &tensors[i].row, c.array, format, want_bytes.data()));
+            CHECK_OK(
+                scruple_decode_as(lab().device, &from_host.rows[i], c.array, format, scratch.data() + shift));
+            scratch.read(after.data(), after.size());
+            std::memcpy(before.data() + shift, want_bytes.data(), all);
+            ASSERT_EQ(before, after) << c.name() << " as " << to << " on the device, shifted by " << shift;
+            if (shift != 16) continue;
+            CHECK_OK(scruple_decode_as(lab().device, &from_host.rows[i], c.array, format, got.data()));
+            ASSERT_EQ(std::memcmp(want_bytes.data(), got.data(), all), 0)
+                << c.name() << " as " << to << " on the host";
+          }
       }
       ASSERT_EQ(from_host.difference(tensors), "") << c.name() << ", encoded from the host";
       ASSERT_EQ(from_device.difference(tensors), "") << c.name() << ", encoded from the device";

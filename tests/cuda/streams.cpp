@@ -332,6 +332,38 @@ TEST_F(CudaGraph, ATableTooLargeToCaptureIsAClearError) {
   expect_works(fresh);
 }
 
+// Decoding needs no memory of the engine's, so a new one can capture it; and steps stay what they were.
+TEST_F(CudaGraph, DecodingIsOneKernel) {
+  const Stream stream;
+  DeviceGradients gradients(lab().device, {5000}, 4);
+  Pair pair(lab(), busy_config("sgd", "lpmm"), {{5000}});
+  DeviceMemory values(lab().device, 5000 * 4);
+  CHECK_OK(scruple_engine_set_stream(lab().device, stream.handle));
+  pair.walk(1, 1, gradients);
+  CHECK_OK(scruple_decode_as(lab().device, &pair.twin->rows[0], SCRUPLE_WEIGHT, scruple_format_find("fp32"),
+                             values.data()));
+  Lab fresh(engine_under_test());
+  CHECK_OK(scruple_engine_set_stream(fresh.device, stream.handle));
+  for (scruple_engine* const engine : {fresh.device.handle, lab().device.handle}) {
+    const Graph graph(stream, [&] {
+      CHECK_OK(scruple_decode_as(engine, &pair.twin->rows[0], SCRUPLE_WEIGHT, scruple_format_find("bf16"),
+                                 values.data()));
+    });
+    for (int t = 2; t <= 3; ++t) {
+      pair.walk(t, t, gradients);
+      graph.replay();
+      stream.wait();
+      std::vector<std::uint16_t> got(5000), want(5000);
+      values.read(got.data(), got.size() * 2);
+      CHECK_OK(scruple_decode_as(lab().host, &pair.rows[0], SCRUPLE_WEIGHT, scruple_format_find("bf16"),
+                                 want.data()));
+      EXPECT_EQ(got, want) << "step " << t;
+    }
+  }
+  EXPECT_EQ(pair.difference(), "");
+  CHECK_OK(scruple_engine_set_stream(lab().device, nullptr));
+}
+
 // Calls that must wait for the device cannot be captured; they say so instead of breaking the engine.
 TEST_F(CudaGraph, HandingValuesToTheHostCannotBeCaptured) {
   const Stream stream;

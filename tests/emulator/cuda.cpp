@@ -140,7 +140,7 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
   else if (kernel == some.advance)
     emulator::launch<Advance>(kernel, grid, block, arguments);
   else if (kernel == array_kernel())
-    emulator::launch<DeviceTable, ArrayWork>(kernel, grid, block, arguments);
+    emulator::launch<ArrayWork>(kernel, grid, block, arguments);
   else if (std::ranges::any_of(fold_kernels(), is_fold))
     emulator::launch<DeviceTable, float>(kernel, grid, block, arguments);
   else

@@ -130,6 +130,7 @@ def everything(model, opt):
 class Passes(Case):
     """The passes of an ordinary module with the decoded weights, to the bit."""
 
+    @torch.backends.cudnn.flags(enabled=True, deterministic=True)
     def compare(self, model, x, handle, context=torch.no_grad):
         twin, grads = plain_twin(model), []
         self.assertTrue(coded_of(model))
@@ -184,8 +185,8 @@ class Passes(Case):
         model, x, _, _ = compressed(name)
         alive, most, decode = [], [0], coded.Store.decode
 
-        def watched(store):
-            values = decode(store)
+        def watched(store, *dtype):
+            values = decode(store, *dtype)
             alive[:] = [one for one in alive if one() is not None]
             alive.append(weakref.ref(values))
             most[0] = max(most[0], len(alive))
@@ -448,6 +449,14 @@ class Parameters(Case):
             nn.init.normal_(p)
         train(model, x, opt, 1)
 
+    def test_writing_what_it_is(self):
+        """bf16 shows fewer bits than codes of 10 bits hold: writing them back must not drop the others."""
+        model, x, opt, _ = compressed(dtype=BF16)
+        train(model, x, opt, 3)
+        codes = model[0].weight.store.codes.clone()
+        model.load_state_dict(plain_twin(model).state_dict())
+        self.assertSame(model[0].weight.store.codes, codes)
+
     def test_moving(self):
         """model.to() where the model is: nothing changes. Elsewhere: an error, and the model trains on."""
         model, x, opt, handle = compressed()
@@ -541,6 +550,22 @@ class Refusals(Case):
         with self.refused("int10", "call compress_weights"):
             opt.step()
         self.assertEqual(len(opt.state_dict()["state"]), 0)
+
+    def test_channels_last(self):
+        """Small convolutions of such a model become contiguous, unless there is an error."""
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 64, 3, bias=False)).to(DEVICE)
+        model = model.to(memory_format=torch.channels_last)
+        strides = model[0].weight.stride()
+        self.unchanged(model, self.sgd(model), "accumulator is 'int7'", how=dict(accumulator="int7"))
+        self.assertEqual(strides, model[0].weight.stride())
+        self.assertFalse(model[0].weight.is_contiguous())
+        opt = self.sgd(model)
+        st.compress_weights(model, opt)
+        x = tensor(8, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+        before = loss_of(model, x).item()
+        train(model, x, opt, 20)
+        self.assertLess(loss_of(model, x).item(), 0.9 * before)
 
     def test_twice(self):
         model, _, opt, handle = compressed()

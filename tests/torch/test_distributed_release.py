@@ -255,6 +255,43 @@ def data_parallel_overflow():
     expect_replicas(model, opt)
 
 
+@ranks(2)
+def data_parallel_codes():
+    """Coded weights: those of the first rank, the same after every step, and the steps of one process with both batches."""
+    rank = dist.get_rank()
+    how = dict(accumulate=2, max_norm=0.5, accumulator="fp32")
+    runs = []
+    for group in (dist.group.WORLD, None):
+        model = mlp()
+        if rank == 1 and group is not None:
+            with torch.no_grad():
+                model[0].weight.add_(1)  # the first rank's count
+        opt = st.SGD(model.parameters(), lr=0.05, momentum=0.9, recipe="lpmm")
+        st.compress_weights(model, opt, process_group=group, **how)
+        runs.append((model, opt))
+    (model, opt), (alone, other) = runs
+    for step in range(4):
+        for i in range(2):
+            loss_of(model, 2 * step + i, rank).backward()
+            (sum(loss_of(alone, 2 * step + i, r) for r in range(2)) / 2).backward()
+        for one in (opt, other):
+            one.step()
+            one.zero_grad()
+        expect_replicas(model, opt)
+    start = mlp()
+    expect_same_way_on_the_whole(alone, model, start, 0.05, "both batches")
+
+
+@ranks(2)
+def fsdp_codes():
+    model = sharded(mlp())
+    opt = st.SGD(model.parameters(), lr=0.05, momentum=0.9, recipe="lpmm")
+    before = [p.detach().clone() for p in model.parameters()]
+    expect_refused(["DTensor", "process_group"], st.compress_weights, model, opt)
+    expect(opt._handle is None and not any(opt.state.values()), "nothing was begun")
+    expect(all(torch.equal(p.to_local(), q.to_local()) for p, q in zip(model.parameters(), before)), "untouched")
+
+
 class Normed(torch.nn.Module):
     """A convolution in channels_last and a normalisation with buffers."""
 

@@ -42,7 +42,7 @@ def gpt(folder):
 
 
 def images(folder):
-    return run("examples/images.py", "--steps", 41)
+    return [run("examples/images.py", "--steps", 41, "--recipe", recipe) for recipe in ("scruple", "lpmm")]
 
 
 def fsdp2(folder):
@@ -84,8 +84,8 @@ class Examples(unittest.TestCase):
         self.assertLess(more[-1], 0.6 * losses[0])
 
     def test_images(self):
-        _, losses = self.runs[images].result()
-        self.assert_fell(losses, 0.8)
+        for _, losses in self.runs[images].result():
+            self.assert_fell(losses, 0.8)
 
     def test_fsdp2(self):
         (_, losses), (_, more) = self.runs[fsdp2].result()

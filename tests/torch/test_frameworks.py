@@ -151,6 +151,17 @@ class Torchtitan(Case):
                 ours.OptimizersContainer._resolve_optimizer_factory("Optimizer2")
             print("torchtitan" if real else "a stand-in of torchtitan", file=sys.stderr)
 
+    def test_another_name_of_the_hook(self):
+        """As on the main branch for a while: torch's AdamW would run."""
+        other = {**vars(OptimizersContainer), "_resolve_factory": OptimizersContainer._resolve_optimizer_factory}
+        other = {name: x for name, x in other.items() if not name.startswith(("__dict", "__weak", "_resolve_opt"))}
+        sys.modules.pop("scruple.torch.torchtitan", None)
+        with standing_in("torchtitan.components.optimizer", OptimizersContainer=type("Other", (), other)) as real:
+            if real:
+                self.skipTest("torchtitan is installed")
+            with self.assertRaisesRegex(ImportError, "torchtitan 0.3, or its main branch from 14 August 2026 on"):
+                importlib.import_module("scruple.torch.torchtitan")
+
 
 # ---- axolotl: integrations/base, 0.19 ----
 

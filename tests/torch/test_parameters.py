@@ -3,11 +3,14 @@ a GPU adds."""
 
 import copy
 import math
+import pickle
+import traceback
 import unittest
 from unittest import mock
 
 import torch
 
+import scruple
 from scruple.torch import table
 from support import BF16, DEVICE, EXCHANGES, FP16, FP32, STORAGE, WIDE, Case, Run, beside_torch, copies
 from support import cuda_only, each, give_gradients, parameter, parameters, same, st, stored, take_steps
@@ -209,6 +212,17 @@ class Parameters(Case):
         with self.refused("bf16", "after"):
             run.steps(1)
 
+    def test_other_formats_after_steps_are_refused(self):
+        """By the names of what rounds, and by the public name of the error."""
+        run = Run(params=[parameter(64, dtype=BF16)]).steps(1)
+        run.opt.param_groups[0]["weights"] = "bf16+16"
+        with self.refused("held as bf16+8 wide, not bf16+16 wide", "state_dict(as_='torch')"):
+            run.steps(1)
+        said = traceback.format_exception_only(scruple.UsageError("what"))
+        self.assertEqual(said, ["scruple.UsageError: what\n"])
+        self.assertIs(type(pickle.loads(pickle.dumps(scruple.UsageError("what")))), scruple.UsageError)
+        self.assertEqual(scruple.Error.__module__, "scruple")
+
     def test_a_model_cast_before_steps(self):
         run = Run(params=[parameter(64)])
         run.opt.state_dict()
@@ -249,6 +263,7 @@ class Refused(Case):
             ("betas", real, dict(betas=(0.9, 1.5)), ("beta2",)),
             ("eps", real, dict(kind=st.Adam, eps=-1.0), ("eps",)),
             ("nesterov", real, dict(kind=st.SGD, nesterov=True), ("nesterov", "momentum")),
+            ("coupled decay", real, dict(kind=st.Adam, decay_lr=1e-3), ("decay_lr", "decoupled_weight_decay=True")),
             ("recipe of a group", dict(params=[real], recipe="x"), {}, ("'x'", "scruple")),
             ("lr of a group", dict(params=[real], lr="1e-3"), {}, ("lr", "'1e-3'", "number")),
         ]

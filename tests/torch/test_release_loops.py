@@ -228,20 +228,23 @@ class Passes(Case):
             run.step()
         return run
 
-    @each(case=SUMS, before=(0, 2))
-    def test_zero_grad_drops_a_probe_between_micro_batches(self, case, before):
-        """As torch does; micro-batches that came before it go with it."""
-        plain, run = (self.accumulating(*case, steps=1) for _ in range(2))
+    @each(case=SUMS, before=(0, 2), steps=(0, 1))
+    def test_zero_grad_drops_a_probe_between_micro_batches(self, case, before, steps):
+        """As torch does; micro-batches that came before it go with it. Before the first opt.step(), too, and the count
+        of steps goes on."""
+        plain, run = (self.accumulating(*case, steps=steps) for _ in range(2))
         for batch in range(before):
             run.loss(50 + batch).backward()
         self.probe(run.model)
         run.opt.zero_grad()
+        self.assertEqual(run.handle.report()["steps"], steps)
         self.assertAlike(*(self.accumulate(x, case[1], 2) for x in (plain, run)))
+        self.assertEqual(run.handle.report()["steps"], steps + 2)
 
-    @each(case=MOMENTS)
-    def test_zero_grad_after_a_probe_that_moments_have_taken(self, case):
+    @each(case=MOMENTS, steps=(0, 1))
+    def test_zero_grad_after_a_probe_that_moments_have_taken(self, case, steps):
         """It is too late to drop it: refused, and opt.step() goes on."""
-        run = self.accumulating(*case, steps=1)
+        run = self.accumulating(*case, steps=steps)
         self.probe(run.model)
         with self.refused("opt.zero_grad() before opt.step()", "moments", "handle.paused()"):
             run.opt.zero_grad()
@@ -257,12 +260,12 @@ class Passes(Case):
 
     @each(case={**SUMS, **MOMENTS})
     def test_zero_grad_of_accumulating_loops_drops_nothing(self, case):
-        """(a) opt.step() and opt.zero_grad() for every micro-batch, in both orders, (b) after every fourth,
-        (d) opt.zero_grad() alone: the same steps, and no sink is made anew."""
+        """opt.step() and opt.zero_grad() for every micro-batch, in both orders, or after every fourth: the same steps,
+        and no sink is made anew."""
         with mock.patch.object(release_module.Handle, "_abandon", side_effect=AssertionError("dropped")):
             whole = self.accumulating(*case, steps=3)
             self.assertEqual(whole.handle.report()["steps"], 3)
-            for loop in ("backward step zero", "zero backward step", "zero backward"):
+            for loop in ("backward step zero", "zero backward step"):
                 if case[1].get("reduction") == "sum":
                     continue  # there opt.step() takes the step, also of one micro-batch
                 run = self.accumulating(*case)
@@ -270,8 +273,7 @@ class Passes(Case):
                     if loop.startswith("zero"):
                         run.opt.zero_grad()
                     run.loss(batch).backward()
-                    if "step" in loop:
-                        run.opt.step()
+                    run.opt.step()
                     if loop.endswith("zero"):
                         run.opt.zero_grad()
                 self.assertAlike(whole, run, loop)
@@ -285,6 +287,19 @@ class Passes(Case):
                 run.loss(batch).backward()
                 if batch % 4 == 3:
                     run.opt.step()
+
+    def test_a_loop_without_step_whose_zero_grad_drops_every_step(self):
+        """The second time it says so; after whole steps it drops nothing."""
+        run = self.accumulating(*self.SUMS["mean"])
+        for batch in range(8):
+            run.loss(batch).backward()
+            if batch % 4 == 3:
+                run.opt.zero_grad()
+        self.assertEqual(run.handle.report()["steps"], 2)
+        with self.refused("opt.zero_grad()", "call it after opt.step()"):
+            for batch in range(3):
+                run.opt.zero_grad()
+                run.loss(batch).backward()
 
     @each(case=SUMS)
     def test_zero_grad_after_flush_drops_nothing(self, case):

@@ -2,9 +2,8 @@
 // are computed.
 #include "train/pass/backend.h"
 
-#include <optional>
-
 #include "train/cuda/device.h"
+#include "train/cuda/engine.h"
 #include "train/cuda/outbox.h"
 #include "train/cuda/products.h"
 #include "train/cuda/transformer.h"
@@ -14,39 +13,30 @@ namespace {
 
 class Gpu final : public Backend {
  public:
-  Gpu() : memory_(stream_) {}
-  Engine& engine() override { return open(); }
+  Gpu() : memory_(stream_), engine_(stream_) {}
+  Engine& engine() override { return *engine_; }
   Memory& memory() override { return memory_; }
-  std::string device() const override { return open(), cuda::device_name(); }
+  std::string device() const override { return *engine_, cuda::device_name(); }
   std::string arithmetic() const override { return device() + ", cuBLAS " + cuda::products_version(); }
   double peak_flops() const override { return cuda::peak_flops(device()); }
-  std::int64_t free_bytes() override { return open(), cuda::free_device_bytes(); }
+  std::int64_t free_bytes() override { return *engine_, cuda::free_device_bytes(); }
   std::int64_t released_bytes(const std::vector<Parameter>& parameters,
                               Precision activations) const override {
     return cuda::Outbox::buffer_bytes(parameters, activations);
   }
   std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
                                    Ledger& ledger) override {
-    return std::make_unique<cuda::Transformer>(setup, weights, policy == SCRUPLE_RELEASED, stream_, memory_,
-                                               ledger);
+    return std::make_unique<cuda::Transformer>(setup, weights, policy == SCRUPLE_RELEASED, engine_, stream_,
+                                               memory_, ledger);
   }
   std::unique_ptr<Generator> generator(const Description& shape, Visible weights, Ledger& ledger) override {
-    return std::make_unique<cuda::CachedTransformer>(shape, weights, stream_, memory_, ledger);
+    return std::make_unique<cuda::CachedTransformer>(shape, weights, engine_, stream_, memory_, ledger);
   }
 
  private:
-  // When it is first asked for: what only counts needs no GPU. The engine says why there is none.
-  Engine& open() const {
-    if (!engine_) {
-      engine_.emplace("cuda");
-      engine_->set_stream(stream_);
-    }
-    return *engine_;
-  }
-
   cuda::Stream stream_;
   cuda::DeviceMemory memory_;
-  mutable std::optional<Engine> engine_;
+  cuda::StreamEngine engine_;
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "train/pass/backend.h"
 
@@ -13,7 +14,7 @@ namespace scruple::train::cuda {
 inline std::int64_t bytes_of(Precision type) { return type == Precision::fp32 ? 4 : 2; }
 // Of the library; the formats of weights and gradients that have a type here are these three.
 const scruple_format* format_of(Precision type);
-Precision type_of(const scruple_format* format);  // throws std::runtime_error where it is none of them
+std::optional<Precision> type_of(const scruple_format* format);
 
 // Values that a kernel reads or writes in whatever type they have: weights, biases, gradients of them.
 struct Values {

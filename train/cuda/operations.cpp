@@ -15,6 +15,9 @@ constexpr Index kRowStep = 128;           // tokens in a part of them
 // 50,257 columns as they are, products run at a sixth of their speed, because tensor cores want aligned rows.
 Index logit_stride(const Description& m) { return (m.vocabulary + 63) / 64 * 64; }
 
+// Of a norm's weight or bias where it is decoded, one after the other, aligned as kernels want it.
+Index vector_stride(const Description& m) { return (std::max(m.width, m.head_width) + 127) / 128 * 128; }
+
 // Rows whose logits exist at once. Parts of the rows need an fp32 gradient of the head to add up in. So where
 // the logits of all rows are no larger than that gradient, parts would save nothing.
 Index logit_rows(const Description& m, Index rows, Precision precision) {
@@ -26,11 +29,12 @@ Index logit_rows(const Description& m, Index rows, Precision precision) {
 }  // namespace
 
 Operations::Operations(const Setup& setup, Index rows, Visible weights, const Inputs* inputs, Outbox* outbox,
-                       const Stream& stream, Memory& memory, Ledger& ledger)
+                       const StreamEngine& engine, const Stream& stream, Memory& memory, Ledger& ledger)
     : model_(setup.shape),
       precision_(setup.activations),
       most_rows_(rows),
       part_rows_(logit_rows(model_, rows, precision_)),
+      engine_(engine),
       stream_(stream),
       memory_(memory),
       ledger_(ledger),
@@ -121,10 +125,17 @@ void Operations::reserve_for_weights() {
     padded_table_ = values("workspace", logit_stride(model_) * model_.width);
   else
     reserve(converted_matrix_, places_.head);
-  for (const LayerPlaces& layer : places_.layers)
+  if (is_coded(places_.tokens) && padded_table_.bytes() == 0) reserve(converted_matrix_, places_.tokens);
+  if (is_coded(places_.positions)) reserve(decoded_positions_, places_.positions);
+  for (const LayerPlaces& layer : places_.layers) {
     for (const LinearPlaces* const all : {&layer.qkv, &layer.attention_out, &layer.mlp_up, &layer.mlp_down})
       for (const LinearPlace& l : *all)
         reserve(converted_matrix_, l.weight), reserve(converted_bias_, l.bias);
+    for (const NormPlace& norm :
+         {layer.attention_norm, layer.query_norm, layer.key_norm, layer.mlp_norm, places_.last_norm})
+      if ((is_coded(norm.weight) || is_coded(norm.bias)) && decoded_norms_.bytes() == 0)
+        decoded_norms_ = values("workspace", 2 * vector_stride(model_));
+  }
 }
 
 void Operations::reserve_for_training() {
@@ -147,30 +158,41 @@ void Operations::reserve_for_training() {
 
 // ---- Weights ----
 
-Values Operations::stored(int parameter) const {
-  if (parameter < 0) return {};
-  const scruple_array& weight = weights_[static_cast<std::size_t>(parameter)].arrays[SCRUPLE_WEIGHT];
-  return {weight.codes, type_of(weight.format)};
+const scruple_array& Operations::weight(int parameter) const {
+  return weights_[static_cast<std::size_t>(parameter)].arrays[SCRUPLE_WEIGHT];
 }
 
-void Operations::reserve(Block& converted, int parameter) const {
-  if (parameter < 0 || stored(parameter).type == precision_) return;
+bool Operations::is_coded(int parameter) const {
+  return parameter >= 0 && !type_of(weight(parameter).format);
+}
+
+void Operations::reserve(Block& scratch, int parameter) const {
+  if (parameter < 0 || type_of(weight(parameter).format) == precision_) return;
   const Index count = parameters_[static_cast<std::size_t>(parameter)].size();
-  if (converted.bytes() >= count * bytes_of(precision_)) return;
-  converted = Block();
-  converted = values("workspace", count);
+  if (scratch.bytes() >= count * bytes_of(precision_)) return;
+  scratch = Block();
+  scratch = values("workspace", count);
 }
 
-const void* Operations::in_type(int parameter, const Block& converted) const {
-  const Values found = stored(parameter);
-  if (found.type == precision_) return found.data;
-  convert(found, {converted.as<void>(), precision_}, weights_[static_cast<std::size_t>(parameter)].size,
+Values Operations::readable(int parameter, const Block& scratch, Index first) const {
+  if (parameter < 0) return {};
+  if (const auto type = type_of(weight(parameter).format)) return {weight(parameter).codes, *type};
+  const Values to = {scratch.as<std::byte>() + first * bytes_of(precision_), precision_};
+  scruple::check(scruple_decode_as((*engine_).raw(), &weights_[static_cast<std::size_t>(parameter)],
+                                   SCRUPLE_WEIGHT, format_of(precision_), to.data));
+  return to;
+}
+
+const void* Operations::in_type(int parameter, const Block& scratch) const {
+  const Values found = readable(parameter, scratch);
+  if (parameter < 0 || found.type == precision_) return found.data;
+  convert(found, {scratch.as<void>(), precision_}, weights_[static_cast<std::size_t>(parameter)].size,
           stream_);
-  return converted.as<void>();
+  return scratch.as<void>();
 }
 
-const void* Operations::bias(int parameter) const {
-  return parameter < 0 ? nullptr : in_type(parameter, converted_bias_);
+Values Operations::vector(int parameter, int which) const {
+  return readable(parameter, decoded_norms_, which * vector_stride(model_));
 }
 
 Operand Operations::matrix_of(const LinearPlace& l, bool backward) const {
@@ -178,7 +200,7 @@ Operand Operations::matrix_of(const LinearPlace& l, bool backward) const {
 }
 
 Norm Operations::norm_of(const NormPlace& at) const {
-  return {model_.norm, static_cast<float>(model_.epsilon), stored(at.weight), stored(at.bias)};
+  return {model_.norm, static_cast<float>(model_.epsilon), vector(at.weight, 0), vector(at.bias, 1)};
 }
 
 Attention Operations::attention() const {
@@ -198,8 +220,8 @@ RopeShape Operations::rope_of(const LayerPlaces& at) const {
           static_cast<int>(model_.head_width),
           positions(),
           model_.rotary.base > 0 ? rotation_.as<float>() : nullptr,
-          stored(at.query_norm.weight),
-          stored(at.key_norm.weight),
+          vector(at.query_norm.weight, 0),
+          vector(at.key_norm.weight, 1),
           static_cast<float>(model_.epsilon)};
 }
 
@@ -226,8 +248,9 @@ void Operations::feed(const std::int32_t* tokens, Index count) {
 
 void Operations::embed(Tensor& x) {
   residuals_.start();
-  cuda::embed(precision_, tokens(), positions(), rows_, model_.width, stored(places_.tokens),
-              stored(places_.positions), x.data, stream_);
+  const Block& table = padded_table_.bytes() > 0 ? padded_table_ : converted_matrix_;
+  cuda::embed(precision_, tokens(), positions(), rows_, model_.width, readable(places_.tokens, table),
+              readable(places_.positions, decoded_positions_), x.data, stream_);
 }
 
 void Operations::norm(const NormPlace& at, Tensor& x, Tensor& y) {
@@ -292,8 +315,9 @@ void Operations::up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor&
 // The head's matrix with a row for every column of the logits.
 const void* Operations::head_table() {
   if (padded_table_.bytes() == 0) return matrix(places_.head);
-  convert(stored(places_.head), {padded_table_.as<void>(), precision_}, model_.vocabulary * model_.width,
-          stream_);
+  const Values found = readable(places_.head, padded_table_);
+  if (found.data != padded_table_.as<void>())
+    convert(found, {padded_table_.as<void>(), precision_}, model_.vocabulary * model_.width, stream_);
   return padded_table_.as<void>();
 }
 
@@ -494,7 +518,7 @@ void Operations::take_norm(const NormPlace& at) {
 
 void Operations::take_head_norms(const LayerPlaces& at) {
   if (!model_.head_norms) return;
-  const Index parts = rope_parts(rope_of(at));
+  const Index parts = rope_parts(rope_of({}));
   take_sums(at.query_norm.weight, head_norm_sums_, parts, model_.head_width, 0);
   take_sums(at.key_norm.weight, head_norm_sums_, parts, model_.head_width, model_.head_width);
 }

@@ -1,10 +1,12 @@
-// The operations of the pass (train/pass/pass.h) on a GPU: kernels queued on one stream. Weights are read where they lie;
-// those of another type than the activations are converted as they are needed.
+// The operations of the pass (train/pass/pass.h) on a GPU: kernels queued on one stream. Weights are read where they lie.
+// Those of another type than the activations are converted, and codes decoded, into one scratch matrix, each time that they
+// are needed.
 #pragma once
 
 #include <vector>
 
 #include "train/cuda/attention.h"
+#include "train/cuda/engine.h"
 #include "train/cuda/inputs.h"
 #include "train/cuda/layers.h"
 #include "train/cuda/outbox.h"
@@ -30,13 +32,12 @@ class Operations {
   // `rows` tokens at a time, at most. Without inputs and outbox, for generation: one sequence that goes on from a key-value
   // cache.
   Operations(const Setup& setup, Index rows, Visible weights, const Inputs* inputs, Outbox* outbox,
-             const Stream& stream, Memory& memory, Ledger& ledger);
+             const StreamEngine& engine, const Stream& stream, Memory& memory, Ledger& ledger);
 
   // Of a pass. Residuals leave for backward alone.
   void start(Visible weights, bool for_backward) { weights_ = weights, for_backward_ = for_backward; }
   void feed(const std::int32_t* tokens, Index count);  // the rows of the next pass, in generation
   const Places& places() const { return places_; }
-  Values stored(int parameter) const;  // in its own type; none: nullptr
 
   // The losses of all rows and, for backward, the gradient of `hidden` and that of the head, times *loss_scale.
   void head(const float* loss_scale);
@@ -85,11 +86,17 @@ class Operations {
   Tensor alias(const Block& memory, Index width) const;
   void reserve_for_weights();
   void reserve_for_training();
-  void reserve(Block& converted, int parameter) const;  // for in_type()
-  // In the type of the activations, until the next that is converted.
-  const void* in_type(int parameter, const Block& converted) const;
+  void reserve(Block& scratch, int parameter) const;  // for in_type()
+  const scruple_array& weight(int parameter) const;
+  bool is_coded(int parameter) const;
+  // Where it lies, in its own type; what is coded in `scratch`, in the type of the activations, from value `first` on. No
+  // parameter: nullptr.
+  Values readable(int parameter, const Block& scratch, Index first = 0) const;
+  // In the type of the activations, until the scratch takes another.
+  const void* in_type(int parameter, const Block& scratch) const;
   const void* matrix(int parameter) const { return in_type(parameter, converted_matrix_); }
-  const void* bias(int parameter) const;
+  const void* bias(int parameter) const { return in_type(parameter, converted_bias_); }
+  Values vector(int parameter, int which) const;  // of a norm; `which` of those that a kernel reads
   Operand matrix_of(const LinearPlace& l, bool backward) const;
   Norm norm_of(const NormPlace& at) const;
   Attention attention() const;
@@ -110,6 +117,7 @@ class Operations {
   const Description model_;
   const Precision precision_;
   const Index most_rows_, part_rows_;
+  const StreamEngine& engine_;
   const Stream& stream_;
   Memory& memory_;
   Ledger& ledger_;
@@ -130,7 +138,7 @@ class Operations {
   Block inner_, outer_;
   Block roped_;  // queries and keys, where rope does not work in place
   Block rotation_, norm_sums_, bias_sums_, head_norm_sums_, attention_work_, cache_, fed_;
-  Block converted_matrix_, converted_bias_, padded_table_;
+  Block converted_matrix_, converted_bias_, padded_table_, decoded_positions_, decoded_norms_;
   Residuals residuals_;
   std::vector<Tensor> residual_tensors_;
 };

@@ -16,8 +16,8 @@ constexpr Index kAtOnce = 512;   // tokens that are fed together, at most
 // ---- Training ----
 
 struct Transformer::State {
-  State(const Setup& setup, Visible weights, bool released, const Stream& on_stream, Memory& memory,
-        Ledger& ledger)
+  State(const Setup& setup, Visible weights, bool released, const StreamEngine& engine,
+        const Stream& on_stream, Memory& memory, Ledger& ledger)
       : model(setup.shape),
         rows(setup.batch * model.context),
         records(setup.graphs && !setup.offloads),  // copies beside the layers are no part of a recording
@@ -25,7 +25,7 @@ struct Transformer::State {
         inputs(model, rows, stream, memory, ledger),
         recording(stream),
         outbox(parameters_of(model), setup.activations, released, recording, memory, ledger),
-        on(setup, rows, weights, &inputs, &outbox, stream, memory, ledger),
+        on(setup, rows, weights, &inputs, &outbox, engine, stream, memory, ledger),
         pass(on, on.places(), setup.recompute),
         loss_sum(ledger, "activations", Index{sizeof(double)}, memory) {
     if (!ledger.only_counts()) host_sums = pinned<double>(kLosses);
@@ -77,8 +77,8 @@ void Transformer::State::run(Sink& sink) {
 // The first pass runs as it is: algorithms are chosen then, and missing memory is taken. The second pass is
 // recorded as CUDA graphs, and later ones replay it.
 void Transformer::State::run_recorded(Visible weights, Sink& sink) {
-  const RecordedWith now = {weights.data(), on.stored(0).data, sink.loss_scale(), sink.measures(),
-                            inputs.documents()};
+  const RecordedWith now = {weights.data(), weights.front().arrays[SCRUPLE_WEIGHT].codes, sink.loss_scale(),
+                            sink.measures(), inputs.documents()};
   const bool again = now == std::exchange(last, {});  // one that fails is none
   if (again && recording.is_there()) {
     recording.replay(sink);
@@ -120,10 +120,10 @@ void Transformer::State::take_losses() {
   counted.clear();
 }
 
-Transformer::Transformer(const Setup& setup, Visible weights, bool released, const Stream& stream,
-                         Memory& memory, Ledger& ledger) {
+Transformer::Transformer(const Setup& setup, Visible weights, bool released, const StreamEngine& engine,
+                         const Stream& stream, Memory& memory, Ledger& ledger) {
   check_setup(setup);
-  state_ = std::make_unique<State>(setup, weights, released, stream, memory, ledger);
+  state_ = std::make_unique<State>(setup, weights, released, engine, stream, memory, ledger);
 }
 
 Transformer::~Transformer() = default;
@@ -162,13 +162,13 @@ struct CachedTransformer::State : CachedPass<Operations> {
   using CachedPass::CachedPass;
 };
 
-CachedTransformer::CachedTransformer(const Description& model, Visible weights, const Stream& stream,
-                                     Memory& memory, Ledger& ledger) {
+CachedTransformer::CachedTransformer(const Description& model, Visible weights, const StreamEngine& engine,
+                                     const Stream& stream, Memory& memory, Ledger& ledger) {
   Setup setup;
   setup.shape = model, setup.batch = 1;
-  setup.activations = type_of(weights[0].arrays[SCRUPLE_WEIGHT].format);
+  setup.activations = type_of(weights[0].arrays[SCRUPLE_WEIGHT].format).value_or(Precision::fp32);
   check_setup(setup);
-  state_ = std::make_unique<State>(setup, kAtOnce, weights, nullptr, nullptr, stream, memory, ledger);
+  state_ = std::make_unique<State>(setup, kAtOnce, weights, nullptr, nullptr, engine, stream, memory, ledger);
 }
 
 CachedTransformer::~CachedTransformer() = default;

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "train/cuda/device.h"
+#include "train/cuda/engine.h"
 #include "train/pass/backend.h"
 
 namespace scruple::train::cuda {
@@ -12,8 +12,8 @@ namespace scruple::train::cuda {
 class Transformer final : public Network {
  public:
   // Memory is taken here. Throws std::invalid_argument where there is no such model.
-  Transformer(const Setup& setup, Visible weights, bool released, const Stream& stream, Memory& memory,
-              Ledger& ledger);
+  Transformer(const Setup& setup, Visible weights, bool released, const StreamEngine& engine,
+              const Stream& stream, Memory& memory, Ledger& ledger);
   ~Transformer() override;
 
   void train(Visible weights, const Batch& batch, Sink& sink, float weight) override;
@@ -25,11 +25,11 @@ class Transformer final : public Network {
   std::unique_ptr<State> state_;
 };
 
-// Goes on token by token, from a key-value cache in the type of the token table.
+// Goes on token by token, from a key-value cache in the type of the token table; in fp32 where that is coded.
 class CachedTransformer final : public Generator {
  public:
-  CachedTransformer(const Description& model, Visible weights, const Stream& stream, Memory& memory,
-                    Ledger& ledger);
+  CachedTransformer(const Description& model, Visible weights, const StreamEngine& engine,
+                    const Stream& stream, Memory& memory, Ledger& ledger);
   ~CachedTransformer() override;
 
   void feed(Visible weights, const std::int32_t* tokens, std::int64_t count, float* logits) override;

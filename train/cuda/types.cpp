@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <iterator>
-#include <stdexcept>
 #include <string>
 
 #include "train/cuda/layers.h"
@@ -9,12 +8,10 @@ namespace scruple::train::cuda {
 
 const scruple_format* format_of(Precision type) { return format_named(kPrecisions[static_cast<int>(type)]); }
 
-Precision type_of(const scruple_format* format) {
+std::optional<Precision> type_of(const scruple_format* format) {
   const std::string name = info_of(format).name;
   const auto found = std::find(std::begin(kPrecisions), std::end(kPrecisions), name);
-  if (found == std::end(kPrecisions))
-    throw std::runtime_error("a model on a GPU computes with weights of fp32, bf16 or fp16, and these are " +
-                             name);
+  if (found == std::end(kPrecisions)) return std::nullopt;
   return static_cast<Precision>(found - std::begin(kPrecisions));
 }
 

@@ -4,13 +4,14 @@ Autograd sees an ordinary float tensor, and saves this one for backward; below i
 which are freed after it. So no decoded weight outlives its use, whatever the layer.
 """
 
+import functools
 from ctypes import byref
 
 import torch
 
 from .. import _abi
 from .._abi import UsageError, library
-from .engines import engine_for
+from .engines import NAMES, engine_for
 from .shards import local
 
 _aten = torch.ops.aten
@@ -50,19 +51,21 @@ class Store:
             self.row = _abi.Tensor(optimizer=self.rule.handle, size=size, step=1)
             planes = self.codes.data_ptr(), self.scale.data_ptr()
             self.row.arrays[_abi.WEIGHT] = _abi.Array(self.form.handle, *planes, _abi.NEAREST)
-        return self.row
+        return byref(self.row)
 
-    def decode(self):
+    def decode(self, dtype=None):
+        dtype = dtype or self.dtype
         if type(self.codes) is not torch.Tensor:
-            return _decode_traced(self.codes, self.scale, self.form.name, list(self.shape), self.dtype)
-        values = torch.empty(self.shape, dtype=torch.float32, device=self.codes.device)
-        library.decode(engine_for(values.device), byref(self._row()), _abi.WEIGHT, values.data_ptr())
-        return values if self.dtype is torch.float32 else values.to(self.dtype)
+            return _decode_traced(self.codes, self.scale, self.form.name, list(self.shape), dtype)
+        values = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        engine, form = engine_for(values.device), _abi.format_named(NAMES[dtype])
+        library.decode_as(engine, self._row(), _abi.WEIGHT, form.handle, values.data_ptr())
+        return values
 
     def encode(self, values):
         """To nearest: values that were decoded become the codes that they were."""
         values = values.to(self.codes.device, torch.float32).contiguous()
-        library.encode(engine_for(values.device), byref(self._row()), _abi.WEIGHT, values.data_ptr())
+        library.encode(engine_for(values.device), self._row(), _abi.WEIGHT, values.data_ptr())
 
 
 class Coded(torch.Tensor):
@@ -97,16 +100,20 @@ class Coded(torch.Tensor):
         raise UsageError(f"a coded weight cannot be moved or cast, nor its .data be set. {hint}")
 
     def decode(self):
-        return self._of(self.store.decode())
-
-    def _of(self, values):
-        """What this is of the weight's values."""
         if self.source is None:
-            return values
+            return self.store.decode()
         if self.read_at is not None and self.source._version != self.read_at:
             raise RuntimeError("a weight was stepped after the forward pass that a backward pass goes through")
+        if self.read_at is not None and self.source.source is None:  # a cast of the weight itself
+            return self.store.decode(self.dtype)
+        return self._of_source(self.source.decode())
+
+    def _of_source(self, values):
         func, rest, named = self.made_by
-        return func(self.source._of(values), *rest, **named)
+        return func(values, *rest, **named)
+
+    def _of_weight(self, values):
+        return values if self.source is None else self._of_source(self.source._of_weight(values))
 
     def _later(self, func, rest, named):
         """The same tensor, of which `func` is computed when it is used."""
@@ -121,15 +128,7 @@ class Coded(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        named = kwargs or {}
-        if func in _SAME:
-            x = args[0]
-            return Coded(x.store, x.source, x.made_by, x, x.read_at)
-        if func in _VIEWS or func is _aten._to_copy.default and _is_autocast(*args, **named):
-            return args[0]._later(func, args[1:], named)
-        if func._schema.is_mutable:
-            return _write(func, args, named)
-        return func(*map(_decoded, args), **{name: _decoded(x) for name, x in named.items()})
+        return _answer_to(func)(func, args, kwargs or {})
 
     # ---- Copies and files are plain tensors ----
 
@@ -154,6 +153,10 @@ class Coded(torch.Tensor):
         self.codes, self.scale = self.store.codes, self.store.scale
         return ["codes", "scale"], (self.store.form.name, tuple(self.shape), self.dtype)
 
+    def _stable_hash_for_caching(self):
+        """What of it a compiled graph depends on."""
+        return repr((self.store.form.name, self.shape, self.dtype, self.device, self.requires_grad))
+
     @staticmethod
     def __tensor_unflatten__(planes, meant, shape, strides):
         name, shape, dtype = meant
@@ -170,6 +173,37 @@ class _Like:
         return self.strides
 
 
+# ---- What a coded weight does with an operation ----
+
+
+@functools.cache
+def _answer_to(func):
+    if func in _SAME:
+        return _same
+    if func in _VIEWS:
+        return _later
+    if func is _aten._to_copy.default:
+        return _cast
+    return _write if func._schema.is_mutable else _use
+
+
+def _same(func, args, named):
+    x = args[0]
+    return Coded(x.store, x.source, x.made_by, x, x.read_at)
+
+
+def _later(func, args, named):
+    return args[0]._later(func, args[1:], named)
+
+
+def _cast(func, args, named):
+    return (_later if _is_autocast(*args, **named) else _use)(func, args, named)
+
+
+def _use(func, args, named):
+    return func(*map(_decoded, args), **{name: _decoded(x) for name, x in named.items()} if named else named)
+
+
 def _is_autocast(x, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
     """Whether a cast is one of autocast's, whose result autograd saves: of what needs a gradient, to 16 bits. Other casts
     are copies, which later steps do not change."""
@@ -180,7 +214,7 @@ def _is_autocast(x, dtype=None, layout=None, device=None, pin_memory=None, non_b
 def _decoded(x):
     if type(x) is Coded:
         return x.decode()
-    if type(x) is list and any(type(one) is Coded for one in x):
+    if type(x) is list and x and type(x[0]) not in (int, bool):  # many operations take lists of numbers
         return list(map(_decoded, x))
     return x
 
@@ -200,7 +234,7 @@ def _write(func, args, named):
                 raise UsageError("writing into a cast of a coded weight; write into the weight")
             source = source.source
         values = written.setdefault(x.store, x.store.decode())
-        view = x._of(values)
+        view = x._of_weight(values)
         stands_for[id(view)] = x
         return view
 

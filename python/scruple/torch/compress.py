@@ -34,7 +34,12 @@ def compress_weights(model, opt, *, accumulator="int8", **how):
     inner._update_rules()
     names = _weights(model, inner)
     coded, swapped = {p: _coded(inner, p) for p in names}, []
+    # channels_last: codes are decoded to contiguous values, and small weights become so too.
+    strided = {p: p.data for p in inner._all_params() if p.requires_grad and p not in names and not is_sharded(p)}
+    strided = {p: values for p, values in strided.items() if not values.is_contiguous()}
     try:
+        for p, values in strided.items():
+            p.data = values.contiguous()
         for p, twin in coded.items():
             _swap(p, twin, names[p])
             swapped.append((p, twin))
@@ -44,6 +49,8 @@ def compress_weights(model, opt, *, accumulator="int8", **how):
         for p, twin in swapped:
             inner._state.pop(p, None)
             torch.utils.swap_tensors(p, twin)
+        for p, values in strided.items():
+            p.data = values
         inner._forget_tables()
         raise
     for module in model.modules():

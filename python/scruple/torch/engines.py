@@ -7,6 +7,8 @@ import torch
 
 from .._abi import Engine, UsageError, library
 
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 _engines = {}
 _lock = threading.Lock()
 

@@ -67,20 +67,8 @@ class Optimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler hands over its scale and its flag, and waits for neither
 
     def __init__(
-        self,
-        params,
-        hypers,
-        *,
-        recipe="scruple",
-        weights=None,
-        moments=None,
-        rounding=None,
-        seed=0,
-        maximize=False,
-        capturable=False,
-        foreach=None,
-        fused=None,
-        differentiable=False,
+        self, params, hypers, *, recipe="scruple", weights=None, moments=None, rounding=None, seed=0, maximize=False,
+        capturable=False, foreach=None, fused=None, differentiable=False,
     ):
         if differentiable:
             raise UsageError("differentiable=True: the step runs outside autograd; use torch.optim for it")
@@ -159,6 +147,8 @@ class Optimizer(torch.optim.Optimizer):
         rule = self._new_rule(group)
         if group.get("nesterov") and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise UsageError("nesterov=True needs a momentum above 0 and no dampening, as in torch.optim.SGD")
+        if group.get("decay_lr") and not group.get("decoupled_weight_decay", True):
+            raise UsageError("decay_lr is for decoupled decay: AdamW, or Adam with decoupled_weight_decay=True")
         for p in group["params"]:
             if p.dtype not in NAMES and not p.requires_grad:
                 continue  # codes of a frozen layer, say: nobody's business until they have a gradient
@@ -278,13 +268,15 @@ class Optimizer(torch.optim.Optimizer):
         return list(map(bool, hypers.values())), [group.get(name) for name in _SETTINGS]
 
     def _check_meaning(self, p, layout):
-        state, now = self._state[p], dict(map(meaning, layout.described))
+        state, asked = self._state[p], {array[0]: array for array in layout.described}
         if state.entry is None:
             return
         left = {plane.name: held for plane, held in state.entry.by_plane()}
-        for name, was in map(meaning, state.entry.layout.described):
-            if now.get(name, was) != was and dict.get(state, name) is left.get(name):
-                what = f"{name} of {sized(p)} is held as {was}, not {now[name]}: its group was changed, or it was cast"
+        for was in state.entry.layout.described:
+            name, now = was[0], asked.get(was[0], was)
+            if meaning(now) != meaning(was) and dict.get(state, name) is left.get(name):
+                what = f"{name} of {sized(p)} is held as {' '.join(was[1:])}, not {' '.join(now[1:])}"
+                what += ": its group was changed, or it was cast"
                 hint = "Set that back; or load state_dict(as_='torch'), and set_master_weights, into a new optimizer"
                 raise UsageError(f"{what}, after its first step. {hint}")
 

@@ -13,7 +13,7 @@ All take, for the optimizer or per parameter group:
             "exp_avg": "stochastic"}, in which a slot's own name counts before "moments"; in place of the
             recipe's
   seed      of stochastic rounding; together with step, parameter and element it decides every random number
-  decay_lr  SGDW, Adam, AdamW, Lion: where it is above 0, decay is weight_decay * lr / decay_lr, not weight_decay * lr
+  decay_lr  decoupled decay (SGDW, AdamW, Lion): above 0, decay is weight_decay * lr / decay_lr, not weight_decay * lr
 
 They take torch's `maximize` and `capturable` too. `foreach` and `fused` are accepted and change nothing:
 every step is one fused call per device.
@@ -64,16 +64,8 @@ class Adam(_Decoupled):
         return "adamw" if group["decoupled_weight_decay"] else "adam"
 
     def __init__(
-        self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0,
-        amsgrad=False,
-        *,
-        decoupled_weight_decay=False,
-        **options,
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False, *,
+        decoupled_weight_decay=False, **options,
     ):
         super().__init__(params, _hypers(locals()), **options)
 

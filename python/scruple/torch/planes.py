@@ -18,10 +18,9 @@ import torch
 from .. import _abi
 from .._abi import UsageError, library
 from .coded import form_of, memory_of, planes_of
-from .engines import engine_for
+from .engines import NAMES, engine_for
 from .shards import local
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 CHUNK = 1 << 22  # values that are converted at a time: 16 MiB in fp32
 _CODED = ("weight/codes", "weight/scale")
 _FIXED = ("step", "extra", "adagc_norm")  # entries of every optimizer's state

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import math
+import operator
 import sys
 import threading
 import weakref
@@ -194,6 +195,7 @@ class Sinks:
             raise UsageError("parameters are sharded over different ranks; give each kind its own optimizer")
         fresh = [p for p in params if not is_begun(opt.state.get(p))]
         self.sinks, self.replaced = {}, True  # `replaced`: planes are new, and the sinks point to old ones
+        self.past = 0, 0  # steps, taken and skipped, of the sinks before these
         try:
             self.renew()
         except Exception:  # the library refuses: no trace of the attempt
@@ -208,6 +210,8 @@ class Sinks:
             self.settle()
         self.batches, self.replaced = 0, False  # `batches`: backward passes of this step
         self.came = set()  # numbers of parameters that had a gradient in them
+        if self.sinks:
+            self.past = operator.itemgetter("steps", "skipped")(self.report())
         for sink in self.sinks.values():
             sink.close()  # before new ones take as much memory
         self.sinks = {device: Sink(self, device, held) for device, held in self.devices.items()}
@@ -297,8 +301,9 @@ class Sinks:
         sink, found = next(iter(self.sinks.values())), _abi.SinkReport()
         engine_for(sink.device)
         library.sink_read(sink.handle, byref(found))
-        report = {name: getattr(found, name) for name in ("norm", "clip", "found_inf", "steps", "skipped")}
-        return {**report, "found_inf": bool(found.found_inf)}
+        steps, skipped = found.steps + self.past[0], found.skipped + self.past[1]
+        measured = {"norm": found.norm, "clip": found.clip, "found_inf": bool(found.found_inf)}
+        return {**measured, "steps": steps, "skipped": skipped}
 
 
 class Sink:
@@ -501,12 +506,11 @@ class Handle:
             self._done.clear()
 
     def before_zero_grad(self):
-        if self._loop == "steps" and (self._done or self._folded and self._path.released):
+        if self._loop == "steps" and self._done or self._folded and self._path.released:
             hint = "Call opt.step() after a training pass; put a pass that is none inside `with handle.paused():`"
             raise UsageError(f"opt.zero_grad() before opt.step(): weights or moments have moved. {hint}")
-        if self._loop == "steps" and self._folded:
-            # As torch drops gradients. A loop without opt.step() never means that.
-            if self._dropped == "in vain":
+        if self._folded:  # as torch drops gradients
+            if self._dropped == ("in vain" if self._loop == "steps" else "once"):
                 raise UsageError("opt.zero_grad() drops all micro-batches; call it after opt.step()")
             self._dropped = "once"
             self._abandon()
@@ -583,6 +587,7 @@ class Handle:
             self._land()
             self._folded = not self._path.end()
             if not self._folded:
+                self._dropped = None
                 self._done.update(self._used if isinstance(self._path, Steps) else range(len(self._params)))
             self._used.clear()
             self._task = None

@@ -15,6 +15,10 @@ from torchtitan.components.optimizer import OptimizersContainer as Base
 
 from . import optimizers
 
+if not hasattr(Base, "_resolve_optimizer_factory"):
+    what = "this torchtitan has no OptimizersContainer._resolve_optimizer_factory, and would run torch's optimizers"
+    raise ImportError(f"{what}. Install torchtitan 0.3, or its main branch from 14 August 2026 on")
+
 
 class OptimizersContainer(Base):
     @dataclass(kw_only=True, slots=True)
