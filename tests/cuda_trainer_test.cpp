@@ -194,9 +194,11 @@ const std::pair<const char*, Describe> kCoded[] = {{"lpmm", describe_by("lpmm")}
                                                    {"int12 everywhere", all_coded("int12")},
                                                    {"int8 everywhere", all_coded("int8")}};
 
-// Loss and gradients are those of the decoded weights, to the bit.
+// Loss and gradients are those of the decoded weights, to the bit; also where the head's table is padded.
 TEST_F(CudaTrainer, CodedWeightsAreTheirValues) {
-  for (const SmallModel& family : small_models())
+  std::vector<SmallModel> models = small_models();
+  models.push_back({"257 tokens", gpt2({2, 64, 4, kFamilyContext, 257})});
+  for (const SmallModel& family : models)
     for (const auto& [name, describe] : kCoded)
       for (const Precision type : {Precision::fp32, Precision::bf16, Precision::fp16})
         for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
