@@ -28,6 +28,13 @@ void use_format(scruple_tensor& tensor, const char* which, const std::string& na
   check(scruple_tensor_set_format(&tensor, which, name.c_str()));
 }
 
+// int8 to int12, of which lpmm makes no weights where a tensor has few elements.
+bool are_scaled_integers(const std::string& weights) {
+  const scruple_format* const format = scruple_format_find(weights.c_str());
+  return format != nullptr && info_of(format).aux_is_scale != 0 &&
+         (info_of(format).roles & SCRUPLE_ROLE_WEIGHT) != 0;
+}
+
 // All but dither, which is for gradients.
 std::vector<std::string> rounding_names() {
   std::vector<std::string> names;
@@ -128,8 +135,7 @@ scruple_tensor Choice::describe(const Optimizer& rule, const std::string& with_r
     for (const int rounding : {SCRUPLE_STOCHASTIC, SCRUPLE_DITHER})  // the last that its format can
       if ((info_of(accumulator.format).roundings >> rounding & 1u) != 0) accumulator.rounding = rounding;
   if (stays_fp32(with_recipe, size)) return tensor;
-  const scruple_format* const codes = scruple_format_find(weights.c_str());
-  const bool few = codes != nullptr && info_of(codes).aux_is_scale != 0 && stays_fp32("lpmm", size);
+  const bool few = are_scaled_integers(weights) && stays_fp32("lpmm", size);
   use_format(tensor, "weights", few ? "fp32" : weights, SCRUPLE_ROLE_WEIGHT);
   use_format(tensor, "moments", moments, SCRUPLE_ROLE_SIGNED | SCRUPLE_ROLE_NONNEG);
   use_format(tensor, "second moments", second_moments, SCRUPLE_ROLE_NONNEG);
