@@ -99,6 +99,7 @@ CASES = {
         8,
         steps=30,
         recipe="lpmm",
+        gradients="compressed",
         optimizer=("--optimizer", "sgd", "--set", "momentum=0.9"),
         beside="llama-1.1b",
         torch=(),

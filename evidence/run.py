@@ -114,14 +114,17 @@ def command_of(words):
 
 
 def commit_of():
-    """That this was run at, "+" where files were changed; None without git. SCRUPLE_COMMIT says it for a copy."""
+    """That this was run at, "+" where files were changed; None without git. SCRUPLE_COMMIT says it for a copy of a work tree,
+    whose git may be older."""
+    if said := os.environ.get("SCRUPLE_COMMIT"):
+        return said
     try:
         git = ["git", "-C", str(HERE)]
         head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":!evidence/lines"], check=False).returncode
         return head.stdout.strip() + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SCRUPLE_COMMIT")
+        return None
 
 
 def digest_of(folder):

@@ -114,15 +114,8 @@ void check_accumulates(const scruple_tensor& t, i64 index, const scruple_sink_op
   check_parts(t, index);
 }
 
-// Of an accumulator's planes, those that the sink has allocated: scruple_array.owned.
-constexpr int kOwnsCodes = 1, kOwnsAux = 2;
-
-// The block that they lie in: codes, up to a multiple of 16 bytes where scales follow.
-Bytes in_block(const Bytes& bytes, int owned) {
-  const i64 codes = (owned & kOwnsCodes) != 0 ? bytes.codes : 0;
-  if ((owned & kOwnsAux) == 0) return {codes, 0};
-  return {(codes + 15) / 16 * 16, bytes.aux};
-}
+// Of an accumulator's planes, those that the sink has allocated (scruple_array.owned), and whether in one block.
+constexpr int kOwnsCodes = 1, kOwnsAux = 2, kTogether = 4;
 
 }  // namespace
 
@@ -198,27 +191,32 @@ void scruple_sink::free_plane(void* plane, i64 bytes) {
     options_.memory.free(options_.memory.context, plane, bytes);
 }
 
-// Codes and scales lie in one block: a call of the caller's allocator may take longer than the fold.
+// Codes and scales lie in one block where both stay aligned: a call of the caller's allocator may take longer than
+// the fold.
 void scruple_sink::alloc_gradient(scruple_tensor& t) {
   scruple_array& gradient = t.arrays[SCRUPLE_GRADIENT];
   const Bytes bytes = bytes_of(*gradient.format, t.size);
-  const int codes = gradient.codes == nullptr && bytes.codes > 0 ? kOwnsCodes : 0;
-  const int aux = gradient.aux == nullptr && bytes.aux > 0 ? kOwnsAux : 0;
-  if (codes + aux == 0) return;
-  const Bytes block = in_block(bytes, codes | aux);
-  auto* const memory = static_cast<u8*>(alloc_plane(block.codes + block.aux));
-  if (codes != 0) gradient.codes = memory;
-  if (aux != 0) gradient.aux = memory + block.codes;
-  gradient.owned = codes | aux;
+  const bool codes = gradient.codes == nullptr && bytes.codes > 0;
+  const bool aux = gradient.aux == nullptr && bytes.aux > 0;
+  if (codes && aux && bytes.codes % 16 == 0) {
+    gradient.codes = alloc_plane(bytes.codes + bytes.aux);
+    gradient.aux = static_cast<u8*>(gradient.codes) + bytes.codes;
+    gradient.owned = kOwnsCodes | kOwnsAux | kTogether;
+    return;
+  }
+  if (codes) gradient.codes = alloc_plane(bytes.codes), gradient.owned |= kOwnsCodes;
+  if (aux) gradient.aux = alloc_plane(bytes.aux), gradient.owned |= kOwnsAux;
 }
 
 void scruple_sink::free_gradient(scruple_tensor& t) {
   scruple_array& gradient = t.arrays[SCRUPLE_GRADIENT];
   if (gradient.owned == 0) return;
-  const Bytes block = in_block(bytes_of(*gradient.format, t.size), gradient.owned);
-  const bool codes = (gradient.owned & kOwnsCodes) != 0;
-  free_plane(codes ? gradient.codes : gradient.aux, block.codes + block.aux);
-  if (codes) gradient.codes = nullptr;
+  const Bytes bytes = bytes_of(*gradient.format, t.size);
+  const bool together = (gradient.owned & kTogether) != 0;
+  if (together) free_plane(gradient.codes, bytes.codes + bytes.aux);
+  if (!together && (gradient.owned & kOwnsCodes) != 0) free_plane(gradient.codes, bytes.codes);
+  if (!together && (gradient.owned & kOwnsAux) != 0) free_plane(gradient.aux, bytes.aux);
+  if ((gradient.owned & kOwnsCodes) != 0) gradient.codes = nullptr;
   if ((gradient.owned & kOwnsAux) != 0) gradient.aux = nullptr;
   gradient.owned = 0;
 }
