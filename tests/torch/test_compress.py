@@ -567,6 +567,16 @@ class Refusals(Case):
         train(model, x, opt, 20)
         self.assertLess(loss_of(model, x).item(), 0.9 * before)
 
+    def test_few_elements(self):
+        """They stay, and are exact: fp32, or 16 bits with an fp32 copy. A step below a bf16's last bit moves them."""
+        for kind, how in ((st.SGD, LPMM), (st.AdamW, dict(weights="int12"))):
+            for dtype, form in ((FP32, "fp32"), (BF16, "bf16+fp32")):
+                model, _ = made(dtype=dtype)
+                opt = kind(model.parameters(), lr=1e-3, **how)
+                st.compress_weights(model, opt)
+                self.assertEqual(opt._layout(model[0].bias).described[0][:2], ("weight", form))
+                self.assertIs(type(model[0].bias), nn.Parameter)
+
     def test_twice(self):
         model, _, opt, handle = compressed()
         with self.refused("no weight becomes codes"):

@@ -167,10 +167,12 @@ class Layout:
         arrays, small = _arrays(row), size <= _abi.recipes()[group["recipe"]].small
         asked = group["weights"] if not small else None
         meant = asked or _abi.format_at(row.arrays[_abi.WEIGHT].format).name
-        named = form or weight_format(meant, dtype, asked)
+        codes = _abi.format_named(meant).aux_is_scale
+        if codes and size <= few_elements():
+            codes, meant = False, "fp32"
         # What compress_weights is to make of the parameter before it can be stepped.
-        codes = _abi.format_named(meant).aux_is_scale and size > few_elements()
         self.waits = meant if codes and not form else None
+        named = form or weight_format(meant, dtype, asked)
         library.tensor_set_format(byref(row), b"weights", named.encode())
         if group["moments"] and not small:
             _set_moments(row, group["moments"], arrays)
