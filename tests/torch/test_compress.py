@@ -21,112 +21,12 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import scruple
+from coded_models import *
 from scruple import _abi
 from scruple.torch import coded
 from support import BF16, DEVICE, FP16, FP32, Case, each, same, st, tensor
 
 CLI = os.environ.get("SCRUPLE_CLI")
-LPMM = dict(recipe="lpmm", momentum=0.9)
-
-
-class Odd(nn.Module):
-    """Weights that are used twice, by views, in a product of three, and by hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrix, self.table = nn.Parameter(torch.randn(80, 80) / 9), nn.Parameter(torch.randn(90, 80))
-
-    def forward(self, x):
-        x = functional.linear(torch.tanh(x @ self.matrix), self.matrix.t())
-        x = x + torch.einsum("bi,ij->bj", x, self.matrix[:, :80].reshape(80, 80))
-        rows = functional.embedding(torch.arange(len(x), device=x.device), self.table)
-        return (x * rows) @ self.table.transpose(0, 1)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        return self.head(self.embedding((x.abs().sum(-1) * 10).long() % 100))
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
-
-    def forward(self, x):
-        x = x.view(2, -1, 64)
-        return self.attention(x, x, x)[0]
-
-
-def image(x):
-    return x.view(-1, 8, 4, 4)
-
-
-class Image(nn.Module):
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x):
-        return self.layers(image(x))
-
-
-# A model and the width of its inputs.
-MODELS = {
-    "linear": lambda: (nn.Sequential(nn.Linear(96, 80), nn.ReLU(), nn.Linear(80, 64)), 96),
-    "convolution": lambda: (Image(nn.Conv2d(8, 96, 3), nn.ReLU(), nn.Conv2d(96, 20, 2)), 128),
-    "grouped": lambda: (Image(nn.Conv2d(8, 64, 1), nn.Conv2d(64, 128, 3, groups=2, padding=1)), 128),
-    "transposed": lambda: (Image(nn.ConvTranspose2d(8, 64, 3), nn.ConvTranspose2d(64, 8, 3, groups=1)), 128),
-    "tied": lambda: (Tied(), 64),
-    "attention": lambda: (Attention(), 64),
-    "odd": lambda: (Odd(), 80),
-}
-
-
-def made(name="linear", dtype=FP32):
-    torch.manual_seed(3)
-    model, width = MODELS[name]()
-    return model.to(DEVICE, dtype), tensor(12, width, seed=5).to(dtype)
-
-
-def compressed(name="linear", kind=st.SGD, dtype=FP32, how=None, **options):
-    model, x = made(name, dtype)
-    opt = kind(model.parameters(), **{"lr": 0.02, **(LPMM if kind is st.SGD else {}), **options})
-    return model, x, opt, st.compress_weights(model, opt, **(how or {}))
-
-
-def loss_of(model, x):
-    return model(x).float().square().mean()
-
-
-def train(model, x, opt, steps, parts=1):
-    for _ in range(steps):
-        for i in range(parts):
-            loss_of(model, x[i::parts]).backward()
-        opt.step()
-        opt.zero_grad()
-
-
-def coded_of(model):
-    return [p for p in model.parameters() if coded.form_of(p)]
-
-
-def plain_twin(model):
-    """An ordinary model with the decoded weights."""
-    twin = copy.deepcopy(model)
-    assert not coded_of(twin)
-    return twin
-
-
-def everything(model, opt):
-    return copy.deepcopy([model.state_dict(), opt.state_dict()])
-
-
 class Passes(Case):
     """The passes of an ordinary module with the decoded weights, to the bit."""
 
@@ -152,6 +52,12 @@ class Passes(Case):
     def test_gradients_under_autocast(self, name):
         model, x, _, handle = compressed(name)
         self.compare(model, x, handle, lambda: torch.autocast(DEVICE.type, BF16))
+
+    @each(dtype=(BF16, FP16), cast=(BF16, FP16))
+    def test_gradients_under_the_other_autocast(self, dtype, cast):
+        """A weight of 16 bits is rounded to its own type first."""
+        model, x, _, handle = compressed(dtype=dtype)
+        self.compare(model, x, handle, lambda: torch.autocast(DEVICE.type, cast))
 
     def test_gradients_under_checkpointing(self):
         model, x, _, handle = compressed()
@@ -179,6 +85,17 @@ class Passes(Case):
                 model.zero_grad()
         self.assertSame(*grads)
 
+    def test_compiled_and_a_step_between(self):
+        """Compiled or not, forward and backward see the same weights, or there is an error."""
+        model, x, opt, handle = compressed()
+        compiled = torch.compile(model, backend="aot_eager")
+        compiled(x).square().mean().backward()
+        opt.step()
+        late = compiled(x).square().mean()
+        train(model, x, opt, 1)
+        with handle.paused(), self.assertRaisesRegex(RuntimeError, "modified by an inplace"):
+            late.backward()
+
     @each(name=tuple(MODELS), cast=(False, True))
     def test_no_decoded_weight_outlives_its_use(self, name, cast):
         """Counted where forward and backward are at work, and after: one at a time, and none between operations."""
@@ -203,7 +120,7 @@ class Passes(Case):
             out.float().square().mean().backward()
             self.assertEqual(now(), 0, "after the backward pass")
         self.assertGreaterEqual(len(alive), 1)
-        self.assertEqual(most[0], 1)
+        self.assertLessEqual(most[0], 4 if name == "recurrent" else 1)  # one operation takes all weights of an LSTM
 
     def test_a_step_between_forward_and_backward_is_an_error(self):
         """With autocast too, whose cast autograd keeps."""
@@ -388,215 +305,6 @@ def by_hand(opt, p):
         memory[plane.name] = held.cpu().clone()
         setattr(row.arrays[plane.array], plane.part, memory[plane.name].data_ptr())
     return row, memory
-
-
-class Parameters(Case):
-    """What people do with model.parameters() every day."""
-
-    def test_counting_and_vectors(self):
-        model, _, _, _ = compressed()
-        plain, _ = made()
-        self.assertEqual(sum(p.numel() for p in model.parameters()), sum(p.numel() for p in plain.parameters()))
-        self.assertEqual([p.shape for p in model.parameters()], [p.shape for p in plain.parameters()])
-        vector = nn.utils.parameters_to_vector(model.parameters())
-        self.assertIs(type(vector), torch.Tensor)
-        self.assertSame(vector, nn.utils.parameters_to_vector(plain_twin(model).parameters()))
-        self.assertLess((vector - nn.utils.parameters_to_vector(plain.parameters())).abs().max().item(), 2e-3)
-        for p in coded_of(model):
-            self.assertIsInstance(p, nn.Parameter)
-            self.assertTrue(p.is_leaf and p.requires_grad)
-            self.assertIn("int10", repr(p))
-
-    def test_copies_are_plain(self):
-        model, x, opt, _ = compressed()
-        average = torch.optim.swa_utils.AveragedModel(model)
-        self.assertFalse(coded_of(average))
-        train(model, x, opt, 3)
-        average.update_parameters(model)
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            self.assertFalse(coded_of(copied))
-            self.assertSame(copied(x), model(x))
-        for values in (model.state_dict(), nn.Sequential(model).state_dict()):
-            self.assertEqual({type(value) for value in values.values()}, {torch.Tensor})
-        kept = model.state_dict(keep_vars=True)
-        self.assertIs(kept["0.weight"], model[0].weight)
-
-    def test_snapshots_stay(self):
-        """A clone or a cast that was made before a step has the values of before."""
-        model, x, opt, _ = compressed(lr=0.5)
-        p = model[0].weight
-        made = [p.detach().clone(), p.detach().to(FP32, copy=True), p.detach().double(), p.detach().bfloat16()]
-        before = copy.deepcopy(made)
-        train(model, x, opt, 2)
-        self.assertSame(made, before)
-        self.assertFalse(torch.equal(p.detach(), made[0]))
-
-    def test_writing(self):
-        """In place, by views and by load_state_dict: encoded to nearest; what is not changed keeps its codes."""
-        model, x, opt, _ = compressed()
-        train(model, x, opt, 3)
-        p = model[0].weight
-        codes = p.store.codes.clone()
-        model.load_state_dict(plain_twin(model).state_dict())
-        self.assertSame(p.store.codes, codes)
-        with torch.no_grad():
-            p.clamp_(-0.01, 0.01)
-            self.assertLessEqual(p.abs().max().item(), 0.01 + 1e-6)
-            p.data[0].zero_()
-            p.t()[:, 1].fill_(0.005)
-            self.assertEqual(p[0].abs().max().item(), 0)
-            self.assertTrue(torch.allclose(p[1], torch.full_like(p[1], 0.005)))
-            nn.init.normal_(p)
-        train(model, x, opt, 1)
-
-    def test_writing_what_it_is(self):
-        """bf16 shows fewer bits than codes of 10 bits hold: writing them back must not drop the others."""
-        model, x, opt, _ = compressed(dtype=BF16)
-        train(model, x, opt, 3)
-        codes = model[0].weight.store.codes.clone()
-        model.load_state_dict(plain_twin(model).state_dict())
-        self.assertSame(model[0].weight.store.codes, codes)
-
-    def test_moving(self):
-        """model.to() where the model is: nothing changes. Elsewhere: an error, and the model trains on."""
-        model, x, opt, handle = compressed()
-        twin, _, other, _ = compressed()
-        for change in (lambda: model.to(DEVICE), model.float, model.train):
-            change()
-            for one, its in ((model, opt), (twin, other)):
-                train(one, x, its, 1)
-        for change in (model.double, model.bfloat16):
-            with self.refused("before compress_weights"):
-                change()
-        with self.refused("before compress_weights"):
-            model[0].weight.data = torch.zeros(80, 96, device=DEVICE)
-        self.assertSame(coded_of(model)[0].store.codes, coded_of(twin)[0].store.codes)
-        handle.remove()
-        model(x).sum().backward()
-        self.assertIsNotNone(model[0].weight.grad)
-
-    def test_writing_into_the_state(self):
-        """As in every optimizer: moments, a fresh start, and the weight's planes."""
-        model, x, opt, _ = compressed()
-        train(model, x, opt, 2)
-        p = model[0].weight
-        weight, codes = p.detach().clone(), p.store.codes
-        opt.state[p]["momentum_buffer"] = torch.zeros_like(weight)
-        train(model, x, opt, 1)
-        opt.state[p] = {}
-        self.assertSame(p.detach().clone(), p.detach().clone())
-        before = p.detach().clone()
-        self.assertFalse(torch.equal(before, weight))
-        train(model, x, opt, 1)
-        self.assertLess((p - before).detach().abs().max().item(), 0.05, "the weight began anew with its state")
-        self.assertIs(p.store.codes, codes)
-
-    def test_master_weights(self):
-        model, x, opt, _ = compressed(dtype=BF16)
-        train(model, x, opt, 2)
-        wide = opt.master_weights()[model[0].weight]
-        self.assertSame(wide.to(BF16), model[0].weight.detach().clone())
-        opt.set_master_weights({model[0].weight: wide * 2})
-        self.assertSame(opt.master_weights()[model[0].weight], wide * 2)
-        self.assertSame(opt.master_state_dict(model)["0.weight"], wide * 2)
-
-
-class Refusals(Case):
-    """Named before the model is touched; after an error it is as it was."""
-
-    def unchanged(self, model, opt, *words, how=None):
-        before, kinds = copy.deepcopy(model.state_dict()), [type(p) for p in model.parameters()]
-        with self.refused(*words):
-            st.compress_weights(model, opt, **(how or {}))
-        self.assertSame(before, model.state_dict())
-        self.assertEqual(kinds, [type(p) for p in model.parameters()])
-        self.assertIsNone(getattr(opt, "_handle", None))
-        self.assertFalse(any(opt.state.values()))
-
-    def sgd(self, model, **options):
-        return st.SGD(model.parameters(), lr=0.1, **{**LPMM, **options})
-
-    def test_before_it_is_touched(self):
-        model, _ = made()
-        self.unchanged(model, torch.optim.SGD(model.parameters()), "must be one of scruple.torch")
-        self.unchanged(model, self.sgd(model, recipe="scruple"), "no weight becomes codes", "recipe='lpmm'")
-        self.unchanged(model, self.sgd(model), "leave policy out", how=dict(policy="released"))
-        self.unchanged(model, self.sgd(model), "accumulator is 'int7'", how=dict(accumulator="int7"))
-        self.unchanged(model, self.sgd(model), "accumulate is 0", how=dict(accumulate=0))
-        small = nn.Linear(8, 8, device=DEVICE)
-        self.unchanged(small, self.sgd(small), "no weight becomes codes", "4096")
-        with self.refused("int7"):
-            self.sgd(model, weights="int7")
-
-    def test_what_cannot_be_held(self):
-        model, x = made()
-        model[2].weight.data[1, 2] = float("nan")
-        self.unchanged(model, self.sgd(model), "2.weight", "not finite")
-        model, x = made()
-        model[0].weight.register_hook(lambda g: g)
-        self.unchanged(model, self.sgd(model), "0.weight has hooks")
-        model, x = made()
-        held = weakref.ref(model[2].weight)
-        self.unchanged(model, self.sgd(model), "2.weight is held by something else", "torch.compile")
-        del held
-        model = model.to("meta")
-        with self.refused("is on device meta"):
-            st.compress_weights(model, self.sgd(model))
-
-    def test_a_step_before_it(self):
-        model, x = made()
-        opt = self.sgd(model)
-        loss_of(model, x).backward()
-        with self.refused("int10", "call compress_weights"):
-            opt.step()
-        self.assertEqual(len(opt.state_dict()["state"]), 0)
-
-    def test_channels_last(self):
-        """Small convolutions of such a model become contiguous, unless there is an error."""
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 64, 3, bias=False)).to(DEVICE)
-        model = model.to(memory_format=torch.channels_last)
-        strides = model[0].weight.stride()
-        self.unchanged(model, self.sgd(model), "accumulator is 'int7'", how=dict(accumulator="int7"))
-        self.assertEqual(strides, model[0].weight.stride())
-        self.assertFalse(model[0].weight.is_contiguous())
-        opt = self.sgd(model)
-        st.compress_weights(model, opt)
-        x = tensor(8, 8, 6, 6).contiguous(memory_format=torch.channels_last)
-        before = loss_of(model, x).item()
-        train(model, x, opt, 20)
-        self.assertLess(loss_of(model, x).item(), 0.9 * before)
-
-    def test_few_elements(self):
-        """They stay, and are exact: fp32, or 16 bits with an fp32 copy. A step below a bf16's last bit moves them."""
-        for kind, how in ((st.SGD, LPMM), (st.AdamW, dict(weights="int12"))):
-            for dtype, form in ((FP32, "fp32"), (BF16, "bf16+fp32")):
-                model, _ = made(dtype=dtype)
-                opt = kind(model.parameters(), lr=1e-3, **how)
-                st.compress_weights(model, opt)
-                self.assertEqual(opt._layout(model[0].bias).described[0][:2], ("weight", form))
-                self.assertIs(type(model[0].bias), nn.Parameter)
-
-    def test_twice(self):
-        model, _, opt, handle = compressed()
-        with self.refused("no weight becomes codes"):
-            st.compress_weights(model, opt)
-
-    def test_other_states(self):
-        """A state of other formats, and loading in the middle of a step."""
-        model, x, opt, _ = compressed(how=dict(accumulate=2))
-        train(model, x, opt, 1, 2)
-        saved = opt.state_dict()
-        other, _, second, _ = compressed(weights="int8")
-        with self.refused_unchanged(second, "int10", model=other):
-            second.load_state_dict(copy.deepcopy(saved))
-        plain, _ = made()
-        third = st.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-        with self.refused_unchanged(third, "int10", "call compress_weights", model=plain):
-            third.load_state_dict(copy.deepcopy(saved))
-        loss_of(model, x[::2]).backward()
-        with self.refused("1 micro-batches", "after opt.step()"):
-            opt.load_state_dict(saved)
 
 
 class Quality(Case):

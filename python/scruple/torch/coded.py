@@ -15,11 +15,6 @@ from .engines import NAMES, engine_for
 from .shards import local
 
 _aten = torch.ops.aten
-_SAME = {_aten.detach.default, _aten.alias.default}
-# Views. They are taken of the decoded values, when these are used.
-_VIEWS = {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.view.default}
-_VIEWS |= {_aten._unsafe_view.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.slice.Tensor}
-_VIEWS |= {_aten.select.int, _aten.expand.default}
 
 
 @torch.library.custom_op("scruple::decode_weight", mutates_args=())
@@ -31,6 +26,11 @@ def _decode_traced(codes: torch.Tensor, scale: torch.Tensor, form: str, shape: l
 @_decode_traced.register_fake
 def _(codes, scale, form, shape, dtype):
     return codes.new_empty(shape, dtype=dtype)
+
+
+@functools.cache
+def _any_rule():
+    return _abi.Rule("sgd")  # a row of the library has one; decoding asks for none
 
 
 class Store:
@@ -47,10 +47,10 @@ class Store:
             size = 1
             for length in self.shape:
                 size *= length
-            self.rule = _abi.Rule("sgd")  # any: decoding asks for none
-            self.row = _abi.Tensor(optimizer=self.rule.handle, size=size, step=1)
+            row = _abi.Tensor(optimizer=_any_rule().handle, size=size, step=1)
             planes = self.codes.data_ptr(), self.scale.data_ptr()
-            self.row.arrays[_abi.WEIGHT] = _abi.Array(self.form.handle, *planes, _abi.NEAREST)
+            row.arrays[_abi.WEIGHT] = _abi.Array(self.form.handle, *planes, _abi.NEAREST)
+            self.row = row
         return byref(self.row)
 
     def decode(self, dtype=None):
@@ -65,22 +65,24 @@ class Store:
     def encode(self, values):
         """To nearest: values that were decoded become the codes that they were."""
         values = values.to(self.codes.device, torch.float32).contiguous()
+        assert values.shape == self.shape, (values.shape, self.shape)
         library.encode(engine_for(values.device), self._row(), _abi.WEIGHT, values.data_ptr())
 
 
 class Coded(torch.Tensor):
-    """`store`, or what an operation of _VIEWS or a cast makes of another such tensor: `source`, `made_by`."""
+    """A weight; or, with `source`, what an operation on another such tensor gives, computed where it is used: a view, or
+    autocast's cast. `op`: the operation, its other arguments, and which of its results this is (None: it has one)."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, store, source=None, made_by=None, like=None, read_at=None):
+    def __new__(cls, store, like=None, source=None, op=None, read_at=None):
         like = like if like is not None else torch.empty(store.shape, dtype=store.dtype, device="meta")
         options = dict(strides=like.stride(), dtype=like.dtype, device=store.codes.device)
         return torch.Tensor._make_wrapper_subclass(cls, like.shape, **options)
 
-    def __init__(self, store, source=None, made_by=None, like=None, read_at=None):
-        self.store, self.source, self.made_by = store, source, made_by
+    def __init__(self, store, like=None, source=None, op=None, read_at=None):
+        self.store, self.source, self.op = store, source, op
         self.read_at = read_at  # of a cast: the version of the weight
 
     def requires_grad_(self, requires_grad=True):
@@ -96,41 +98,35 @@ class Coded(torch.Tensor):
 
     @data.setter
     def data(self, values):  # torch would take the new shape and keep the old codes
-        hint = "Move or cast a model before compress_weights; write by weight.copy_(values) under torch.no_grad()"
-        raise UsageError(f"a coded weight cannot be moved or cast, nor its .data be set. {hint}")
+        hint = "Do so before compress_weights; write by weight.copy_(values) under torch.no_grad()"
+        before = "model.to() and .bfloat16() may have changed layers that came before it: load the model again"
+        raise UsageError(f"a coded weight cannot be moved or cast, nor its .data be set. {hint}. {before}")
 
     def decode(self):
         if self.source is None:
             return self.store.decode()
-        if self.read_at is not None and self.source._version != self.read_at:
-            raise RuntimeError("a weight was stepped after the forward pass that a backward pass goes through")
-        if self.read_at is not None and self.source.source is None:  # a cast of the weight itself
-            return self.store.decode(self.dtype)
-        return self._of_source(self.source.decode())
+        if self.read_at is not None:
+            if self.source._version != self.read_at:
+                hint = "put autocast around one forward pass alone, and cast a weight anew after a step"
+                raise RuntimeError(f"a weight was stepped after the forward pass that reads it, or its cast; {hint}")
+            if self.source.source is None and self.store.dtype is torch.float32:
+                return self.store.decode(self.dtype)  # at once
+        return self._run_op(self.source.decode())
 
-    def _of_source(self, values):
-        func, rest, named = self.made_by
-        return func(values, *rest, **named)
+    def _run_op(self, values):
+        func, rest, named, which = self.op
+        result = func(values, *rest, **named)
+        return result if which is None else result[which]
 
-    def _of_weight(self, values):
-        return values if self.source is None else self._of_source(self.source._of_weight(values))
-
-    def _later(self, func, rest, named):
-        """The same tensor, of which `func` is computed when it is used."""
-        if func is _aten.t.default:
-            like = _Like(self.shape[::-1], self.stride()[::-1], self.dtype)
-        elif func is _aten._to_copy.default:
-            like = _Like(self.shape, self.stride(), named["dtype"])
-        else:
-            like = func(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"), *rest, **named)
-        read_at = self._version if func is _aten._to_copy.default else None
-        return Coded(self.store, self, (func, rest, named), like, read_at)
+    def _view_of(self, values):
+        """What this is of the weight's values."""
+        return values if self.source is None else self._run_op(self.source._view_of(values))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return _answer_to(func)(func, args, kwargs or {})
+        return _handler_of(func)(func, args, kwargs or {})
 
-    # ---- Copies and files are plain tensors ----
+    # ---- Copies, files and arrays are plain ----
 
     def _plain(self):
         values = self.decode()
@@ -144,6 +140,20 @@ class Coded(torch.Tensor):
 
     def __repr__(self, **_):
         return f"{self.decode()!r} in {self.store.form.name}"
+
+    def tolist(self):
+        return self.decode().tolist()
+
+    def numpy(self, *, force=False):
+        """A copy, which cannot be written to: that would be lost."""
+        array = self.decode().requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def _has_no_memory(self, *_, **__):
+        raise UsageError("a coded weight has no memory of floats to share; take weight.detach().clone()")
+
+    share_memory_ = __dlpack__ = _has_no_memory
 
     # ---- For torch.compile ----
 
@@ -163,6 +173,27 @@ class Coded(torch.Tensor):
         return Coded(Store(planes["codes"], planes["scale"], _abi.format_named(name), shape, dtype))
 
 
+# ---- What a coded weight does with an operation ----
+
+
+@functools.cache
+def _handler_of(func):
+    if func in (_aten.detach.default, _aten.alias.default):
+        return _alias
+    if func.is_view or func is _aten._unsafe_view.default:
+        return _defer
+    if func is _aten._to_copy.default:
+        return _cast
+    return _write if func._schema.is_mutable else _run_decoded
+
+
+def _alias(func, args, named):
+    x = args[0]
+    if x.read_at is not None:  # of a cast: a copy, which later steps do not change
+        return x.decode()
+    return Coded(x.store, x, x.source, x.op)
+
+
 class _Like:
     """Shape, strides and dtype of a tensor."""
 
@@ -173,42 +204,29 @@ class _Like:
         return self.strides
 
 
-# ---- What a coded weight does with an operation ----
-
-
-@functools.cache
-def _answer_to(func):
-    if func in _SAME:
-        return _same
-    if func in _VIEWS:
-        return _later
-    if func is _aten._to_copy.default:
-        return _cast
-    return _write if func._schema.is_mutable else _use
-
-
-def _same(func, args, named):
-    x = args[0]
-    return Coded(x.store, x.source, x.made_by, x, x.read_at)
-
-
-def _later(func, args, named):
-    return args[0]._later(func, args[1:], named)
+def _defer(func, args, named):
+    """The results of an operation that is run where they are used."""
+    x, rest = args[0], args[1:]
+    if func is _aten.t.default:  # often
+        results = _Like(x.shape[::-1], x.stride()[::-1], x.dtype)
+    else:
+        results = func(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), *rest, **named)
+    if isinstance(results, (list, tuple)):
+        return [Coded(x.store, like, x, (func, rest, named, i)) for i, like in enumerate(results)]
+    return Coded(x.store, results, x, (func, rest, named, None))
 
 
 def _cast(func, args, named):
-    return (_later if _is_autocast(*args, **named) else _use)(func, args, named)
+    """Of autocast's casts autograd saves the result: those of what needs a gradient, to 16 bits. Other casts are copies."""
+    x, dtype = args[0], named.get("dtype")
+    autocast = x.requires_grad and torch.is_grad_enabled() and named.get("device", x.device) == x.device
+    if not autocast or dtype not in (torch.bfloat16, torch.float16) or named.get("memory_format"):
+        return _run_decoded(func, args, named)
+    return Coded(x.store, _Like(x.shape, x.stride(), dtype), x, (func, args[1:], named, None), x._version)
 
 
-def _use(func, args, named):
+def _run_decoded(func, args, named):
     return func(*map(_decoded, args), **{name: _decoded(x) for name, x in named.items()} if named else named)
-
-
-def _is_autocast(x, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None):
-    """Whether a cast is one of autocast's, whose result autograd saves: of what needs a gradient, to 16 bits. Other casts
-    are copies, which later steps do not change."""
-    same = device in (None, x.device) and memory_format in (None, torch.preserve_format)
-    return same and x.requires_grad and torch.is_grad_enabled() and dtype in (torch.bfloat16, torch.float16)
 
 
 def _decoded(x):
@@ -233,8 +251,9 @@ def _write(func, args, named):
             if source.read_at is not None:
                 raise UsageError("writing into a cast of a coded weight; write into the weight")
             source = source.source
-        values = written.setdefault(x.store, x.store.decode())
-        view = x._of_weight(values)
+        if x.store not in written:
+            written[x.store] = x.store.decode()
+        view = x._view_of(written[x.store])
         stands_for[id(view)] = x
         return view
 
@@ -242,10 +261,15 @@ def _write(func, args, named):
     wanted = [bool(x.alias_info and x.alias_info.is_write) for x in func._schema.arguments]
     views = [opened(x, into) for x, into in zip(args, wanted)]
     more = {name: opened(x, bool(known[name].alias_info)) for name, x in named.items()}
-    before = {store: values.clone() for store, values in written.items()}
+    before = {store: (values.clone(), values.shape, values.stride()) for store, values in written.items()}
     result = func(*views, **more)
     for store, values in written.items():
-        if not torch.equal(values, before[store]):
+        if (values.shape, values.stride()) != before[store][1:]:
+            raise UsageError(f"{func} gives a coded weight another shape or other strides; make a new layer")
+        if not values.isfinite().all():
+            raise UsageError(f"{func} writes values that are not finite into a coded weight, and no code holds them")
+    for store, values in written.items():
+        if not torch.equal(values, before[store][0]):
             store.encode(values)
     return stands_for.get(id(result), result)
 
@@ -263,3 +287,8 @@ def planes_of(p):
 def memory_of(p):
     """What a step writes: of a sharded parameter what is here, of a coded one its codes."""
     return p.store.codes if type(p) is Coded else local(p)
+
+
+def with_codes(params):
+    """`params`, and the codes of those that have them: what a step writes, for autograd's count of versions."""
+    return [*params, *(p.store.codes for p in params if type(p) is Coded)]

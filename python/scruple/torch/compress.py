@@ -1,5 +1,7 @@
 """compress_weights: weights, moments and gradients in low bits (LPMM, Li et al., ICLR 2023 submission), for any module."""
 
+import weakref
+
 import torch
 
 from .. import _abi
@@ -37,7 +39,10 @@ def compress_weights(model, opt, *, accumulator="int8", **how):
     # channels_last: codes are decoded to contiguous values, and small weights become so too.
     strided = {p: p.data for p in inner._all_params() if p.requires_grad and p not in names and not is_sharded(p)}
     strided = {p: values for p, values in strided.items() if not values.is_contiguous()}
+    recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     try:
+        for module in recurrent:  # weak references, for which swap_tensors would refuse
+            module._flat_weight_refs = []
         for p, values in strided.items():
             p.data = values.contiguous()
         for p, twin in coded.items():
@@ -53,6 +58,9 @@ def compress_weights(model, opt, *, accumulator="int8", **how):
             p.data = values
         inner._forget_tables()
         raise
+    finally:
+        for module in recurrent:
+            module._flat_weight_refs = [weakref.ref(w) if w is not None else None for w in module._flat_weights]
     for module in model.modules():
         if any(type(p) is Coded for p in module._parameters.values()):
             module.register_state_dict_post_hook(_decode_state)
@@ -63,8 +71,12 @@ def _weights(model, opt):
     """{parameter: name} of those that become codes. What can be wrong with one is said before any is touched."""
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
-    mine, names = set(opt._all_params()), {}
+    mine, names, coded = set(opt._all_params()), {}, []
     for name, p in model.named_parameters():
+        if p in mine and p.grad is not None:
+            raise UsageError(f"{name} has a gradient, which would be lost; call opt.zero_grad(set_to_none=True) first")
+        if form_of(p):
+            coded.append(name)
         if p not in mine or not p.requires_grad or p.dtype not in NAMES or not opt._layout(p).waits:
             continue
         if is_sharded(p):
@@ -78,6 +90,9 @@ def _weights(model, opt):
         if not p.isfinite().all():
             raise UsageError(f"{name} has values that are not finite, and no code holds them")
         names[p] = name
+    if not names and coded:
+        hint = "release_gradients(model, opt, policy='compressed') gives a new handle"
+        raise UsageError(f"{coded[0]} and others are in codes already; {hint}")
     if not names:
         few = f"weights of up to {few_elements()} elements stay as they are"
         raise UsageError(f"no weight becomes codes: give the optimizer recipe='lpmm' or weights='int12'; {few}")
@@ -94,8 +109,9 @@ def _coded(opt, p):
 
 
 def _swap(p, twin, name):
-    """p becomes the twin and the other way round, for all who refer to p."""
+    """p becomes the twin and the other way round, for all who refer to p. Attributes of the user's stay."""
     try:
+        twin.__dict__.update({key: value for key, value in p.__dict__.items() if key not in twin.__dict__})
         torch.utils.swap_tensors(p, twin)
     except RuntimeError as problem:
         hint = "drop what an earlier forward pass left (del loss), and call compress_weights before torch.compile"

@@ -172,6 +172,9 @@ class Layout:
             codes, meant = False, "fp32"
         # What compress_weights is to make of the parameter before it can be stepped.
         self.waits = meant if codes and not form else None
+        if self.waits:  # refuses what no weight can be kept in
+            library.tensor_set_format(byref(row), b"weights", meant.encode())
+            library.tensor_check(byref(row))
         named = form or weight_format(meant, dtype, asked)
         library.tensor_set_format(byref(row), b"weights", named.encode())
         if group["moments"] and not small:

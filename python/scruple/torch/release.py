@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 
 from .. import _abi
 from .._abi import UsageError, library
-from .coded import form_of, planes_of
+from .coded import form_of, planes_of, with_codes
 from .engines import engine_for
 from .optimizer import Optimizer
 from .planes import is_begun, sized
@@ -178,6 +178,7 @@ class Sinks:
 
     def __init__(self, opt, params, options, accumulator, scaler, sums):
         self.opt, self.params, self.options, self.accumulator = opt, params, options, accumulator
+        self.written = with_codes(params)
         self.sums = sums  # gradients add up until opt.step()
         self.parts, self.released = options["micro_batches"], options["policy"] == _abi.RELEASED
         self.scaler = scaler if scaler and scaler.is_enabled() else None
@@ -281,7 +282,7 @@ class Sinks:
         self._end_sinks()
         self.batches = 0
         self.came.clear()
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(self.written)
         if self.scaler is not None:
             # As after scaler.unscale_: scaler.step and scaler.update find the flag here.
             state = self.scaler._per_optimizer_states[id(self.opt)]

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _get_scalar_dtype
 
 from .. import _abi
 from .._abi import UsageError, library
-from .coded import form_of, memory_of
+from .coded import form_of, memory_of, with_codes
 from .engines import engine_for
 from .planes import NAMES, sized
 from .shards import is_sharded, local
@@ -91,6 +91,7 @@ class Rows:
 
     def __init__(self, params, rows, addresses):
         self.params, self.addresses = params, addresses
+        self.written = with_codes(params)
         # By their 8-byte fields: one slice is a field of all of them.
         self.words = array.array("q", b"".join(map(bytes, rows)))
         self.rows = (_abi.Tensor * len(params)).from_buffer(self.words)
@@ -190,7 +191,7 @@ class Table(Rows):
             self.words[_STEP::_WORDS] = array.array("q", steps) * (len(self.first) // len(steps))
         for weight, copy in copies:
             weight.copy_(copy)
-        increment_version(self.params)  # a graph that saved the old values is not run backward with the new
+        increment_version(self.written)  # a graph that saved the old values is not run backward with the new
         self.kept = None
 
     def count(self):
