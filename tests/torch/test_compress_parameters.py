@@ -1,6 +1,7 @@
 """compress_weights: what people do with parameters every day, and what is refused."""
 
 import copy
+import io
 import pickle
 import unittest
 import weakref
@@ -129,6 +130,21 @@ class Parameters(Case):
         self.assertSame(p.store.codes, codes)
         self.assertEqual(p.shape, (64, 80))
 
+    def test_assigning_data(self):
+        """The same shape and type: as copy_."""
+        model, _, _, _ = compressed()
+        p = model[0].weight
+        codes = p.store.codes
+        p.data = torch.full_like(p, 0.5)
+        p.data *= 0.5
+        self.assertSame(p.detach().clone(), torch.full_like(p, 0.25).clone())
+        nn.utils.vector_to_parameters(torch.zeros(96 * 80 + 80 + 80 * 64 + 64, device=DEVICE), model.parameters())
+        self.assertEqual(p.abs().max().item(), 0)
+        self.assertIs(p.store.codes, codes)
+        with self.assertRaisesRegex(RuntimeError, "storage"):
+            torch.jit.save(torch.jit.trace(model, torch.zeros(1, 96, device=DEVICE)), file := io.BytesIO())
+            torch.jit.load(io.BytesIO(file.getvalue()))
+
     def test_attributes_stay(self):
         model, x = made()
         model[0].weight.no_decay = "yes"
@@ -156,7 +172,7 @@ class Parameters(Case):
             with self.refused("before compress_weights"):
                 change()
         with self.refused("before compress_weights"):
-            model[0].weight.data = torch.zeros(80, 96, device=DEVICE)
+            model[0].weight.data = torch.zeros(80, 97, device=DEVICE)
         self.assertSame(coded_of(model)[0].store.codes, coded_of(twin)[0].store.codes)
         handle.remove()
         model(x).sum().backward()
@@ -214,6 +230,8 @@ class Refusals(Case):
         self.unchanged(small, self.sgd(small), "no weight becomes codes", "4096")
         with self.refused("int7"):
             self.sgd(model, weights="int7")
+        other, _ = made()
+        self.unchanged(other, self.sgd(model), "none of this model's parameters")
         with self.refused("nf4"):
             st.AdamW(model.parameters(), weights="nf4")
         model[0].bias.grad = torch.zeros_like(model[0].bias)
@@ -273,6 +291,30 @@ class Refusals(Case):
         model, _, opt, handle = compressed()
         with self.refused("in codes already", "release_gradients"):
             st.compress_weights(model, opt)
+
+    def test_states_of_torch(self):
+        """Momentum comes along, the weight stays."""
+        model, x = made()
+        theirs = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        train(model, x, theirs, 3)
+        opt = self.sgd(model)
+        st.compress_weights(model, opt)
+        opt.load_state_dict(theirs.state_dict())
+        for p, q in zip(model.parameters(), theirs.state_dict()["state"].values()):
+            momentum, wanted = opt.state[p]["momentum_buffer"], q["momentum_buffer"]
+            self.assertLess((momentum - wanted).abs().max().item(), 0.01 * wanted.abs().max().item())
+        train(model, x, opt, 1)
+
+    def test_momentum_that_comes_later(self):
+        """OneCycleLR sets it when it is made."""
+        model, x = made()
+        opt = st.SGD(model.parameters(), lr=0.02, recipe="lpmm")
+        st.compress_weights(model, opt)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.02, total_steps=10)
+        for _ in range(3):
+            train(model, x, opt, 1)
+            schedule.step()
+        self.assertGreater(opt.state[model[0].weight]["momentum_buffer"].abs().max().item(), 0)
 
     def test_other_states(self):
         """A state of other formats, and loading in the middle of a step."""

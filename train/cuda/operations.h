@@ -86,7 +86,7 @@ class Operations {
   Tensor alias(const Block& memory, Index width) const;
   void reserve_for_weights();
   void reserve_for_training();
-  void reserve(Block& scratch, int parameter) const;  // for in_type()
+  void reserve(Block& scratch, int parameter) const;  // for readable() and in_type()
   const scruple_array& weight(int parameter) const;
   bool is_coded(int parameter) const;
   // Where it lies, in its own type; what is coded in `scratch`, in the type of the activations, from value `first` on. No

@@ -78,7 +78,8 @@ class Coded(torch.Tensor):
     @staticmethod
     def __new__(cls, store, like=None, source=None, op=None, read_at=None):
         like = like if like is not None else torch.empty(store.shape, dtype=store.dtype, device="meta")
-        options = dict(strides=like.stride(), dtype=like.dtype, device=store.codes.device)
+        # No storage: who looks for the floats of a weight finds none, instead of nothing but zeros.
+        options = dict(strides=like.stride(), dtype=like.dtype, device=store.codes.device, storage_size=0)
         return torch.Tensor._make_wrapper_subclass(cls, like.shape, **options)
 
     def __init__(self, store, like=None, source=None, op=None, read_at=None):
@@ -97,10 +98,14 @@ class Coded(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, values):  # torch would take the new shape and keep the old codes
-        hint = "Do so before compress_weights; write by weight.copy_(values) under torch.no_grad()"
-        before = "model.to() and .bfloat16() may have changed layers that came before it: load the model again"
-        raise UsageError(f"a coded weight cannot be moved or cast, nor its .data be set. {hint}. {before}")
+    def data(self, values):  # torch would take the new type, shape and place, and keep the old codes
+        if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            found = f"{values.dtype} of shape {tuple(values.shape)} on {values.device}"
+            hint = "move or cast a model before compress_weights"
+            before = "layers before it may have been changed: load the model again"
+            raise UsageError(f"a coded weight in {self.dtype} on {self.device} cannot become {found}; {hint} ({before})")
+        with torch.no_grad():
+            self.copy_(values)
 
     def decode(self):
         if self.source is None:

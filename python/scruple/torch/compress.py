@@ -90,6 +90,8 @@ def _weights(model, opt):
         if not p.isfinite().all():
             raise UsageError(f"{name} has values that are not finite, and no code holds them")
         names[p] = name
+    if mine.isdisjoint(model.parameters()):
+        raise UsageError("the optimizer has none of this model's parameters; make it of model.parameters()")
     if not names and coded:
         hint = "release_gradients(model, opt, policy='compressed') gives a new handle"
         raise UsageError(f"{coded[0]} and others are in codes already; {hint}")

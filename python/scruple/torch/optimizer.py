@@ -226,6 +226,8 @@ class Optimizer(torch.optim.Optimizer):
             self._make_buckets(hypers)
             known = [p for p, held in self._state.items() if getattr(held, "entry", None)]
             self._state.changed.update(dict.fromkeys(known))  # other formats may be asked for now
+            if self._handle is not None:  # its sinks know the arrays of before
+                self._handle._path.replace(known)
         for (index, device, name), rule in self._rules.items():
             if name == self._rule_of(self.param_groups[index]):
                 self._update_rule(rule, self.param_groups[index], hypers[index], device)

@@ -2,9 +2,10 @@
 
 All take, for the optimizer or per parameter group:
 
-  recipe    a named choice of formats: "scruple" (the default), "flash", "scant", "split", "mixed", "fp32"
+  recipe    a named choice of formats: "scruple" (the default), "flash", "scant", "split", "mixed", "fp32",
+            and "lpmm" (SGD, SGDW, Lion; with compress_weights)
   weights   what is kept beside a 16-bit parameter, such as "bf16+16"; in place of the recipe's. An fp32
-            parameter is its own full-width weight.
+            parameter is its own full-width weight. "int8" to "int12": the weight itself (compress_weights).
   moments   a format for every moment that it can hold, or {slot: format}; in place of the recipe's. Second
             moments under amsgrad and centered count to the last bit, and stay in fp32 whatever is said.
   rounding  "nearest", "truncate" or "stochastic" for every weight and moment that can; "wide" for weights

@@ -251,7 +251,7 @@ class Layout:
                 planes[plane.name] = plane.zeros(weight) if fresh else state.get(plane.name)
         if begun and steps is None:  # torch.optim.SGD counts none; what matters is that the first is over
             steps = 1
-            lacks += ["step"] * any(plane.slot not in ("extra", "momentum_buffer") for plane in self.planes)
+            lacks += ["step"] * any(x.array != _abi.WEIGHT and x.slot != "momentum_buffer" for x in self.planes)
         if lacks:
             found = f"opt.state of {sized(p)} lacks {', '.join(lacks)}; it has {', '.join(map(str, state))}"
             raise UsageError(f"{found}. Set what is missing, or opt.state[p] = {{}} to begin anew")

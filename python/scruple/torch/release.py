@@ -32,7 +32,8 @@ POLICIES = {"released": _abi.RELEASED, "compressed": _abi.COMPRESSED}
 ACCUMULATORS = ("root8", "int8", "bf16", "fp32")
 BUCKET = 32 << 20  # bytes of gradients that are collected before a call
 KNOWN = weakref.WeakSet()  # scalers that were given to release_gradients
-SECOND = "a second backward before opt.step(): add the losses, give accumulate=, or use handle.paused()"
+SECOND = "a second backward before opt.step(): add the losses, give accumulate= (the rest of an incomplete step: "
+SECOND += "handle.flush()), or use handle.paused()"
 
 
 def release_gradients(
