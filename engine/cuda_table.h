@@ -33,7 +33,7 @@ struct DeviceRow {
   u16 active;     // slots in use, as a bit mask
   u16 aligned;  // 1: planes begin at multiples of 16 bytes, scales at whole ones, so whole tiles need no care
   float spread;
-  u32 zero;
+  u32 zero;  // filled, since rows are compared by their bytes
   DeviceArray arrays[SCRUPLE_ARRAYS];
   Coins coins[SCRUPLE_ARRAYS + 1];  // from element 0 of this tensor, or shard, on
 };

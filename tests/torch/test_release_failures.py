@@ -141,6 +141,7 @@ class Failures(Case):
         "reduction": (dict(policy="compressed", reduction="max"), ("'max'", "'sum'")),
         "accumulate of nothing": (dict(policy="compressed", accumulate=0), ("accumulate", "from 1")),
         "negative norm": (dict(policy="compressed", max_norm=-1.0), ("max_norm",)),
+        "norm that is no number": (dict(policy="compressed", max_norm=float("nan")), ("max_norm",)),
         "accumulation of one": (dict(policy="compressed", accumulation="adama"), ("accumulation", "leave")),
     }
     REFUSED_OF_SGD = {

@@ -23,7 +23,7 @@ std::string kind_of(const scruple_tensor& tensor, int array, bool aux) {
 
 // The first values of an array, or their codes. Copied to the host, wherever the planes lie: it is seldom asked for.
 std::vector<float> head_of(const scruple_tensor& row, int array, bool codes, Memory& memory) {
-  constexpr std::int64_t kMost = 1 << 16;
+  constexpr std::int64_t kMost = 1 << 16;  // as watch_updates of scruple.torch
   scruple_tensor head = {};
   head.optimizer = row.optimizer;
   head.size = std::min(row.size, kMost);

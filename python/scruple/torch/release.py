@@ -104,7 +104,7 @@ def release_gradients(
     else:
         options = dict(policy=POLICIES[policy], accumulation=_abi.ACCUMULATE[accumulation or "gradients"])
         options.update(micro_batches=accumulate, tensor_norm=tensor_norm or 0.0, adagc=adagc or 0.0)
-        options.update(max_norm=max_norm if max_norm and math.isfinite(max_norm) else 0.0)
+        options.update(max_norm=0.0 if max_norm in (None, math.inf) else max_norm)
         path = Sinks(opt, params, options, accumulator, scaler, reduction == "sum")
     return Handle(opt, params, path, process_group, scaler is not None)
 
@@ -511,7 +511,7 @@ class Handle:
         if self._loop == "steps" and self._done or self._folded and self._path.released:
             hint = "Call opt.step() after a training pass; put a pass that is none inside `with handle.paused():`"
             raise UsageError(f"opt.zero_grad() before opt.step(): weights or moments have moved. {hint}")
-        if self._folded:  # as torch drops gradients
+        if self._folded:  # as torch drops gradients, but not every time: after opt.step(), or before the first one
             if self._dropped == ("in vain" if self._loop == "steps" else "once"):
                 raise UsageError("opt.zero_grad() drops all micro-batches; call it after opt.step()")
             self._dropped = "once"
