@@ -511,7 +511,7 @@ class Handle:
         if self._loop == "steps" and self._done or self._folded and self._path.released:
             hint = "Call opt.step() after a training pass; put a pass that is none inside `with handle.paused():`"
             raise UsageError(f"opt.zero_grad() before opt.step(): weights or moments have moved. {hint}")
-        if self._folded:  # as torch drops gradients, but not every time: after opt.step(), or before the first one
+        if self._folded:  # As torch drops gradients. Who drops twice, and took no step between, would drop all.
             if self._dropped == ("in vain" if self._loop == "steps" else "once"):
                 raise UsageError("opt.zero_grad() drops all micro-batches; call it after opt.step()")
             self._dropped = "once"
