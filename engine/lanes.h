@@ -3,7 +3,7 @@
 // IEEE's. Where SCRUPLE_LANES is 0 there are no vectors here, and the tiles do all the work.
 //
 // Each instruction set has a file that defines:
-//   fma, root;  larger, smaller, and both for signed words
+//   fma, root;  larger, smaller, smaller_signed
 //   number_of(Words), signed words as floats;  floor_of(Floats), as signed words
 //   reaches(Words, least), whether one of them is `least` or more
 //   largest_of_each(array of Words), the largest word of entry i in lane i
@@ -33,9 +33,6 @@ SCRUPLE_HD Floats number_of(Words a) {
 }
 SCRUPLE_HD Floats coin_fraction(Words coin) { return float_of((coin >> 9) + 0x3f800000u) - 1.0f; }
 SCRUPLE_HD Words round_by(Floats x, Words coin) { return floor_of(x + coin_fraction(coin)); }
-SCRUPLE_HD Words round_scaled(Floats x, Floats gain, Words coin) {
-  return floor_of(fma(x, gain, float_of((coin >> 9) + 0x3f800000u))) - 1u;
-}
 
 }  // namespace SCRUPLE_UNIT
 }  // namespace scruple

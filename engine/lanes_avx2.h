@@ -13,7 +13,6 @@ SCRUPLE_HD Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, 
 SCRUPLE_HD Floats root(Floats x) { return _mm256_sqrt_ps(x); }
 SCRUPLE_HD Words larger(Words a, Words b) { return _mm256_max_epu32(a, b); }
 SCRUPLE_HD Words smaller(Words a, Words b) { return _mm256_min_epu32(a, b); }
-SCRUPLE_HD Words larger_signed(Words a, Words b) { return _mm256_max_epi32(a, b); }
 SCRUPLE_HD Words smaller_signed(Words a, Words b) { return _mm256_min_epi32(a, b); }
 SCRUPLE_HD Floats number_of(Words a) { return _mm256_cvtepi32_ps(a); }
 SCRUPLE_HD Words floor_of(Floats x) { return _mm256_cvttps_epi32(_mm256_floor_ps(x)); }

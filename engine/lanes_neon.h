@@ -13,7 +13,6 @@ SCRUPLE_HD Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b);
 SCRUPLE_HD Floats root(Floats x) { return vsqrtq_f32(x); }
 SCRUPLE_HD Words larger(Words a, Words b) { return vmaxq_u32(a, b); }
 SCRUPLE_HD Words smaller(Words a, Words b) { return vminq_u32(a, b); }
-SCRUPLE_HD Words larger_signed(Words a, Words b) { return vmaxq_s32(a, b); }
 SCRUPLE_HD Words smaller_signed(Words a, Words b) { return vminq_s32(a, b); }
 SCRUPLE_HD Floats number_of(Words a) { return vcvtq_f32_s32(a); }
 template <int Bits>

@@ -62,6 +62,7 @@ SCRUPLE_HD float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c)
 SCRUPLE_HD float root(float x) { return __builtin_sqrtf(x); }
 SCRUPLE_HD u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 SCRUPLE_HD u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
+SCRUPLE_HD u32 shifted_down(u32 a, int n) { return static_cast<u32>(static_cast<i32>(a) >> n); }  // signed
 SCRUPLE_HD float select(bool condition, float yes, float no) { return condition ? yes : no; }
 
 // Processors disagree about the bits of a NaN; every stored NaN is this one.
@@ -102,14 +103,17 @@ SCRUPLE_HD i32 round_by(float x, u32 coin) {
 #endif
 }
 
-// floor(x gain + coin), for |x gain| < 2^22.
-SCRUPLE_HD i32 round_scaled(float x, float gain, u32 coin) {
-  const float raised = fma(x, gain, float_of(0x3f800000u + (coin >> 9)));  // by 1 + the coin
-#if defined(__CUDA_ARCH__)
-  return static_cast<i32>(bits_of(__fadd_rd(raised, 0x1.8p23f)) - 0x4b400001u);
-#else
-  return static_cast<i32>(__builtin_floorf(raised)) - 1;
-#endif
+// floor(x gain + coin) for |x gain| < 2^Bits, in fixed point: x gain is rounded to nearest, to a multiple of
+// 2^(Bits-22), and the upper bits of the coin round the rest without bias. A code that was decoded lands on
+// itself, since a rounded product and a rounded reciprocal err by less than half such a multiple together, and
+// stays, whatever the coin. (A sum of floats rounds up at the coin's top: codes at rest would drift upwards.)
+template <int Bits, class F, class U>
+SCRUPLE_HD U round_scaled(F x, F gain, U coin) {
+  constexpr int fraction = 22 - Bits;
+  constexpr float base =
+      1.5f * static_cast<float>(1u << (Bits + 1));  // a float from here on steps by 2^-fraction
+  return shifted_down(bits_of(fma(x, gain, F(base))) - bits_of(F(base)) + (coin >> (32 - fraction)),
+                      fraction);
 }
 
 // a / b, given 1 / b: correctly rounded where nothing underflows or overflows (Markstein, "Computation of

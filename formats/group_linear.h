@@ -30,16 +30,14 @@ struct GroupLinear {
   }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const i32 code = round_scaled(x, gain, coin);
-    const i32 below = code < top ? code : top;  // absmax itself may land an ulp outside
-    return static_cast<u32>(below > -top ? below : -top) & ((1u << Bits) - 1u);
+    return round_scaled<Bits - 1>(x, gain, coin) & ((1u << Bits) - 1u);
   }
   // As encode and decode, for the vectors of engine/lanes.h: the code in the uppermost byte, or the lower bits
   // of the upper half.
   static constexpr int kAbove = Bits <= 8 ? 24 : 16;
   template <class F, class U>
   static SCRUPLE_HD U encode_lanes(F x, F gain, U coin) {
-    return larger_signed(smaller_signed(round_scaled(x, gain, coin), U(top)), U(0u - top)) << kAbove;
+    return round_scaled<Bits - 1>(x, gain, coin) << kAbove;
   }
   template <class F, class U>
   static SCRUPLE_HD F decode_lanes(U code, F unit) {

@@ -26,8 +26,7 @@ struct Linear8Nonneg {
   static SCRUPLE_HD float gain(float, Scale unit) { return group_gain(unit); }
   static SCRUPLE_HD float unit(Scale unit) { return unit; }
   static SCRUPLE_HD u32 encode(float x, float gain, u32 coin) {
-    const i32 code = round_scaled(magnitude(x), gain, coin);
-    return static_cast<u32>(code < top ? code : top);
+    return round_scaled<8>(magnitude(x), gain, coin) & 0xffu;
   }
   static SCRUPLE_HD float decode(u32 code, float unit) { return static_cast<float>(code) * unit; }
 };

@@ -6,6 +6,7 @@
 
 #include "engine/strings.h"
 #include "formats/companded8.h"
+#include "formats/linear8.h"
 #include "formats/nf4.h"
 #include "tests/support.h"
 
@@ -68,6 +69,61 @@ void levels_stay(const char* name, std::uint32_t first_code) {
 TEST(Codec, WhatStandsOnALevelOfCompanded8StaysWhateverTheCoin) {
   levels_stay<scruple::Companded8>("signed", 0);
   levels_stay<scruple::Companded8Nonneg>("non-negative", 1);
+}
+
+// The same of scaled integers, in any group that an encoder can have written; the group's unit stays too.
+template <class Format>
+void integers_stay(const char* name, std::int32_t lowest, std::int32_t top) {
+  const std::uint32_t mask = (1u << Format::bits) - 1u;
+  Random random(14);
+  std::vector<float> maxima = {1e-30f, 1.0f, 1e30f, float_from(0x3fffffffu)};
+  for (int i = 0; i < 4000; ++i) maxima.push_back(static_cast<float>(random.lognormal(8)));
+  std::uint64_t moved = 0;
+  for (const float largest : maxima) {
+    const float unit = Format::scale(largest), gain = Format::gain(largest, unit);
+    moved += Format::scale(static_cast<float>(top) * unit) == unit ? 0 : 1;
+    for (const std::uint32_t coin : {0u, 1u, scruple::kHalf, 0xffff0000u, 0xffffffffu}) {
+      moved += Format::encode(largest, gain, coin) == static_cast<std::uint32_t>(top) ? 0 : 1;
+      for (std::int32_t k = lowest; k <= top; ++k) {
+        const std::uint32_t code = static_cast<std::uint32_t>(k) & mask;
+        moved += Format::encode(Format::decode(code, unit), gain, coin) == code ? 0 : 1;
+      }
+    }
+  }
+  EXPECT_EQ(moved, 0u) << name;
+}
+TEST(Codec, AScaledIntegerAtRestStaysWhateverTheCoin) {
+  integers_stay<scruple::GroupLinear<8>>("int8", -127, 127);
+  integers_stay<scruple::GroupLinear<9>>("int9", -255, 255);
+  integers_stay<scruple::GroupLinear<10>>("int10", -511, 511);
+  integers_stay<scruple::GroupLinear<11>>("int11", -1023, 1023);
+  integers_stay<scruple::GroupLinear<12>>("int12", -2047, 2047);
+  integers_stay<scruple::Linear8Nonneg>("linear8, non-negative", 0, 255);
+}
+
+// And what does not stand on one moves without bias, a step of a thousandth of a code too: over all coins the mean of the
+// codes is the value in units, up to half a step of the fixed point and the rounding of the value itself.
+template <class Format>
+void integers_are_fair(const char* name, std::int32_t lowest, std::int32_t top) {
+  Random random(15);
+  for (int i = 0; i < 200; ++i) {
+    const float unit = Format::scale(static_cast<float>(random.lognormal(4))),
+                gain = Format::gain(0.0f, unit);
+    const double k = lowest + std::floor(random.uniform() * (top - lowest)),
+                 step = std::pow(10.0, -4 * random.uniform());
+    const float x = static_cast<float>((k + step) * unit);
+    double sum = 0;
+    for (std::uint32_t coin = 0; coin < 0x10000u; ++coin)
+      sum += Format::decode(Format::encode(x, gain, coin << 16), 1.0f);
+    ASSERT_NEAR(sum / 0x10000, static_cast<double>(x) / unit, (top + 1) * 0x1.8p-23)
+        << name << ": " << k << " and " << step;
+  }
+}
+TEST(Codec, AScaledIntegerIsRoundedFairlyHoweverSmallTheStep) {
+  integers_are_fair<scruple::GroupLinear<8>>("int8", -127, 127);
+  integers_are_fair<scruple::GroupLinear<10>>("int10", -511, 511);
+  integers_are_fair<scruple::GroupLinear<12>>("int12", -2047, 2047);
+  integers_are_fair<scruple::Linear8Nonneg>("linear8, non-negative", 0, 255);
 }
 
 // Bit by bit, at every length, with nothing written beside them; bits above K are dropped.
