@@ -3,8 +3,8 @@ whose weights, momentum and gradient accumulators live in few bits. The paper's 
 
 "N bits, ROUNDING" is all of it: weights of N bits, momentum in linear8, both by that rounding, and accumulators in int8,
 which are always drawn. "10 bits, stochastic" is recipe lpmm. A step takes 1, 4 or 16 micro-batches, each of the same
-size, over the same data: "x 4" has a quarter of the steps. The rate grows with the square root of their number on
-images, with the fourth root on text, where SGD diverges sooner.
+size, over the same data: "x 4" has a quarter of the steps. "16 epochs" has as many steps of 16 as "x 4" has of 4. The
+rate grows with the square root of their number on images, with the fourth root on text, where SGD diverges sooner.
 
 --data DIR: CIFAR-10 as images.py takes it, or the books of pretraining.py, of which the first 20 MB are read as bytes.
 --small: the drawn shapes of images.py and the alphabet of pretraining.py.
@@ -67,10 +67,11 @@ class Shared:
 class Images(Shared, images.Task):
     growth, decay = 0.5, 5e-4
 
-    def __init__(self, sets, parts, small, device):
+    def __init__(self, sets, parts, small, device, longer=1):
         images.Task.__init__(self, sets, "SGD", {}, small, device)
-        epochs, size = (8, 16) if small else (4, 128)
+        epochs, size = (8, 16) if small else (4 * longer, 128)
         self.set_up("images", parts, small, 0.002 if small else 0.1, size, epochs * len(sets[0][0]))
+        self.name += f", {epochs} epochs" * (longer > 1)
 
 
 class Text(Shared, pretraining.Task):
@@ -125,4 +126,5 @@ def tasks(data, small, device):
         sets = {Images: pixels(data)}
     else:
         raise SystemExit(f"lpmm needs data: {images.WANTED}; or classic_books.txt.xz, any English books as one text")
-    return [kind(held, parts, small, device) for kind, held in sets.items() for parts in PARTS]
+    found = [kind(held, parts, small, device) for kind, held in sets.items() for parts in PARTS]
+    return found + ([] if small or Images not in sets else [Images(sets[Images], 16, small, device, longer=4)])

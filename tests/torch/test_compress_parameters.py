@@ -105,8 +105,9 @@ class Parameters(Case):
             p.numpy()
         array = p.detach().cpu().numpy()
         self.assertSame(torch.tensor(array), p.detach().cpu().clone())
-        with self.assertRaisesRegex(ValueError, "read-only"):
-            array[0] = 0
+        if DEVICE == "cpu":  # a copy for the host is plain, and the user's own
+            with self.assertRaisesRegex(ValueError, "read-only"):
+                array[0] = 0
         self.assertEqual(p.tolist(), p.detach().clone().tolist())
         for share in (model.share_memory, p.share_memory_, lambda: torch.from_dlpack(p.detach())):
             with self.refused("clone"):
