@@ -21,6 +21,8 @@ COLOURS = tuple(f"var(--{letter})" for letter in "abcdefgh")
 OURS, PEERS, CONTROL = "var(--b)", "var(--c)", "var(--e)"
 REACH = 2.0  # per cent, to both sides
 MARGIN = 0.3
+FOREST = {OURS: "ours", PEERS: "peers", CONTROL: "pure bf16, which a task should find worse"}
+ABLATION = {OURS: "stochastic", PEERS: "one part alone, or another rate", CONTROL: "nearest"}
 PANEL, LABEL, LINE, HEAD = 480, 132, 13, 19  # widths of a panel and its names, heights of a row and a task's name
 WIDE = PANEL - LABEL - 54  # of the axis
 
@@ -64,8 +66,9 @@ def interval(gap, colour, left, y):
     return out
 
 
-def forest(tasks, kinds):
-    """`tasks`: [(name, is sighted, [(row, Gap)])]; `kinds`: {row: colour}. Two panels, filled one after the other."""
+def forest(tasks, kinds, legend, reference):
+    """`tasks`: [(name, is sighted, [(row, Gap)])]; `kinds`: {row: colour}; `legend`: {colour: what it stands for}. Two
+    panels, filled one after the other."""
     heights = [HEAD + LINE * len(rows) for _, _, rows in tasks]
     panels, used = [[], []], 0
     for task, height in zip(tasks, heights):
@@ -74,9 +77,8 @@ def forest(tasks, kinds):
     top = 40
     bottom = top + max(sum(HEAD + LINE * len(rows) for _, _, rows in panel) for panel in panels)
     parts = []
-    legend = ((OURS, "ours"), (PEERS, "peers"), (CONTROL, "pure bf16, which a task should find worse"))
     x = 10
-    for colour, text in legend:
+    for colour, text in legend.items():
         parts += [marker(x, 14, colour, True), f'<text x="{x + 9}" y="18">{text}</text>']
         x += 26 + 6.3 * len(text)
     parts.append(f'<rect x="{x}" y="8" width="14" height="12" fill="var(--band)" stroke="var(--rule)"/>')
@@ -109,7 +111,7 @@ def forest(tasks, kinds):
                 parts += interval(gap, kinds[row], left, middle)
                 y += LINE
             parts.append("</g>")
-    words = "Gap to exact steps in per cent of the metric, mean and 95 % interval; above 0 is worse"
+    words = f"Gap to {reference} in per cent of the metric, mean and 95 % interval; above 0 is worse"
     parts.append(f'<text x="10" y="{bottom + 34}">{words}</text>')
     return svg(words, 2 * PANEL, bottom + 44, parts)
 

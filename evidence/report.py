@@ -159,7 +159,22 @@ def forest(tasks):
         most = max(found.pairs for _, found in gaps if found)
         name = f"{task} ({machine(device).split(',')[0].split('(')[0].strip()}, {most} pairs)"
         lines.append((name, sighted(rows), [(row, found) for row, found in gaps if found]))
-    return pictures.forest(lines, KINDS)
+    return pictures.forest(lines, KINDS, pictures.FOREST, "exact steps")
+
+
+def ablation(tasks):
+    """All rows of lpmm.py."""
+    lines, kinds = [], {}
+    for task, places in tasks.items():
+        rows = places[gather.deciding(places)]
+        if gather.LPMM in rows:
+            gaps = [(name, gap(name, rows)) for name in rows if name != REFERENCE]
+            lines.append((task.removeprefix("lpmm, "), sighted(rows), gaps))
+            for name in rows:
+                rounding = name.rpartition(", ")[2]
+                colours = {"stochastic": pictures.OURS, "nearest": pictures.CONTROL}
+                kinds[name] = colours.get(rounding, pictures.PEERS)
+    return pictures.forest(lines, kinds, pictures.ABLATION, REFERENCE)
 
 
 def optimizers(tasks):
@@ -222,6 +237,7 @@ def made(tasks, pages):
         found[path] = head + begin + text + end + rest.partition(end)[2]
     folder = HERE / "pictures"
     found[folder / "forest.svg"] = forest(tasks)
+    found[folder / "lpmm.svg"] = ablation(tasks)
     for task, places in tasks.items():
         found[folder / f"{slug(task)}.svg"] = pictures.curves(task, places[gather.deciding(places)])
     return found
