@@ -1,5 +1,6 @@
 #include "session.h"
 
+#include <cmath>
 #include <filesystem>
 #include <utility>
 
@@ -16,7 +17,9 @@ namespace {
 constexpr double kLr = 1e-3;
 // Notes that are no option's. Old checkpoints have no kArithmetic.
 constexpr const char *kProgramNote = "program", *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32",
-                     *kArithmetic = "arithmetic";
+                     *kArithmetic = "arithmetic",
+                     *kOrder = "order";  // of windows; older runs, which have no such note, drew them by chance
+constexpr const char* kByEpochs = "epochs";
 
 io::Metadata data_notes(const std::string& path, const train::Data& data) {
   return {{"data", path == train::Data::kStandardInput ? path : std::filesystem::absolute(path).string()},
@@ -49,7 +52,7 @@ TrainOptions changed(TrainOptions noted, const CLI::App& command, TrainOptions g
 void check_known(const Session& session, const OptionTable& table) {
   io::Metadata unknown = session.before;
   for (const Option& option : table) unknown.erase(option.key);
-  for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kArithmetic, train::kConfigNote})
+  for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kArithmetic, kOrder, train::kConfigNote})
     unknown.erase(key);
   if (!unknown.empty())
     throw std::runtime_error(session.from->folder() + " has a setting '" + unknown.begin()->first +
@@ -61,7 +64,7 @@ void extend(Session& session, std::int64_t steps) {
   TrainOptions& options = session.options;
   const std::int64_t wanted = std::exchange(options.model.steps, steps);
   if (wanted < steps)
-    throw UsageError("--steps is " + std::to_string(wanted) + ", and the run has " + grouped(steps) +
+    throw UsageError((options.epochs > 0 ? "--epochs makes " : "--steps is ") + std::to_string(wanted) + ", and the run has " + grouped(steps) +
                      "; --resume makes it longer, never shorter");
   if (wanted == steps) return;
   options.warmup = options.schedule().warmup;
@@ -116,6 +119,7 @@ Session resumed(const CLI::App& command, const TrainOptions& given) {
   check_known(session, noted.options());
   take_notes(noted.options(), session.before);
   session.options = changed(noted, command, given);
+  session.options.cutting.by_chance = !session.before.contains(kOrder);
   if (session.in_place) session.options.out = given.resume, session.saved = session.from->manifest().step;
   if (command.count("--steps") > 0) extend(session, noted.model.steps);
   if (session.options.data == train::Data::kStandardInput && command.count("--data") == 0)
@@ -138,7 +142,9 @@ OptionTable TrainOptions::options() {
        {{kRun, "--out", "", &out, "DIR", "folder to write"},
         {kRun, "--force", "", &force, "", "replace the run in --out, after the first step"},
         {kRun, "--resume", "", &resume, "DIR",
-         "go on from this run's last checkpoint; with --steps: to more steps"}},
+         "go on from this run's last checkpoint; with --steps or --epochs: to more of them"},
+        {kRun, "--epochs", "", &epochs, "N",
+         "how often every window is seen, in place of --steps; 0.5 is half of them", above_zero()}},
        formats,
        {{kOptimizer, "--lr", "lr", &lr, "RATE",
          "peak learning rate (default: " + shortest(kLr) + "; of a folder's weights " + shortest(kTuningLr) +
@@ -187,6 +193,8 @@ std::int64_t TrainOptions::limit() const {
 }
 
 Session session_of(const CLI::App& command, const TrainOptions& given) {
+  if (given.epochs > 0 && command.count("--steps") > 0)
+    throw UsageError("--epochs and --steps both say how long the run is; leave one of them out");
   if (command.count("--memory-limit") > 0) parse_size(given.memory_limit, "--memory-limit");  // "" is none
   if (!given.resume.empty()) return resumed(command, given);
   Session session;
@@ -217,10 +225,22 @@ io::Metadata notes_for(const Session& session, const train::Data& data, const tr
   io::Metadata notes = data_notes(options.data, data);
   notes.merge(notes_of(options.options()));
   notes[kProgramNote] = train::kProgram;
+  if (!options.cutting.by_chance) notes[kOrder] = kByEpochs;
   if (!is_gpt) notes[train::kConfigNote] = session.model.config.text;
   if (const std::string arithmetic = trainer.backend().arithmetic(); !arithmetic.empty())
     notes[kArithmetic] = arithmetic;
   return notes;
+}
+
+void count_epochs(Session& session, const train::Windows& data) {
+  TrainOptions& options = session.options;
+  if (options.epochs == 0) return;
+  const double windows = options.epochs * static_cast<double>(data.count());
+  const double of_step = static_cast<double>(options.model.batch) * options.gradients.accumulate;
+  const double steps = std::ceil(windows / of_step);
+  if (!(steps <= 1e15)) throw UsageError("--epochs is " + shortest(options.epochs) + ", which no run ends");
+  const std::int64_t before = std::exchange(options.model.steps, static_cast<std::int64_t>(steps));
+  if (session.from) extend(session, before);
 }
 
 void check_data(const Session& session, const train::Data& data) {

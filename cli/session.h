@@ -24,7 +24,7 @@ struct TrainOptions {
   GradientOptions gradients;
   CuttingOptions cutting;
   std::string data, out, activations, annealing = train::kAnnealings[0], memory_limit, resume;
-  double lr = 0, weight_decay = -1;
+  double lr = 0, weight_decay = -1, epochs = 0;
   std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
   bool force = false;
 
@@ -58,6 +58,8 @@ struct Session {
 Session session_of(const CLI::App& command, const TrainOptions& given);
 // All that a checkpoint needs to go on: settings, given or by default, and what is read and computed with.
 io::Metadata notes_for(const Session& session, const train::Data& data, const train::Trainer& trainer);
+// --epochs, where it was given, as steps of this data.
+void count_epochs(Session& session, const train::Windows& data);
 // Throws where the run was started with other data.
 void check_data(const Session& session, const train::Data& data);
 // "on cuda after cpu": on what it goes on, where its bits may be others there; "" where they are the same.

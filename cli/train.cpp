@@ -66,6 +66,7 @@ Data prepare(Session& session) {
   Data data = open_data(options.data, options.cutting.cutting(session.model.config.shape.context),
                         session.model, session.tokenizer);
   if (session.from) check_data(session, data);
+  count_epochs(session, data.training());
   const Choice choice = options.chosen();
   train::Job& job = session.job;
   job = make_job(choice, choice.recipe, options.model, session.model, options.gradients, options.activations);
@@ -93,7 +94,8 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
   if (data.layout() == train::Layout::padded || data.documents() > 1)
     std::cout << " in " << plural(data.documents(), "document") << ", "
               << train::kLayouts[static_cast<int>(data.layout())] << (job.isolates ? " and isolated" : "");
-  std::cout << "\n\n";
+  const std::int64_t windows = job.batch * job.gradients.micro_batches;
+  std::cout << "; an epoch is " << plural((data.training().count() + windows - 1) / windows, "step") << "\n\n";
 }
 
 // What is other than in the session before.
@@ -201,7 +203,7 @@ void run(const CLI::App& command, const TrainOptions& given) {
   const std::int64_t taken = session.from ? session.from->manifest().step : 0;
   Record record = session.in_place ? train::read_metrics(options.out, taken) : train::unseen(taken);
   if (session.in_place) tidy(options);
-  if (session.in_place && is_complete(options, record)) {
+  if (session.in_place && options.epochs == 0 && is_complete(options, record)) {
     std::cout << options.out << " is complete: it has taken its " << plural(options.model.steps, "step")
               << ", and nothing is left to do. --steps N makes it longer.\n";
     return;

@@ -34,11 +34,11 @@ void note_about(const train::Data& data, const train::Cutting& cutting, const ch
   const auto note = [](bool is_so, const std::string& words) {
     if (is_so) std::cerr << "scruple: " << words << '\n';
   };
-  note(cutting.isolate && data.layout() == train::Layout::padded,
-       "--isolate changes nothing here: a padded window has one document");
+  note(cutting.isolate && data.layout() != train::Layout::packed,
+       "--isolate changes nothing here: only packed documents see each other");
   note(data.cut() > 0, plural(data.cut(), "document") + " longer than --context: cut there, " +
                            grouped(data.cut_tokens()) + " " + token +
-                           "s are not used; --layout packed keeps them");
+                           "s are not used; a longer --context, or --layout packed, keeps them");
   note(data.left_out() > 0,
        plural(data.left_out(), "document") + " with nothing to learn in the context: left out");
   note(data.replaced() > 0, replaced_words(data.replaced()));
@@ -206,7 +206,9 @@ Vocabulary vocabulary_of(const std::string& folder) {
 OptionTable CuttingOptions::options() {
   return {
       {kData, "--layout", "layout", &layout, "LAYOUT",
-       "packed: documents end to end; padded: one per window (default of prompts)", one_of(train::kLayouts)},
+       "packed: documents end to end; whole: as many as fit, none cut (default of prompts); padded: one per "
+       "window",
+       one_of(train::kLayouts)},
       {kData, "--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
       {kData, "--validation", "validation", &validation, "SHARE",
        "share of the data for validation, from its end", a_share()}};
@@ -216,7 +218,8 @@ train::Cutting CuttingOptions::cutting(std::int64_t context) const {
   return {.context = context,
           .layout = value_named<train::Layout>(train::kLayouts, layout),
           .isolate = isolate,
-          .validation_share = validation};
+          .validation_share = validation,
+          .by_chance = by_chance};
 }
 
 std::string name_of(const std::string& data) {

@@ -76,6 +76,7 @@ struct CuttingOptions {
   std::string layout;  // "": by what is read
   bool isolate = false;
   double validation = train::Cutting().validation_share;
+  bool by_chance = false;  // of a run that an earlier version began
 
   OptionTable options();
   train::Cutting cutting(std::int64_t context) const;

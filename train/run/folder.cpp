@@ -151,7 +151,9 @@ std::string Metrics::next_lines(const Record& record) {
                            {"lr", step.lr},
                            {"norm", step.norm},
                            {"loss_scale", step.loss_scale},
-                           {"skipped", step.skipped}};
+                           {"skipped", step.skipped},
+                           {"tokens", step.tokens},
+                           {"epoch", step.epochs}};
       if (unmoved_ < record.unmoved.size() &&
           record.unmoved[unmoved_].first == static_cast<std::int64_t>(steps_)) {
         const Unmoved& found = record.unmoved[unmoved_++].second;
@@ -206,7 +208,8 @@ Record read_metrics(const std::string& run, std::int64_t steps) {
     else if (step > 0)
       record.steps[static_cast<std::size_t>(step - 1)] = {
           number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
-          static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
+          static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false),
+          row.value("tokens", std::int64_t{0}), row.value("epoch", 0.0)};
     if (row.contains("unmoved"))
       record.unmoved.push_back({step,
                                 {number_or_nan(row, "unmoved"), number_or_nan(row, "unmoved_most"),

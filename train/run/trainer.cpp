@@ -178,8 +178,7 @@ Outcome Trainer::step(const Windows& data) {
   with_rate(decaying_, outcome.lr), with_rate(undecayed_, outcome.lr);
   const auto read_part = [&](std::int64_t part) {
     return read(data, [&](std::int64_t w) {
-      return data.random_start(job_.seed,
-                               static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
+      return data.drawn(job_.seed, static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
     });
   };
   // Every target of the step counts the same, although micro-batches may have different numbers of them
@@ -203,6 +202,7 @@ Outcome Trainer::step(const Windows& data) {
   outcome.norm = report.norm;
   outcome.skipped = report.found_inf != 0;
   ++taken_;
+  outcome.epochs = static_cast<double>(taken_ * parts * job_.batch) / static_cast<double>(data.count());
   return outcome;
 }
 

@@ -64,6 +64,7 @@ struct Outcome {
   float loss_scale;
   bool skipped;
   std::int64_t tokens = 0;  // in its windows, each up to the last target that counts: padding is none
+  double epochs = 0;        // how often the data has been seen after it
 };
 
 class Trainer {
