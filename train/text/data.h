@@ -72,6 +72,7 @@ class Windows {
   std::span<const Document> documents_;     // packed: all of them, or none where every target counts
   std::span<const Packing::Piece> pieces_;  // whole
   std::span<const std::int64_t> first_;
+  std::span<const Gap> gaps_;
   Layout layout_ = Layout::packed;
   bool isolates_ = false, by_chance_ = false;
 };
