@@ -174,17 +174,13 @@ struct Elsewhere {
   const char *name, *here, *what = "";
 };
 constexpr const char* kSeen = " N, of which each sees --batch x --accumulate windows of --context tokens";
-constexpr Elsewhere kElsewhere[] = {{"--learning-rate", "--lr"},
-                                    {"--learning_rate", "--lr"},
-                                    {"--epochs", "--steps", kSeen},
-                                    {"--num-epochs", "--steps", kSeen},
-                                    {"--num_train_epochs", "--steps", kSeen},
-                                    {"--max-steps", "--steps"},
-                                    {"--batch-size", "--batch"},
-                                    {"--max-length", "--context"},
-                                    {"--gradient-accumulation-steps", "--accumulate"},
-                                    {"--max-grad-norm", "--clip"},
-                                    {"--output-dir", "--out"}};
+constexpr Elsewhere kElsewhere[] = {
+    {"--learning-rate", "--lr"},    {"--learning_rate", "--lr"},
+    {"--epochs", "--steps", kSeen},  // compare has none
+    {"--num-epochs", "--epochs"},   {"--num_train_epochs", "--epochs"},
+    {"--max-steps", "--steps"},     {"--batch-size", "--batch"},
+    {"--max-length", "--context"},  {"--gradient-accumulation-steps", "--accumulate"},
+    {"--max-grad-norm", "--clip"},  {"--output-dir", "--out"}};
 
 // The first option that the command does not have, and which one was perhaps meant; "" where it has all.
 std::string unknown_option(const CLI::App& command, const Words& words) {

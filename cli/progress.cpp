@@ -82,7 +82,8 @@ std::string Progress::line(const train::Record& record, double seconds_left) con
   const double rate = record.tokens_per_second();
   const train::Outcome& last = record.steps.back();
   std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  epoch " +
-                     fixed(last.epochs, 2) + "  loss " + fixed(last.loss, 4) + "  " + grouped(std::llround(rate)) + " tokens/s  ";
+                     fixed(last.epochs, 2) + "  loss " + fixed(last.loss, 4) + "  " +
+                     grouped(std::llround(rate)) + " tokens/s  ";
   if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);

@@ -18,7 +18,8 @@ constexpr double kLr = 1e-3;
 // Notes that are no option's. Old checkpoints have no kArithmetic.
 constexpr const char *kProgramNote = "program", *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32",
                      *kArithmetic = "arithmetic",
-                     *kOrder = "order";  // of windows; older runs, which have no such note, drew them by chance
+                     *kOrder =
+                         "order";  // of windows; older runs, which have no such note, drew them by chance
 constexpr const char* kByEpochs = "epochs";
 
 io::Metadata data_notes(const std::string& path, const train::Data& data) {
@@ -64,8 +65,8 @@ void extend(Session& session, std::int64_t steps) {
   TrainOptions& options = session.options;
   const std::int64_t wanted = std::exchange(options.model.steps, steps);
   if (wanted < steps)
-    throw UsageError((options.epochs > 0 ? "--epochs makes " : "--steps is ") + std::to_string(wanted) + ", and the run has " + grouped(steps) +
-                     "; --resume makes it longer, never shorter");
+    throw UsageError((options.epochs > 0 ? "--epochs makes " : "--steps is ") + std::to_string(wanted) +
+                     ", and the run has " + grouped(steps) + "; --resume makes it longer, never shorter");
   if (wanted == steps) return;
   options.warmup = options.schedule().warmup;
   options.validate_every = span_of(steps, options.validate_every).validate_every;

@@ -95,7 +95,8 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
     std::cout << " in " << plural(data.documents(), "document") << ", "
               << train::kLayouts[static_cast<int>(data.layout())] << (job.isolates ? " and isolated" : "");
   const std::int64_t windows = job.batch * job.gradients.micro_batches;
-  std::cout << "; an epoch is " << plural((data.training().count() + windows - 1) / windows, "step") << "\n\n";
+  std::cout << "; an epoch is " << plural((data.training().count() + windows - 1) / windows, "step")
+            << "\n\n";
 }
 
 // What is other than in the session before.

@@ -229,6 +229,21 @@ class Train(Case):
         self.assertIn("going on after step 60", self.resumed("d"))
         self.same_run("c", "d")
 
+    def test_more_epochs(self):
+        """As many steps as see the data so often, whatever their number was; more of them make a run longer."""
+        wide = ("--schedule", "constant", "--warmup", "2", "--validate-every", "100", "--context", "64", "--save-every", "99")
+        run = lambda out, *more: self.ends(0, "", "train", "--data", self.data, "--out", self.path(out), *command.tiny(*wide, *more))
+        run("a", "--epochs", "1")
+        windows = (len(command.TEXT) * 19 // 20 + 1 - 64) // 64
+        found = [row["epoch"] for row in self.metrics("a") if "loss" in row]
+        self.assertEqual(found, [4 * (i + 1) / windows for i in range(math.ceil(windows / 4))])
+        self.fails(2, "--epochs makes", "train", "--resume", self.path("a"), "--epochs", "0.5")
+        self.resumed("a", "--epochs", "2.5")
+        run("b", "--steps", str(math.ceil(2.5 * windows / 4)))
+        self.assertEqual(content(self.path("a", "model.safetensors")), content(self.path("b", "model.safetensors")))
+        self.fails(2, "leave one of them out", "train", "--data", self.data, "--out", self.path("c"), "--epochs", "1",
+                   "--steps", "3")
+
     def test_refusals(self):
         self.trained("a", "--save-every", "2")
         a = self.path("a")

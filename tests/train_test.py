@@ -347,7 +347,8 @@ class Train(Case):
     def test_words_of_other_trainers(self):
         refused = lambda message, *arguments: self.fails(2, message, "train", "--data", self.data, *arguments)
         refused("has no option --learning-rate; use --lr", "--learning-rate", "1e-3")
-        refused("has no option --epochs; use --steps N", "--epochs", "3")
+        refused("has no option --num-epochs; use --epochs", "--num-epochs", "3")
+        self.fails(2, "has no option --epochs; use --steps N", "compare", "--epochs", "3")
         refused("has no option --gradient-accumulation-steps; use --accumulate", "--gradient-accumulation-steps", "4")
         self.fails(2, "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B", "train", "--data", self.data,
                    "--out", self.path("no"), "--model", "meta-llama/Llama-3.2-1B")
