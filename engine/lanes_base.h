@@ -90,7 +90,7 @@ SCRUPLE_HD Words bits_of(Floats x) { return x.v; }
 SCRUPLE_HD Floats float_of(Words x) { return x.v; }
 SCRUPLE_HD Words magnitude_bits(Floats x) { return bits_of(x) & 0x7fffffffu; }
 SCRUPLE_HD Floats magnitude(Floats x) { return float_of(magnitude_bits(x)); }
-SCRUPLE_HD Words shifted_down(Words a, int n) {  // signed
+SCRUPLE_HD Words shifted_down_signed(Words a, int n) {
   typedef i32 Signed __attribute__((vector_size(4 * kLanes)));
   return Words::Native(Signed(a.v) >> n);
 }

@@ -62,7 +62,7 @@ SCRUPLE_HD float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c)
 SCRUPLE_HD float root(float x) { return __builtin_sqrtf(x); }
 SCRUPLE_HD u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 SCRUPLE_HD u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
-SCRUPLE_HD u32 shifted_down(u32 a, int n) { return static_cast<u32>(static_cast<i32>(a) >> n); }  // signed
+SCRUPLE_HD u32 shifted_down_signed(u32 a, int n) { return static_cast<u32>(static_cast<i32>(a) >> n); }
 SCRUPLE_HD float select(bool condition, float yes, float no) { return condition ? yes : no; }
 
 // Processors disagree about the bits of a NaN; every stored NaN is this one.
@@ -104,16 +104,16 @@ SCRUPLE_HD i32 round_by(float x, u32 coin) {
 }
 
 // floor(x gain + coin) for |x gain| < 2^Bits, in fixed point: x gain is rounded to nearest, to a multiple of
-// 2^(Bits-22), and the upper bits of the coin round the rest without bias. A code that was decoded lands on
+// 2^(Bits-22), and the upper bits of the coin round that without bias. A code that was decoded lands on
 // itself, since a rounded product and a rounded reciprocal err by less than half such a multiple together, and
-// stays, whatever the coin. (A sum of floats rounds up at the coin's top: codes at rest would drift upwards.)
+// stays, whatever the coin. So does a step below half of it, 2^-23 of the group's maximum. (A sum of floats
+// rounds up at the coin's top: codes at rest would drift upwards.)
 template <int Bits, class F, class U>
 SCRUPLE_HD U round_scaled(F x, F gain, U coin) {
   constexpr int fraction = 22 - Bits;
-  constexpr float base =
-      1.5f * static_cast<float>(1u << (Bits + 1));  // a float from here on steps by 2^-fraction
-  return shifted_down(bits_of(fma(x, gain, F(base))) - bits_of(F(base)) + (coin >> (32 - fraction)),
-                      fraction);
+  constexpr float base = 1.5f * static_cast<float>(1u << (Bits + 1));  // floats there step by 2^-fraction
+  return shifted_down_signed(bits_of(fma(x, gain, F(base))) - bits_of(F(base)) + (coin >> (32 - fraction)),
+                             fraction);
 }
 
 // a / b, given 1 / b: correctly rounded where nothing underflows or overflows (Markstein, "Computation of

@@ -101,7 +101,7 @@ TEST(Codec, AScaledIntegerAtRestStaysWhateverTheCoin) {
   integers_stay<scruple::Linear8Nonneg>("linear8, non-negative", 0, 255);
 }
 
-// And what does not stand on one moves without bias, a step of a thousandth of a code too: over all coins the mean of the
+// And what does not stand on one moves without bias: over all coins the mean of the
 // codes is the value in units, up to half a step of the fixed point and the rounding of the value itself.
 template <class Format>
 void integers_are_fair(const char* name, std::int32_t lowest, std::int32_t top) {
@@ -119,7 +119,7 @@ void integers_are_fair(const char* name, std::int32_t lowest, std::int32_t top) 
         << name << ": " << k << " and " << step;
   }
 }
-TEST(Codec, AScaledIntegerIsRoundedFairlyHoweverSmallTheStep) {
+TEST(Codec, AScaledIntegerIsRoundedFairly) {
   integers_are_fair<scruple::GroupLinear<8>>("int8", -127, 127);
   integers_are_fair<scruple::GroupLinear<10>>("int10", -511, 511);
   integers_are_fair<scruple::GroupLinear<12>>("int12", -2047, 2047);

@@ -231,6 +231,13 @@ class Refusals(Case):
         self.unchanged(other, self.sgd(model), "none of this model's parameters")
         with self.refused("nf4"):
             st.AdamW(model.parameters(), weights="nf4")
+        normed = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(96, 96, device=DEVICE)))
+        with self.refused("0.weight_v is held by something else", "parametrizations"):
+            st.compress_weights(normed, self.sgd(normed))
+        with self.refused("int10 cannot be checked", "watch_updates"):
+            plain, x = made()
+            plain(x).sum().backward()
+            st.check_updates(self.sgd(plain))
         model[0].bias.grad = torch.zeros_like(model[0].bias)
         with self.refused("0.bias has a gradient", "zero_grad"):
             st.compress_weights(model, self.sgd(model))

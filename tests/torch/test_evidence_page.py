@@ -248,7 +248,7 @@ class Pages(unittest.TestCase):
     def test_are_short(self):
         words = [len(path.read_text().split()) for path in PAGES]
         self.assertLessEqual(words[0], 1200)
-        self.assertLessEqual(sum(words), 9200)  # of which lpmm.md, with seven tables, has 2,000
+        self.assertLessEqual(sum(words), 9300)  # of which lpmm.md, with seven tables, has 2,200
 
     def test_what_they_link(self):
         for path in PAGES:

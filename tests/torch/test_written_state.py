@@ -268,11 +268,19 @@ class InEveryRecipe(Case):
                 self.assertSame(ps, before)
                 opt.state[ps[0]] = kept
                 run.steps(1)
-        del opt.state[ps[1]]["exp_avg/codes"], opt.state[ps[1]]["exp_avg/scale"]
-        with self.refused("lacks exp_avg", "{}"):
-            opt.step()
-        opt.state[ps[1]] = {}
-        opt.step()
+        for take in (lambda state: state.pop("exp_avg"), lambda state: state.__delitem__("exp_avg")):
+            for read in (False, True):
+                state, was = opt.state[ps[1]], opt.state[ps[1]]["exp_avg"].clone() if read else None
+                found = take(state)
+                self.assertTrue(found is None or was is None or torch.equal(found, was))
+                self.assertNotIn("exp_avg", state)
+                with self.refused("lacks exp_avg", "{}"):
+                    opt.step()
+                opt.state[ps[1]] = {}
+                opt.step()
+        with self.assertRaises(KeyError):
+            opt.state[ps[1]].pop("nothing")
+        self.assertEqual(opt.state[ps[1]].pop("nothing", 3), 3)
 
     @each(
         release=(dict(), dict(policy="compressed"), dict(policy="compressed", accumulate=2, max_norm=1.0)),

@@ -116,7 +116,8 @@ def _swap(p, twin, name):
         twin.__dict__.update({key: value for key, value in p.__dict__.items() if key not in twin.__dict__})
         torch.utils.swap_tensors(p, twin)
     except RuntimeError as problem:
-        hint = "drop what an earlier forward pass left (del loss), and call compress_weights before torch.compile"
+        hint = "drop what an earlier forward pass left (del loss), call compress_weights before torch.compile, and use "
+        hint += "torch.nn.utils.parametrizations in place of torch.nn.utils.weight_norm and spectral_norm"
         raise UsageError(f"{name} is held by something else ({problem}); {hint}") from None
 
 

@@ -26,13 +26,15 @@ def check_updates(opt, model=None, threshold=0.1):
     """
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
     if opt._handle is not None:
-        raise _abi.UsageError("release_gradients takes the gradients; call check_updates before it")
+        raise _abi.UsageError("backward has taken the gradients; use watch_updates, or check_updates without release")
     opt._settle()
     opt._update_rules()
     found = []
     for p, (number, index) in opt._number.items():
         if p.grad is None or not local(p).numel():
             continue
+        if (waits := opt._layout(p).waits) is not None:
+            raise _abi.UsageError(f"weights in {waits} cannot be checked before a step; use watch_updates around it")
         _, weight, rounding = opt._layout(p).described[0]
         base, plus, extra = weight.partition("+")
         if rounding == "stochastic" or rounding == "wide" and extra != "16":  # with 16 wide drops nothing

@@ -380,7 +380,7 @@ class Optimizer(torch.optim.Optimizer):
         table = self._tables.get(key)
         if table is None:
             if self._handle is not None:
-                self._handle.refuse_stored(f"{sized(params[0])}, unfrozen, of another model or set by hand")
+                self._handle.refuse_stored(f"the gradient of {sized(params[0])}, unfrozen, of another model or set by hand,")
             for p, g in zip(params, gradients):  # before any state is made
                 check_gradient(p, g)
         elif table.fill(gradients, self._looks):

@@ -188,7 +188,7 @@ class Layout:
 
     def check_ready(self, p):
         if self.waits:
-            hint = "call compress_weights(model, opt) before the first step, or give weights='bf16+8' or 'fp32'"
+            hint = "call compress_weights(model, opt), of a copied model with a new optimizer, or give weights='bf16+8'"
             raise UsageError(f"{sized(p)} is to be kept in {self.waits}, and is a plain one; {hint}")
 
     def _set_arrays(self, arrays):

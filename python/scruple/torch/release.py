@@ -492,8 +492,9 @@ class Handle:
     def refuse_stored(self, what):
         """Plain release leaves gradients that it did not take to opt.step()."""
         if not isinstance(self._path, Steps):
-            hint = "handle.remove(), and release again"
-            raise UsageError(f"a gradient of {what}: it has no part in accumulation and clipping; {hint}")
+            again = "compress_weights" if any(map(form_of, self._params)) else "release_gradients"
+            hint = f"call handle.remove(), opt.zero_grad() and {again} again"
+            raise UsageError(f"{what} has no part in accumulation and clipping; {hint}")
 
     def after_step(self):
         self._loop, self._folded, took = "steps", False, bool(self._done)

@@ -107,7 +107,13 @@ class State(dict):
         return self[name]
 
     def __contains__(self, name):
-        return self.has(name) or self.entry is not None and name in self.entry.layout.coded
+        return self.has(name) or any(map(self.has, self._planes_of(name)))
+
+    def _planes_of(self, name):
+        """The names of the planes that hold a moment in codes."""
+        if self.entry is None or name not in self.entry.layout.coded:
+            return ()
+        return [plane.name for plane in self.entry.layout.planes if plane.slot == name]
 
     def get(self, name, default=None):
         return self[name] if name in self else default
@@ -116,6 +122,17 @@ class State(dict):
         if name not in self:
             self[name] = default
         return self[name]
+
+    def pop(self, name, *default):
+        """Planes of a moment go with it: the next step asks for what is missing."""
+        if name in self:
+            default = (self[name],)
+        for plane in self._planes_of(name):
+            dict.pop(self, plane, None)
+        return dict.pop(self, name, *default)
+
+    def __delitem__(self, name):
+        self.pop(name)
 
     def __reduce__(self):
         return dict, (dict(self),)
