@@ -59,6 +59,31 @@ std::string line(const std::string& prompt, const std::string& completion) {
   return R"({"prompt": ")" + prompt + R"(", "completion": ")" + completion + "\"}\n";
 }
 
+// As "9-12 15-20", and counts() must say the same of every place.
+std::string runs_of(const Document& document, const std::vector<Gap>& gaps) {
+  std::string text;
+  std::vector<bool> taken(static_cast<std::size_t>(document.end));
+  each_counted(document, gaps, [&](std::int64_t begin, std::int64_t end) {
+    EXPECT_LT(begin, end);
+    text += (text.empty() ? "" : " ") + std::to_string(begin) + "-" + std::to_string(end);
+    for (std::int64_t at = begin; at < end; ++at) taken[static_cast<std::size_t>(at)] = true;
+  });
+  for (std::int64_t at = document.begin; at < document.end; ++at)
+    EXPECT_EQ(counts(document, gaps, at), taken[static_cast<std::size_t>(at)]) << at;
+  return text;
+}
+
+TEST(Targets, ADocumentCountsInSeveralRuns) {
+  EXPECT_EQ(runs_of({4, 20, 4}, {}), "4-20");
+  EXPECT_EQ(runs_of({4, 20, 9}, {}), "9-20");
+  EXPECT_EQ(runs_of({4, 20, 20}, {}), "") << "an end alone";
+  const std::vector<Gap> gaps = {{1, 3}, {12, 15}, {17, 18}, {25, 30}};
+  EXPECT_EQ(runs_of({4, 20, 9}, gaps), "9-12 15-17 18-20") << "gaps of other documents pass it by";
+  EXPECT_EQ(runs_of({4, 18, 12}, gaps), "15-17") << "one at its first token that counts, one at its end";
+  EXPECT_EQ(runs_of({20, 25, 20}, gaps), "20-25");
+  EXPECT_EQ(runs_of({25, 30, 25}, gaps), "");
+}
+
 class DataTest : public Files {
  protected:
   static void expect_refused(const std::string& words, const std::string& path, const Cutting& cutting,

@@ -101,19 +101,26 @@ void Windows::read_packed(std::int64_t at, std::int32_t* tokens, std::int32_t* t
       starts[i] = static_cast<std::int32_t>(std::max<std::int64_t>(of_token->begin - at, 0));
     of_token = of_target;
   }
+  const auto ends_before = [](const Gap& gap, std::int64_t place) { return gap.end <= place; };
+  auto gap = std::lower_bound(gaps_.begin(), gaps_.end(), at + 1, ends_before);
+  for (; gap != gaps_.end() && gap->begin <= at + context_; ++gap)
+    std::fill(targets + std::max<std::int64_t>(gap->begin - at - 1, 0),
+              targets + std::min(gap->end - at - 1, context_), kNoTarget);
 }
 
 void Windows::read_padded(const Document& document, std::int32_t* tokens, std::int32_t* targets) const {
   const std::int64_t there = std::min(document.end - document.begin, context_);
-  const std::int64_t before = std::max<std::int64_t>(document.counted - document.begin - 1, 0);
-  const std::int64_t last = std::min(document.end - document.begin - 1, context_);
   std::fill_n(tokens, context_, 0);
   std::fill_n(targets, context_, kNoTarget);
   std::visit(
       [&](auto all) {
         const auto* const from = all.data() + document.begin;
         std::copy_n(from, there, tokens);
-        if (before < last) std::copy(from + before + 1, from + last + 1, targets + before);
+        each_counted(document, gaps_, [&](std::int64_t begin, std::int64_t end) {
+          begin = std::max<std::int64_t>(begin - document.begin, 1);  // nothing comes before the first token
+          end = std::min(end - document.begin, context_ + 1);
+          if (begin < end) std::copy(from + begin, from + end, targets + begin - 1);
+        });
       },
       tokens_);
 }
@@ -133,8 +140,11 @@ Data::Data(const std::string& path, const Cutting& cutting, const Reading& readi
   if (is_padded) {
     const std::int64_t read = documents();
     documents_.remove_if([&](const Document& document) {
-      const std::int64_t first = std::max(document.counted, document.begin + 1);
-      return first >= std::min(document.end, document.begin + context + 1);
+      bool is_gone = true;
+      each_counted(document, documents_.gaps(), [&](std::int64_t first, std::int64_t end) {
+        is_gone &= std::max(first, document.begin + 1) >= std::min(end, document.begin + context + 1);
+      });
+      return is_gone;
     });
     left_out_ += read - documents();
     for (const Document& document : documents_.all()) {
@@ -168,6 +178,7 @@ Windows Data::windows(std::int64_t begin, std::int64_t end) const {
   Windows windows;
   windows.tokens_ = documents_.tokens();
   windows.context_ = cutting_.context;
+  windows.gaps_ = documents_.gaps();
   windows.layout_ = layout_;
   if (layout_ == Layout::padded) {
     windows.documents_ = std::span(documents_.all())

@@ -55,6 +55,7 @@ class Windows {
   std::int64_t context_ = 0;
   std::vector<std::int64_t> starts_;
   std::span<const Document> documents_;  // packed: all of them, or none where every target counts
+  std::span<const Gap> gaps_;
   Layout layout_ = Layout::packed;
   bool isolates_ = false;
 };

@@ -287,7 +287,7 @@ std::int64_t Documents::memory() const {
   const auto bytes_of = [](const auto& list) {
     return static_cast<std::int64_t>(list.capacity() * sizeof(*list.data()));
   };
-  return std::visit(bytes_of, held_) + bytes_of(documents_);
+  return std::visit(bytes_of, held_) + bytes_of(documents_) + bytes_of(gaps_);
 }
 
 void Documents::remove_if(const std::function<bool(const Document&)>& is_gone) {
@@ -297,7 +297,8 @@ void Documents::remove_if(const std::function<bool(const Document&)>& is_gone) {
 std::uint32_t Documents::crc32() const {
   const std::uint32_t tokens = std::visit([](auto list) { return io::crc32(std::as_bytes(list)); }, tokens_);
   const bool is_plain = documents_.size() == 1 && documents_[0].counted == 0;
-  return is_plain ? tokens : io::crc32(std::as_bytes(std::span(documents_)), tokens);
+  if (is_plain && gaps_.empty()) return tokens;
+  return io::crc32(std::as_bytes(std::span(gaps_)), io::crc32(std::as_bytes(std::span(documents_)), tokens));
 }
 
 }  // namespace scruple::train

@@ -1,6 +1,7 @@
 // What is trained on, as tokens: a text, a folder of texts, JSON lines, or a file of tokens.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -21,6 +22,30 @@ namespace scruple::train {
 struct Document {
   std::int64_t begin, end, counted;
 };
+
+// Tokens of a document behind its `counted` that do not count as targets: in a chat, what others say.
+struct Gap {
+  std::int64_t begin, end;
+};
+
+// Calls take(begin, end) for each run of tokens of a document that count as targets, in their order. `gaps`: those of all
+// documents, in order (Documents::gaps).
+template <class Take>
+void each_counted(const Document& document, std::span<const Gap> gaps, Take&& take) {
+  const auto ends_before = [](const Gap& gap, std::int64_t place) { return gap.end <= place; };
+  std::int64_t at = document.counted;
+  for (auto gap = std::lower_bound(gaps.begin(), gaps.end(), at, ends_before);
+       gap != gaps.end() && gap->begin < document.end; at = gap++->end)
+    if (at < gap->begin) take(at, gap->begin);
+  if (at < document.end) take(at, document.end);
+}
+
+// Whether the token at `place` of a document counts as a target.
+inline bool counts(const Document& document, std::span<const Gap> gaps, std::int64_t place) {
+  const auto ends_before = [](const Gap& gap, std::int64_t at) { return gap.end <= at; };
+  const auto gap = std::lower_bound(gaps.begin(), gaps.end(), place, ends_before);
+  return place >= document.counted && (gap == gaps.end() || place < gap->begin);
+}
 
 // How what is read becomes tokens.
 struct Reading {
@@ -50,6 +75,7 @@ class Documents {
   TokenSpan tokens() const { return tokens_; }
   std::int64_t size() const;  // of all tokens
   const std::vector<Document>& all() const { return documents_; }
+  const std::vector<Gap>& gaps() const { return gaps_; }  // sorted; none but in chats
   void remove_if(const std::function<bool(const Document&)>& is_gone);
 
   bool has_prompts() const { return has_prompts_; }
@@ -81,6 +107,7 @@ class Documents {
   Held held_;
   TokenSpan tokens_;
   std::vector<Document> documents_;
+  std::vector<Gap> gaps_;
   bool has_prompts_ = false;
   std::int64_t empty_ = 0, replaced_ = 0;
   std::int64_t bytes_ = 0, bytes_done_ = 0, bytes_told_ = 0;  // to be read; read; of which progress was shown
