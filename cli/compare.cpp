@@ -95,8 +95,7 @@ Text text_of(const CompareOptions& options) {
   const std::int64_t context = model.config.shape.context;
   if (options.data.empty()) return text_of(Grammar(kGrammar), context);
   const std::string tokenizer = model.folder ? model.folder->folder() : "";
-  const auto file = std::make_shared<train::Data>(
-      open_data(options.data, options.cutting.cutting(context), model, tokenizer));
+  const auto file = std::make_shared<train::Data>(open_data(options.data, options.cutting, model, tokenizer));
   return {file->training(), file->validation(), file};
 }
 

@@ -63,8 +63,7 @@ Data prepare(Session& session) {
   TrainOptions& options = session.options;
   check_device(options.model.device);
   session.tokenizer = tokenizer_folder(session);
-  Data data = open_data(options.data, options.cutting.cutting(session.model.config.shape.context),
-                        session.model, session.tokenizer);
+  Data data = open_data(options.data, options.cutting, session.model, session.tokenizer);
   if (session.from) check_data(session, data);
   count_epochs(session, data.training());
   const Choice choice = options.chosen();

@@ -210,8 +210,28 @@ OptionTable CuttingOptions::options() {
        "window",
        one_of(train::kLayouts)},
       {kData, "--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
+      {kData, "--train-on", "train-on", &train_on, "WHAT",
+       "of messages: all, the assistant's turns, or its last one; of prompts: all, or the completion",
+       one_of(train::kTrainOn)},
+      {kData, "--chat-date", "chat-date", &chat_date, "DATE",
+       "today, such as 2026-11-19, for chat templates that ask for it", a_date()},
       {kData, "--validation", "validation", &validation, "SHARE",
        "share of the data for validation, from its end", a_share()}};
+}
+
+CLI::Validator a_date() {
+  return {[](const std::string& value) {
+            const std::chrono::year_month_day day(
+                std::chrono::year(std::atoi(value.c_str())),
+                std::chrono::month(
+                    unsigned(std::atoi(value.substr(std::min<std::size_t>(5, value.size())).c_str()))),
+                std::chrono::day(
+                    unsigned(std::atoi(value.substr(std::min<std::size_t>(8, value.size())).c_str()))));
+            const bool has_form = value.size() == 10 && value[4] == '-' && value[7] == '-' &&
+                                  value.find_first_not_of("0123456789-") == value.npos;
+            return has_form && day.ok() ? "" : "'" + value + "' is no date such as 2026-11-19";
+          },
+          "DATE"};
 }
 
 train::Cutting CuttingOptions::cutting(std::int64_t context) const {
@@ -226,8 +246,9 @@ std::string name_of(const std::string& data) {
   return data == train::Data::kStandardInput ? "standard input" : data;
 }
 
-train::Data open_data(const std::string& path, const train::Cutting& cutting, const ChosenModel& model,
+train::Data open_data(const std::string& path, const CuttingOptions& options, const ChosenModel& model,
                       const std::string& tokenizer) {
+  const train::Cutting cutting = options.cutting(model.config.shape.context);
   Vocabulary words = vocabulary_of(tokenizer);
   const bool of_tokens = path.ends_with(".bin");
   const std::int64_t vocabulary = model.config.shape.vocabulary;
@@ -257,6 +278,9 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
       {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
        .end = words.end,
        .vocabulary = vocabulary,
+       .train_on = value_named<train::TrainOn>(train::kTrainOn, options.train_on).value(),
+       .chat_folder = tokenizer,
+       .chat_date = options.chat_date,
        .limit = free_memory(),
        .progress = [&](std::int64_t done, std::int64_t all) {
          if (!terminal || all == 0 || std::chrono::steady_clock::now() - start < std::chrono::seconds(1))

@@ -102,8 +102,12 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                    $<TARGET_FILE:safetensors_test>)
   add_test(NAME tokenizer_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/tokenizer_test.py
                                        $<TARGET_FILE:scruple_cli>)
-  set_tests_properties(logits_test gradients_test folders_test models_test safetensors_interop tokenizer_test PROPERTIES
-                       SKIP_RETURN_CODE 77)
+  add_executable(chats ${CMAKE_CURRENT_SOURCE_DIR}/chats.cpp)
+  target_link_libraries(chats PRIVATE train Threads::Threads)
+  add_test(NAME chats_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/chats_test.py
+                                   $<TARGET_FILE:scruple_cli> $<TARGET_FILE:chats>)
+  set_tests_properties(logits_test gradients_test folders_test models_test safetensors_interop tokenizer_test chats_test
+                       PROPERTIES SKIP_RETURN_CODE 77)
   if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")  # which Python cannot load
     add_test(NAME newcomer_test COMMAND ${SCRUPLE_PYTHON} -W ignore ${CMAKE_CURRENT_SOURCE_DIR}/newcomer_test.py
                                         ${CMAKE_BINARY_DIR})
@@ -112,6 +116,6 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   # In a sanitizer build each of their many processes would look for leaks for seconds; compare_report and
   # train_report do it. They are of the commands, whatever trains, and of limits and engines of the CPU.
   set_tests_properties(train_test compare_test resume_test runs_test logits_test gradients_test folders_test models_test
-                       safetensors_interop tokenizer_test
+                       safetensors_interop tokenizer_test chats_test
                        PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0;SCRUPLE_DEVICE=cpu" TIMEOUT 1800)
 endif()

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "io/file.h"
+#include "train/text/chat.h"
 #include "train/text/tokenizer.h"
 #include "train/text/tokens.h"
 
@@ -53,6 +54,9 @@ struct Reading {
   std::optional<Token> end = {};   // comes after each document that does not end in it already
   std::int64_t vocabulary = 256;   // of the model: every token must be below it
   bool bare = false;               // texts without the tokens that the model expects around them
+  TrainOn train_on = TrainOn::assistant;
+  std::string chat_folder = {};  // whose chat template messages are written by
+  std::string chat_date = {};    // what that takes for today; "": it has no date
   std::int64_t limit = std::numeric_limits<std::int64_t>::max();           // bytes of memory
   std::function<void(std::int64_t done, std::int64_t all)> progress = {};  // in bytes read
 };
@@ -68,7 +72,8 @@ class Documents {
   static constexpr const char* kStandardInput = "-";
 
   // `path`: a folder (every *.txt, *.md and file of JSON lines below it, in the order of their paths), JSON lines, *.bin (tokens),
-  // "-" or any other file (a text). A text is one document; so is what ends in the end token in a file of tokens.
+  // "-" or any other file (a text). A text is one document; in a file of tokens what its flags say, or what ends in the
+  // end token.
   // Bytes of a single file and tokens of a file stay mapped. Throws std::runtime_error.
   Documents(const std::string& path, const Reading& reading);
 
@@ -93,8 +98,12 @@ class Documents {
   void read_file(const std::string& path);
   void read_text(std::string_view text, const std::string& place);
   void read_jsonl(std::string_view content, const std::string& path);
+  void read_chat(const Conversation& chat, const std::string& place);
   void read_tokens(const std::string& path);
+  void add_flagged(std::int64_t begin, std::span<const std::uint8_t> flags);
   void append(std::string_view text, Tokenizer::Part part, const std::string& place);
+  template <class Tokens>
+  void append_tokens(const Tokens& tokens, const std::string& place);
   void finish(Document document, const std::string& place);  // its end is here
   void leave_out(std::int64_t begin);                        // all from there on: a document without a text
   void check_limit(std::size_t more, const std::string& place) const;
@@ -108,6 +117,7 @@ class Documents {
   TokenSpan tokens_;
   std::vector<Document> documents_;
   std::vector<Gap> gaps_;
+  std::optional<ChatTemplate> chat_template_;  // read with the first chat
   bool has_prompts_ = false;
   std::int64_t empty_ = 0, replaced_ = 0;
   std::int64_t bytes_ = 0, bytes_done_ = 0, bytes_told_ = 0;  // to be read; read; of which progress was shown
