@@ -40,7 +40,8 @@ Windows::Windows(std::span<const std::uint8_t> bytes, std::int64_t context, std:
     : tokens_(bytes),
       end_(static_cast<std::int64_t>(bytes.size())),
       context_(context),
-      starts_(std::move(starts)) {
+      starts_(std::move(starts)),
+      by_chance_(true) {
   if (end_ <= context)
     throw std::runtime_error("there are " + std::to_string(end_) +
                              " bytes of text, and a window of context " + std::to_string(context) +

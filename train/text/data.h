@@ -33,8 +33,8 @@ struct Packing {
 
 class Windows {
  public:
-  // Packed bytes. `starts`: where windows may begin; empty: anywhere. Throws where no window fits. `bytes` must outlive
-  // this.
+  // Packed bytes. `starts`: where windows may begin; empty: anywhere. Each is drawn by chance, so that no epoch ends: of a
+  // text that a grammar writes there is always more. Throws where no window fits. `bytes` must outlive this.
   Windows(std::span<const std::uint8_t> bytes, std::int64_t context, std::vector<std::int64_t> starts = {});
 
   // Of an epoch: padded documents, packings, or packed windows that share no token.
