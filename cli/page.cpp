@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "progress.h"
+#include "rate.h"
 #include "room.h"
 #include "text.h"
 #include "training.h"
@@ -42,7 +43,7 @@ std::string formats_of(const train::Job& job, const Optimizer& optimizer) {
 
 std::string rate_of(const train::Schedule& schedule) {
   return shortest(schedule.peak) + " at its peak, " + plural(schedule.warmup, "step") + " of warm-up, " +
-         train::kAnnealings[static_cast<int>(schedule.annealing)];
+         schedule_words(schedule);
 }
 
 train::Figures settings_of(const Trained& run) {

@@ -13,7 +13,6 @@
 namespace scruple::cli {
 namespace {
 
-constexpr double kLr = 1e-3;
 // Notes that are no option's. Old checkpoints have no kArithmetic.
 constexpr const char *kProgramNote = "program", *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32",
                      *kArithmetic = "arithmetic";
@@ -64,7 +63,7 @@ void extend(Session& session, std::int64_t steps) {
     throw UsageError("--steps is " + std::to_string(wanted) + ", and the run has " + grouped(steps) +
                      "; --resume makes it longer, never shorter");
   if (wanted == steps) return;
-  options.warmup = options.schedule().warmup;
+  options.rate.warmup = options.schedule().warmup;
   options.validate_every = span_of(steps, options.validate_every).validate_every;
   options.model.steps = wanted;
   session.first = steps;
@@ -140,16 +139,7 @@ OptionTable TrainOptions::options() {
         {kRun, "--resume", "", &resume, "DIR",
          "go on from this run's last checkpoint; with --steps: to more steps"}},
        formats,
-       {{kOptimizer, "--lr", "lr", &lr, "RATE",
-         "peak learning rate (default: " + shortest(kLr) + "; of a folder's weights " + shortest(kTuningLr) +
-             ")",
-         above_zero()},
-        {kOptimizer, "--schedule", "schedule", &annealing, "SHAPE",
-         "cosine or linear (both fall to 0), or constant", one_of(train::kAnnealings)},
-        {kOptimizer, "--warmup", "warmup", &warmup, "N",
-         "steps of linear rise (default: a twentieth of --steps)", whole_from(0)},
-        {kOptimizer, "--weight-decay", "weight-decay", &weight_decay, "X",
-         "of matrices; norms and biases never decay (default: the optimizer's)", not_negative()}},
+       rate.options(),
        gradients.options(),
        model.options(0),  // 0 steps: the weights are written as they are
        choice.format_options(),
@@ -169,17 +159,9 @@ OptionTable TrainOptions::options() {
 
 Choice TrainOptions::chosen() const {
   Choice made = choice;
-  if (weight_decay >= 0)
-    made.hypers.insert(made.hypers.begin(), "weight_decay=" + shortest(weight_decay, 17));
+  if (rate.weight_decay >= 0)
+    made.hypers.insert(made.hypers.begin(), "weight_decay=" + shortest(rate.weight_decay, 17));
   return made;
-}
-
-train::Schedule TrainOptions::schedule() const {
-  const std::int64_t rise = warmup >= 0 ? warmup : model.steps / 20;
-  if (rise > model.steps)
-    throw UsageError("--warmup is " + std::to_string(rise) + ", and --steps is " +
-                     std::to_string(model.steps) + "; choose a --warmup of at most that");
-  return {value_named<train::Annealing>(train::kAnnealings, annealing).value(), lr, rise, model.steps};
 }
 
 std::int64_t TrainOptions::limit() const {
@@ -203,7 +185,9 @@ Session session_of(const CLI::App& command, const TrainOptions& given) {
       std::filesystem::equivalent(options.out, session.model.folder->folder(), ignored))
     throw UsageError("--out is the folder of --model, which the run would replace; name another folder");
   options.model.context = session.model.config.shape.context;
-  if (options.lr == 0) options.lr = session.model.has_weights() ? kTuningLr : kLr;
+  if (options.rate.lr == 0) options.rate.lr = session.model.has_weights() ? kTuningLr : kLr;
+  options.rate.complete();
+  options.rate.overrides(train::parameters_of(session.model.config.shape));  // refused before data is read
   return session;
 }
 

@@ -10,6 +10,7 @@
 #include "io/checkpoint.h"
 #include "memory.h"
 #include "options.h"
+#include "rate.h"
 #include "train/run/folder.h"
 #include "train/run/run.h"
 #include "train/run/trainer.h"
@@ -23,14 +24,14 @@ struct TrainOptions {
   ModelOptions model;
   GradientOptions gradients;
   CuttingOptions cutting;
-  std::string data, out, activations, annealing = train::kAnnealings[0], memory_limit, resume;
-  double lr = 0, weight_decay = -1;
-  std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
+  RateOptions rate;
+  std::string data, out, activations, memory_limit, resume;
+  std::int64_t validate_every = 0, save_every = 0, keep = 2;
   bool force = false;
 
   OptionTable options();  // all of them, in the order of the help
   Choice chosen() const;  // with the weight decay
-  train::Schedule schedule() const;
+  train::Schedule schedule() const { return rate.schedule(model.steps); }
   std::int64_t limit() const;  // of memory
 };
 

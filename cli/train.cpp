@@ -71,6 +71,7 @@ Data prepare(Session& session) {
   job = make_job(choice, choice.recipe, options.model, session.model, options.gradients, options.activations);
   job.isolates = data.training().isolates();
   job.schedule = options.schedule();
+  job.overrides = options.rate.overrides(train::parameters_of(job.shape));
   fit_recompute(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move
   session.plan = plan_of(choice, choice.recipe, job, options.gradients.policy);
@@ -86,8 +87,8 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
             << trainer.backend().device() << '\n'
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
             << options.gradients.policy << ", activations " << options.activations << recompute_words(job)
-            << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.annealing << ", seed "
-            << job.seed << '\n'
+            << gradient_words(job) << "; lr " << shortest(job.schedule.peak) << ' '
+            << schedule_words(job.schedule) << ", seed " << job.seed << '\n'
             << plural(options.model.steps, "step") << " of " << step_words(job, data.layout()) << "; "
             << name_of(options.data) << " has " << grouped(data.size());
   if (data.layout() == train::Layout::padded || data.documents() > 1)
@@ -106,12 +107,11 @@ void print_resumed(const Session& session, const Trainer& trainer) {
               << ": its losses are those of a run that had not moved within rounding, not to the bit\n";
   if (session.first > 0) {
     const train::Schedule& now = session.job.schedule;
-    train::Schedule before = now;
-    before.steps = session.first;
-    std::cout << "from " << plural(session.first, "step") << " to " << grouped(now.steps) << ": the "
-              << options.annealing << " schedule spans all of them; learning rate "
-              << shortest(before.at(taken)) << " at step " << grouped(taken) << ", "
-              << shortest(now.at(taken + 1)) << " at step " << grouped(taken + 1) << '\n';
+    const train::Schedule before = options.rate.schedule(session.first);
+    std::cout << "from " << plural(session.first, "step") << " to " << grouped(now.steps) << ": "
+              << longer_words(now) << "; learning rate " << shortest(before.at(taken)) << " at step "
+              << grouped(taken) << ", " << shortest(now.at(taken + 1)) << " at step " << grouped(taken + 1)
+              << '\n';
   }
   std::cout << '\n';
 }

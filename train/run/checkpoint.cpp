@@ -117,7 +117,8 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
   manifest.library = scruple_version();
   manifest.recipe = recipe;
   manifest.step = position.taken;
-  manifest.groups = {group_of(trainer.decaying()), group_of(trainer.undecayed())};
+  for (std::size_t g = 0; g < trainer.groups().size(); ++g)
+    manifest.groups.push_back(group_of(trainer.groups().at(g)));
   if (const scruple_scaler& scaler = position.scaler; scaler.scale > 0)
     manifest.loss_scale = {scaler.scale, scaler.growth, scaler.backoff, scaler.interval, scaler.clean};
   manifest.trainer = notes;
@@ -125,7 +126,7 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
     const Parameter& parameter = state.parameters()[p];
     io::TensorState& tensor =
         manifest.tensors.emplace_back(stored_form(parameter.name, parameter.shape, state.table()[p]));
-    tensor.group = parameter.decays ? 0 : 1;
+    tensor.group = trainer.groups().group_of(p);
     tensor.step = position.steps[p];
     if (position.adagc_norms[p] > 0 && std::isfinite(position.adagc_norms[p]))
       tensor.adagc_norm = position.adagc_norms[p];

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numbers>
 #include <stdexcept>
 #include <string>
 
@@ -10,11 +9,6 @@
 
 namespace scruple::train {
 namespace {
-
-scruple_optimizer* with_rate(const Optimizer& optimizer, double lr) {
-  check(scruple_optimizer_set(optimizer.raw(), "lr", lr));
-  return optimizer.raw();
-}
 
 std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
   std::int64_t sum = 0;
@@ -27,26 +21,7 @@ std::int64_t token_bytes(const Job& job) {
   return job.batch * job.shape.context * std::int64_t{sizeof(std::int32_t)};
 }
 
-// `optimizer` for what does not decay.
-Optimizer without_decay(Optimizer optimizer) {
-  double value = 0;
-  if (scruple_optimizer_get(optimizer.raw(), "weight_decay", &value) == SCRUPLE_OK)
-    optimizer.set("weight_decay", 0);
-  return optimizer;
-}
-
 }  // namespace
-
-double Schedule::at(std::int64_t step) const {
-  if (step <= warmup) return peak * static_cast<double>(step) / static_cast<double>(warmup);
-  const double done = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup + 1);
-  switch (annealing) {
-    case Annealing::cosine: return peak * 0.5 * (1 + std::cos(std::numbers::pi * std::min(done, 1.0)));
-    case Annealing::linear: return peak * std::max(1 - done, 0.0);
-    case Annealing::constant: break;
-  }
-  return peak;
-}
 
 scruple_memory Trainer::Accumulators::memory() {
   const auto alloc = [](void* context, std::int64_t bytes) noexcept -> void* {
@@ -69,16 +44,14 @@ scruple_memory Trainer::Accumulators::memory() {
 Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
     : job_(job),
       backend_(job.backend(job.threads)),
-      decaying_(job.optimizer()),
-      undecayed_(without_decay(job.optimizer())),
+      groups_(parameters_of(job.shape), job.optimizer, job.overrides, job.seed),
       accumulators_{ledger, backend_->memory(), {}} {
   if (const std::string problem = problem_with(job.shape); !problem.empty())
     throw std::runtime_error(problem);
-  with_rate(decaying_, job.schedule.peak);  // refused here, if at all
-  decaying_.set_seed(job.seed);
-  undecayed_.set_seed(job.seed);
-  state_ = std::make_unique<State>(*backend_, parameters_of(job.shape), decaying_, undecayed_, job.describe,
-                                   ledger);
+  groups_.set_rate(job.schedule.peak);  // refused here, if at all
+  state_ = std::make_unique<State>(
+      *backend_, parameters_of(job.shape),
+      [this](std::size_t p) -> const Optimizer& { return groups_.of(p); }, job.describe, ledger);
   Position position;
   if (from != nullptr)
     position = take_up(*from);
@@ -105,8 +78,10 @@ Ledger memory_of(const Job& job) {
   Ledger ledger = Ledger::counter();
   {
     const std::unique_ptr<Backend> backend = job.backend(job.threads);
-    const Optimizer decaying = job.optimizer(), undecayed = without_decay(job.optimizer());
-    const State state(*backend, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
+    const std::vector<Parameter> parameters = parameters_of(job.shape);
+    const Groups groups(parameters, job.optimizer, job.overrides, job.seed);
+    const auto optimizer_of = [&](std::size_t p) -> const Optimizer& { return groups.of(p); };
+    const State state(*backend, parameters, optimizer_of, job.describe, ledger);
     const std::unique_ptr<Network> network =
         backend->network(job, state.visible(), job.gradients.policy, ledger);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
@@ -144,15 +119,15 @@ Position Trainer::take_up(const io::Checkpoint& from) {
   const io::Manifest& manifest = from.manifest();
   const std::vector<Parameter>& parameters = state_->parameters();
   check_tensors(from, parameters);
-  if (manifest.groups.size() != 2)
-    io::fail(from.folder(), " has ", manifest.groups.size(), " groups of tensors, and a run has 2");
+  if (manifest.groups.size() != groups_.size())
+    io::fail(from.folder(), " has ", manifest.groups.size(), " groups of tensors, and its run has ",
+             groups_.size());
   const std::vector<io::Group> groups = groups_of(from);
-  check_group(groups[0], group_of(decaying_));
-  check_group(groups[1], group_of(undecayed_));
+  for (std::size_t g = 0; g < groups.size(); ++g) check_group(groups[g], group_of(groups_.at(g)));
   Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     const io::TensorState& tensor = manifest.tensors[p];
-    if (tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
+    if (tensor.group != groups_.group_of(p) || tensor.id != p)
       io::fail(from.folder(), ": tensor \"", tensor.name, "\" is in another group, or has another number");
     load(engine(), from, tensor, state_->table()[p], memory());
     state_->set_step(static_cast<int>(p), tensor.step);
@@ -175,7 +150,7 @@ Position Trainer::position() const {
 Outcome Trainer::step(const Windows& data) {
   const std::int64_t parts = job_.gradients.micro_batches;
   Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false, 0};
-  with_rate(decaying_, outcome.lr), with_rate(undecayed_, outcome.lr);
+  groups_.set_rate(outcome.lr);
   const auto read_part = [&](std::int64_t part) {
     return read(data, [&](std::int64_t w) {
       return data.random_start(job_.seed,

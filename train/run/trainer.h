@@ -12,22 +12,12 @@
 #include "io/checkpoint.h"
 #include "train/model/families/gpt2.h"
 #include "train/pass/backend.h"
+#include "train/run/groups.h"
+#include "train/run/schedule.h"
 #include "train/run/state.h"
 #include "train/text/data.h"
 
 namespace scruple::train {
-
-enum class Annealing { cosine, linear, constant };
-inline constexpr const char* kAnnealings[] = {"cosine", "linear", "constant"};  // their names
-
-// The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 after the last, or
-// constant.
-struct Schedule {
-  Annealing annealing = Annealing::cosine;
-  double peak = 1e-3;
-  std::int64_t warmup = 0, steps = 1000;
-  double at(std::int64_t step) const;  // of step 1, 2...
-};
 
 struct Job : Setup {
   Job() { shape = gpt2({}); }
@@ -38,6 +28,7 @@ struct Job : Setup {
   std::function<Optimizer()> optimizer;
   Describe describe;
   Schedule schedule;
+  std::vector<Override> overrides;  // of the schedule, and of the optimizer's weight decay
   std::uint64_t seed = 1;
   Fill initial;  // the weights to begin with; none: drawn from the seed
   // The gradient policy; `memory` and `scaler` are filled in here.
@@ -84,9 +75,7 @@ class Trainer {
   Memory& memory() { return backend_->memory(); }  // where the state's planes are
   const Backend& backend() const { return *backend_; }
   Ledger& ledger() { return accumulators_.ledger; }
-  // The optimizers of what decays and of what does not.
-  const Optimizer& decaying() const { return decaying_; }
-  const Optimizer& undecayed() const { return undecayed_; }
+  const Groups& groups() const { return groups_; }
 
  private:
   // Counts the sink's accumulators.
@@ -106,7 +95,7 @@ class Trainer {
   Position take_up(const io::Checkpoint& from);
   Job job_;
   std::unique_ptr<Backend> backend_;
-  Optimizer decaying_, undecayed_;
+  Groups groups_;
   std::unique_ptr<State> state_;
   std::unique_ptr<Network> network_;
   Accumulators accumulators_;
