@@ -100,7 +100,7 @@ int complain(const std::string& message, int code) {
 }
 
 #if !defined(SCRUPLE_HAS_TRAIN)
-constexpr const char* kOfTrainer[] = {"compare", "train", "sample", "tokenize"};
+constexpr const char* kOfTrainer[] = {"compare", "train", "sample", "eval", "tokenize"};
 
 constexpr const char* kNoTrainer =
     "' needs the trainer, which this build leaves out. Install libopenblas-pthread-dev, libpcre2-dev and "
@@ -236,6 +236,7 @@ int run(int argc, char** argv) {
 #if defined(SCRUPLE_HAS_TRAIN)
   cli::add_train(program);
   cli::add_sample(program);
+  cli::add_eval(program);
   cli::add_tokenize(program);
 #endif
   cli::add_plan(program);

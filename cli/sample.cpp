@@ -1,20 +1,18 @@
 // `scruple sample`: continues a text with a model that train has written.
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <iostream>
 #include <limits>
 #include <memory>
 #include <numeric>
 
 #include "commands.h"
+#include "found.h"
 #include "memory.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
-#include "train/model/model.h"
 #include "train/pass/backend.h"
 #include "train/random.h"
-#include "train/run/checkpoint.h"
 #include "train/run/weights.h"
 #include "train/text/utf8.h"
 #include "train/text/vocabulary.h"
@@ -121,66 +119,12 @@ class Words {
   std::vector<std::size_t> unknown_;
 };
 
-// What the weights come from, and the folder that may have their tokenizer.
-struct Found {
-  std::unique_ptr<train::ModelFolder> model;
-  std::unique_ptr<io::Checkpoint> checkpoint;
-  std::string folder;
-
-  train::Weights weights(train::Backend& backend, train::Ledger& ledger) const {
-    return model != nullptr ? train::Weights(*model, backend, ledger)
-                            : train::Weights(*checkpoint, backend, ledger);
-  }
-};
-
-// The model that a run has written; where there is none, that of a checkpoint.
-Found find_model(const Options& options) {
-  const std::string& folder = options.folder;
-  std::error_code ignored;
-  if (std::filesystem::exists(folder + "/config.json", ignored)) {
-    ModelOptions chosen;
-    chosen.model = folder, chosen.context = options.context;
-    const std::int64_t context = choose_model(chosen).config.shape.context;
-    return {std::make_unique<train::ModelFolder>(folder, context), nullptr, folder};
-  }
-  if (!std::filesystem::is_directory(folder, ignored))
-    throw std::runtime_error((std::filesystem::exists(folder, ignored) ? folder + " is no folder"
-                                                                       : "there is nothing at " + folder) +
-                             "; give the folder of a run, one of its checkpoints, or a Hugging Face folder");
-  std::string path;
-  try {
-    path = io::find_checkpoint(folder);
-  } catch (const std::exception&) {
-    throw std::runtime_error(folder +
-                             " has neither config.json nor a complete checkpoint; give the folder of a run, "
-                             "or of one of its checkpoints");
-  }
-  Found found = {nullptr, std::make_unique<io::Checkpoint>(path), folder};
-  const io::Metadata notes = train::notes_of(*found.checkpoint);
-  const auto from = notes.find("model");
-  const std::string run = std::filesystem::path(path).parent_path().parent_path().string();
-  const std::string noted = from == notes.end() ? "" : folder_of_tokenizer(from->second);
-  for (const std::string& place : {noted, run, folder})
-    if (!place.empty() && train::has_tokenizer(place)) found.folder = place;
-  return found;
-}
-
 // Refuses a model that does not fit, before anything is read.
 void check_memory(const Found& found, train::Backend& backend) {
   train::Ledger needed = train::Ledger::counter();
   const train::Weights weights = found.weights(backend, needed);
   const auto generator = backend.generator(weights.shape(), weights.visible(), needed);
-  const bool on_host = backend.memory().is_host();
-  const std::int64_t free = on_host ? free_memory() : backend.free_bytes();
-  if (needed.peak() <= free) return;
-  const Unit unit = unit_for(needed.peak(), 1);
-  Table table;
-  table.rows = {{"memory", unit.name}};
-  for (const train::Ledger::Entry& entry : needed.entries())
-    table.rows.push_back({entry.kind, fixed(static_cast<double>(entry.peak) / unit.bytes, 2)});
-  refuse_memory("sampling from this model", needed.peak(),
-                size_words(free) + " are free" + (on_host ? "" : " on the GPU"),
-                std::string("choose a smaller --context") + (on_host ? "" : ", or --device cpu"), table);
+  check_fits("sampling from this model", needed, backend, "choose a smaller --context");
 }
 
 void sample(const Options& options) {
@@ -188,7 +132,7 @@ void sample(const Options& options) {
     throw UsageError("--top-p is " + shortest(options.top_p) + "; choose a share of at most 1");
   if (options.prompt.empty())
     throw UsageError("--prompt is empty; give at least one character, or leave it out");
-  const Found found = find_model(options);
+  const Found found = find_model(options.folder, options.context);
   const std::string device = device_for(options.device);
   check_device(device);
   const auto open = device == "cuda" ? train::cuda_backend : train::cpu_backend;

@@ -1,13 +1,16 @@
-"""What `scruple train` does over its steps, from outside: schedules, rates by name.
+"""What `scruple train` does over its steps, from outside: schedules, rates by name; and what `scruple eval` measures.
 
 Usage: loop_test.py PATH_TO_SCRUPLE
 """
 
+import json
 import math
 import os
+import signal
+import subprocess
 
 import command
-from command import content, run
+from command import content, run, start
 
 
 class Case(command.Case):
@@ -98,6 +101,102 @@ class ByName(Case):
             self.refused(2, f"--lr-for is '{wrong}'; it must be a pattern of names and a number", "--lr-for", wrong)
         self.refused(2, "must be finite, and 0 or more", "--lr-for", "*=-1")
         self.refused(2, "--weight-decay-for *=x", "--weight-decay-for", "*=x")
+
+
+def byte_level(merges=()):
+    """A tokenizer.json of bytes, and what these pairs of letters make."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as GPT-2 writes bytes
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    letters.update({chr(256 + n): byte for n, byte in enumerate(others)})
+    letters.update({a + b: 256 + n for n, (a, b) in enumerate(merges)})
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    end = {"id": 256 + len(merges), "content": "<end>", "special": True, "single_word": False, "lstrip": False,
+           "rstrip": False, "normalized": False}  # fmt: skip
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+            "pre_tokenizer": level, "post_processor": None, "decoder": level,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": letters,
+                      "merges": [f"{a} {b}" for a, b in merges]}}  # fmt: skip
+
+
+class Eval(Case):
+    def evaluated(self, *arguments):
+        return self.json_of("eval", *arguments)
+
+    def test_a_run_and_its_checkpoint(self):
+        self.trained("--save-every", "20", steps=20)
+        found = self.evaluated(self.path("run"), "--data", self.data)
+        size = os.path.getsize(self.data)
+        self.assertEqual((found["targets"], found["bytes"], found["context"]), (size - 1, size - 1, 16))
+        self.assertEqual(found["windows"], math.ceil((size - 1) / 16))
+        self.assertEqual(found["windows_in_data"], found["windows"])
+        self.assertAlmostEqual(found["perplexity"], math.exp(found["loss"]))
+        self.assertAlmostEqual(found["bits_per_byte"], found["loss"] / math.log(2))
+        self.assertAlmostEqual(found["loss"], self.metrics()[-1]["val_loss"], delta=0.05)
+        for more in (("--threads", "1"), ("--threads", "2"), ("--batch", "3"), ("--activations", "fp32")):
+            again = self.evaluated(self.path("run"), "--data", self.data, *more)
+            delta = 0 if "--threads" in more else 0.01
+            self.assertAlmostEqual(again["loss"], found["loss"], delta=delta, msg=str(more))
+        one = self.step_of("run", 20)
+        self.assertEqual(self.evaluated(one, "--data", self.data)["loss"], found["loss"])
+        said = self.done("eval", one, "--data", self.data)
+        self.assertIn(f"\nloss {found['loss']:.4f} nats per byte, perplexity ", said)
+        self.assertRegex(said, rf", {found['bits_per_byte']:.4f} bits per byte\n4,079 bytes predicted in 255 windows of 16, ")
+        some = self.evaluated(one, "--data", self.data, "--windows", "10")
+        self.assertEqual((some["windows"], some["windows_in_data"], some["targets"]), (10, 255, 160))
+        self.assertIn(" in 10 of 255 windows of 16", self.done("eval", one, "--data", self.data, "--windows", "10"))
+
+    def test_a_tokenizer(self):
+        """Bits per byte count the bytes of the text: a token has several, an end token none."""
+        config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+                  "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300, "rms_norm_eps": 1e-5,
+                  "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu"}  # fmt: skip
+        self.write("model/config.json", json.dumps(config))
+        self.write("model/tokenizer.json", json.dumps(byte_level([("t", "h"), ("o", "g"), ("d", "og")][:2])))
+        self.write("model/tokenizer_config.json", json.dumps({"eos_token": "<end>"}))
+        self.done("train", "--model", self.path("model/config.json"), "--data", self.data, "--out", self.path("run"),
+                  "--steps", "3", "--batch", "2", "--context", "16")  # fmt: skip
+        data = self.write("notes.jsonl", "".join(
+            json.dumps({"prompt": "the dog", "completion": completion}) + "\n" for completion in ("a thing", "other")))
+        found = self.evaluated(self.path("run"), "--data", data, "--context", "16")
+        self.assertEqual(found["bytes"], len("a thing") + len("other"))
+        self.assertEqual(found["targets"], len("a") + 1 + len("thing") - 1 + len("other") - 1 + 2)
+        self.assertAlmostEqual(found["bits_per_byte"] * found["bytes"], found["loss"] * found["targets"] / math.log(2))
+        self.assertEqual(found["windows"], 2)
+        self.done("tokenize", "--model", self.path("model"), self.data, "--out", self.path("tokens.bin"))
+        of_tokens = self.evaluated(self.path("run"), "--data", self.path("tokens.bin"))
+        self.assertEqual(of_tokens["loss"], self.evaluated(self.path("run"), "--data", self.data)["loss"])
+        # Without the tokenizer nothing says how long tokens are.
+        os.remove(self.path("run/tokenizer.json"))
+        alone = self.evaluated(self.path("run"), "--data", self.path("tokens.bin"))
+        self.assertEqual((alone["bits_per_byte"], alone["bytes"], alone["loss"]), (None, None, of_tokens["loss"]))
+        said = self.done("eval", self.path("run"), "--data", self.path("tokens.bin"))
+        self.assertIn("bits per byte not known: no tokenizer says what the tokens stand for", said)
+
+    def test_refusals(self):
+        self.trained("--save-every", "3")
+        one = self.step_of("run", 3)
+        self.fails(2, "--data is required", "eval", one)
+        self.fails(1, "there is nothing at", "eval", self.path("no"), "--data", self.data)
+        self.fails(2, "--context is 8, and the checkpoint's model sees 16 tokens", "eval", one, "--data", self.data,
+                   "--context", "8")  # fmt: skip
+        self.fails(1, "it takes at least 17 at --context 16", "eval", one, "--data", self.write("short", "x" * 16))
+        self.fails(2, "--windows: '0' is not a whole number", "eval", one, "--data", self.data, "--windows", "0")
+        os.remove(self.path("run/model.safetensors"))
+        self.fails(1, "has a config.json and no weights", "eval", self.path("run"), "--data", self.data)
+
+    def test_a_stop_says_nothing_of_the_rest(self):
+        self.trained("--context", "256", "--width", "128")
+        self.write("long", command.TEXT * 400)
+        process = start("eval", self.path("run"), "--data", self.path("long"), "--batch", "4", stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE, text=True)  # fmt: skip
+        while not process.stdout.readline().endswith("packed\n"):
+            pass
+        process.send_signal(signal.SIGINT)
+        said, complaints = process.communicate(timeout=60)
+        self.assertEqual((process.returncode, said), (130, ""), complaints)
+        self.assertIn("stopped by Ctrl-C (SIGINT) after ", complaints)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,6 @@ std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
   return sum;
 }
 
-std::int64_t token_bytes(const Job& job) {
-  return job.batch * job.shape.context * std::int64_t{sizeof(std::int32_t)};
-}
-
 }  // namespace
 
 scruple_memory Trainer::Accumulators::memory() {
@@ -64,9 +60,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   job_.gradients.memory = accumulators_.memory();
   sink_ = std::make_unique<Sink>(engine(), state_->table(), job_.gradients);
   job_.gradients.adagc_norms = nullptr;  // copied
-  tokens_ = Block(ledger, "activations", token_bytes(job));
-  targets_ = Block(ledger, "activations", token_bytes(job));
-  if (job.isolates) starts_ = Block(ledger, "activations", token_bytes(job));
+  batches_.emplace(job, job.isolates, ledger);
   network_ = backend_->network(job, state_->visible(), job.gradients.policy, ledger);
   if (job.gradients.policy == SCRUPLE_COMPRESSED)
     ledger.check_room("gradients", gradient_bytes(state_->table()));
@@ -86,7 +80,7 @@ Ledger memory_of(const Job& job) {
         backend->network(job, state.visible(), job.gradients.policy, ledger);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
     const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
-    const Block tokens(ledger, "activations", (job.isolates ? 3 : 2) * token_bytes(job));
+    const Batches batches(job, job.isolates, ledger);
   }
   return ledger;
 }
@@ -152,9 +146,9 @@ Outcome Trainer::step(const Windows& data) {
   Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false, 0};
   groups_.set_rate(outcome.lr);
   const auto read_part = [&](std::int64_t part) {
-    return read(data, [&](std::int64_t w) {
-      return data.random_start(job_.seed,
-                               static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
+    return batches_->read(data, [&](std::int64_t w) -> Window {
+      const auto index = static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w);
+      return {data.random_start(job_.seed, index)};
     });
   };
   // Every target of the step counts the same, although micro-batches may have different numbers of them
@@ -167,7 +161,7 @@ Outcome Trainer::step(const Windows& data) {
     const Counted counted = read_part(part);
     outcome.tokens += counted.tokens;
     weights.push_back(all == 0 ? 1 : static_cast<double>(counted.targets * parts) / static_cast<double>(all));
-    network_->train(state_->visible(), batch(), *sink_, static_cast<float>(weights.back()));
+    network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
     sink_->end();
   }
   const scruple_sink_report report = sink_->read();  // the step's only wait: the losses have come by then
@@ -186,48 +180,10 @@ std::int64_t validated_windows(std::int64_t asked, const Windows& data) {
 }
 
 double Trainer::validate(const Windows& data, std::int64_t windows, const GoOn& go_on) {
-  const std::int64_t all = validated_windows(windows, data), batches = (all + job_.batch - 1) / job_.batch;
-  double sum = 0;
-  std::int64_t counted = 0;
-  for (std::int64_t b = 0; b < batches; ++b) {
-    if (!go_on(b, batches)) return std::nan("");
-    const auto start = [&](std::int64_t w) {
-      const std::int64_t window = b * job_.batch + w;
-      return window < all ? data.even_start(window, all) : -1;
-    };
-    const std::int64_t more = read(data, start).targets;
-    sum += network_->loss(state_->visible(), batch()) * static_cast<double>(more);
-    counted += more;
-  }
-  return sum / static_cast<double>(std::max<std::int64_t>(counted, 1));
-}
-
-Trainer::Counted Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
-  if (data.isolates() && !job_.isolates)
-    throw std::invalid_argument("the data's documents are isolated; the job must say so too (Job::isolates)");
-  std::int32_t *const tokens = tokens_.as<std::int32_t>(), *const targets = targets_.as<std::int32_t>();
-  std::int32_t* const starts = job_.isolates ? starts_.as<std::int32_t>() : nullptr;
-  Counted counted;
-  for (std::int64_t w = 0; w < job_.batch; ++w) {
-    const std::int64_t at = w * job_.shape.context, from = start(w);
-    if (from < 0) {
-      std::fill_n(tokens + at, job_.shape.context, 0);
-      std::fill_n(targets + at, job_.shape.context, kNoTarget);
-      if (starts != nullptr) std::fill_n(starts + at, job_.shape.context, 0);
-      continue;
-    }
-    data.read(from, tokens + at, targets + at, starts == nullptr ? nullptr : starts + at);
-    std::int64_t last = -1;
-    for (std::int64_t i = 0; i < job_.shape.context; ++i)
-      if (targets[at + i] >= 0) ++counted.targets, last = i;
-    counted.tokens += last + 1;
-  }
-  return counted;
-}
-
-Batch Trainer::batch() const {
-  return {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>(),
-          job_.isolates ? starts_.as<std::int32_t>() : nullptr};
+  const std::int64_t all = validated_windows(windows, data);
+  const auto window = [&](std::int64_t index) -> Window { return {data.even_start(index, all)}; };
+  const Loss loss = loss_over(*network_, state_->visible(), *batches_, job_.batch, data, all, window, go_on);
+  return loss.windows < all ? std::nan("") : loss.mean();
 }
 
 }  // namespace scruple::train

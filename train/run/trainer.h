@@ -6,12 +6,14 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "include/scruple/scruple.hpp"
 #include "io/checkpoint.h"
 #include "train/model/families/gpt2.h"
 #include "train/pass/backend.h"
+#include "train/run/batches.h"
 #include "train/run/groups.h"
 #include "train/run/schedule.h"
 #include "train/run/state.h"
@@ -65,7 +67,6 @@ class Trainer {
   Outcome step(const Windows& data);
   // The mean loss over the targets of validated_windows(windows, data) windows, which are spread evenly over
   // the data. `go_on` is asked before each batch; NaN where it says no.
-  using GoOn = std::function<bool(std::int64_t batches_done, std::int64_t batches)>;
   double validate(
       const Windows& data, std::int64_t windows, const GoOn& go_on = [](auto, auto) { return true; });
   std::int64_t steps_taken() const { return taken_; }
@@ -85,13 +86,6 @@ class Trainer {
     Memory& from;
     std::map<void*, Block> blocks;
   };
-  // Of a batch that was read: targets that count, and tokens up to the last of them in each window.
-  struct Counted {
-    std::int64_t targets = 0, tokens = 0;
-  };
-  // The window that each `start` names, none where it is below 0.
-  Counted read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);
-  Batch batch() const;
   Position take_up(const io::Checkpoint& from);
   Job job_;
   std::unique_ptr<Backend> backend_;
@@ -99,8 +93,8 @@ class Trainer {
   std::unique_ptr<State> state_;
   std::unique_ptr<Network> network_;
   Accumulators accumulators_;
-  std::unique_ptr<Sink> sink_;       // gives its memory back to accumulators_
-  Block tokens_, targets_, starts_;  // starts_: where documents are isolated
+  std::unique_ptr<Sink> sink_;  // gives its memory back to accumulators_
+  std::optional<Batches> batches_;
   std::int64_t taken_ = 0;
   float loss_scale_ = 1;  // of the next step
 };

@@ -127,8 +127,8 @@ Data::Data(const std::string& path, const Cutting& cutting, const Reading& readi
       left_out_(documents_.empty()) {
   const std::string name = path == kStandardInput ? "standard input" : path;
   const std::int64_t context = cutting.context;
-  if (!(cutting.validation_share > 0 && cutting.validation_share < 1))
-    io::fail("a validation share of ", cutting.validation_share, " is not between 0 and 1");
+  if (!(cutting.validation_share >= 0 && cutting.validation_share < 1))
+    io::fail("a validation share of ", cutting.validation_share, " is not 0 or more and below 1");
   const bool is_padded = layout_ == Layout::padded;
   if (is_padded) {
     const std::int64_t read = documents();
@@ -143,18 +143,19 @@ Data::Data(const std::string& path, const Cutting& cutting, const Reading& readi
     }
   }
   const std::int64_t window = is_padded ? 1 : context + 1;
-  if (all() < 2 * window && is_padded)
-    io::fail(
-        name, " has ", counted(documents(), "document"), " with something to learn at --context ", context,
-        left_out_ > 0 ? " (" + std::to_string(left_out_) + " were left out)" : "",
-        ", and training and validation take at least one each; give more documents, or put them one after "
-        "another with --layout packed");
-  if (all() < 2 * window)
-    io::fail(name, " has ", counted(size(), reading.tokenizer != nullptr ? "token" : "byte"),
-             ", and training and validation take at least ", 2 * window, " at --context ", context,
-             "; give a longer text or a smaller --context");
+  const bool holds_out = cutting.validation_share > 0;
+  const std::int64_t least = (holds_out ? 2 : 1) * window;
+  const char* const takers = holds_out ? "training and validation take at least " : "it takes at least ";
+  if (all() < least && is_padded)
+    io::fail(name, " has ", counted(documents(), "document"), " with something to learn at --context ",
+             context, left_out_ > 0 ? " (" + std::to_string(left_out_) + " were left out)" : "", ", and ",
+             takers, holds_out ? "one each" : "one",
+             "; give more documents, or put them one after another with --layout packed");
+  if (all() < least)
+    io::fail(name, " has ", counted(size(), reading.tokenizer != nullptr ? "token" : "byte"), ", and ",
+             takers, least, " at --context ", context, "; give a longer text or a smaller --context");
   const auto share = static_cast<std::int64_t>(static_cast<double>(all()) * cutting.validation_share);
-  held_out_ = std::max(share, window);
+  held_out_ = holds_out ? std::max(share, window) : 0;
   if (all() - held_out_ < window)
     io::fail("--validation ", cutting.validation_share, " of ", name, " leaves ",
              counted(all() - held_out_, is_padded ? "document" : "token"), " to train on, and --context ",

@@ -64,7 +64,7 @@ struct Cutting {
   std::int64_t context = 128;
   std::optional<Layout> layout = {};  // none: padded where there are prompts, packed otherwise
   bool isolate = false;               // packed: no token sees or predicts one of another document
-  double validation_share = 0.05;     // the last tokens, or the last documents where they are padded
+  double validation_share = 0.05;     // the last tokens, or the last documents where they are padded; 0: none
 };
 
 class Data {
@@ -74,7 +74,8 @@ class Data {
   Data(const std::string& path, const Cutting& cutting, const Reading& reading = {});
 
   Windows training() const;
-  Windows validation() const;
+  Windows validation() const;  // where has_validation()
+  bool has_validation() const { return held_out_ > 0; }
   Layout layout() const { return layout_; }
 
   std::int64_t size() const { return documents_.size(); }  // tokens; bytes where there is no tokenizer
