@@ -150,6 +150,16 @@ std::string failure_of(const Session& session, const std::exception_ptr& failure
   return "";
 }
 
+// Where the weights of the best validation are.
+std::string best_words(const TrainOptions& options, const Record& record) {
+  const std::int64_t best = record.best().first;
+  const std::string folder = train::checkpoints_of(options.out) + "/" + io::step_name(best);
+  if (best == taken(record)) return ".";
+  return std::filesystem::exists(folder + "/manifest.json")
+             ? "; its checkpoint is " + folder + "."
+             : ", of which no checkpoint was kept: --save-every and --keep do.";
+}
+
 }  // namespace
 
 Ending finish(Session& session, const Record& record, train::Trainer& trainer, train::Metrics& metrics,
@@ -180,6 +190,11 @@ void conclude(const Session& session, const Record& record, const Ending& ending
     std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(taken(record)) << " of "
               << grouped(options.model.steps)
               << (ending.problems.empty() ? ". To go on:\n  " + resume_command(options) : ".") << std::endl;
+  if (record.settled)
+    std::cout << "Ended by --stop-when after step " << grouped(taken(record)) << " of "
+              << grouped(options.model.steps) << ": the best validation loss, "
+              << fixed(record.best().second, 4) << ", is that of step " << grouped(record.best().first)
+              << best_words(options, record) << std::endl;
   if (failure || !ending.problems.empty())
     throw std::runtime_error(told(session, record, ending, failure_of(session, failure)));
   if (!record.validations.empty() && record.validations.front().first == 0 &&

@@ -184,7 +184,10 @@ constexpr Elsewhere kElsewhere[] = {{"--learning-rate", "--lr"},
                                     {"--max-length", "--context"},
                                     {"--gradient-accumulation-steps", "--accumulate"},
                                     {"--max-grad-norm", "--clip"},
-                                    {"--output-dir", "--out"}};
+                                    {"--output-dir", "--out"},
+                                    {"--patience", "--stop-when"},
+                                    {"--early-stopping-patience", "--stop-when"},
+                                    {"--eval-data", "--validation-data"}};
 
 // The first option that the command does not have, and which one was perhaps meant; "" where it has all.
 std::string unknown_option(const CLI::App& command, const Words& words) {

@@ -15,7 +15,7 @@ namespace {
 
 // Notes that are no option's. Old checkpoints have no kArithmetic.
 constexpr const char *kProgramNote = "program", *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32",
-                     *kArithmetic = "arithmetic";
+                     *kArithmetic = "arithmetic", *kValidationChecksum = "validation_crc32";
 
 io::Metadata data_notes(const std::string& path, const train::Data& data) {
   return {{"data", path == train::Data::kStandardInput ? path : std::filesystem::absolute(path).string()},
@@ -28,6 +28,13 @@ void complete(TrainOptions& options) {
   Choice& choice = options.choice;
   if (choice.recipe.empty()) choice.recipe = "scruple";
   options.model.device = device_for(options.model.device);
+  if (!options.validation_data.empty()) {
+    if (options.validation_data == train::Data::kStandardInput)
+      throw UsageError("--validation-data cannot be standard input; give a file");
+    options.cutting.validation = 0;
+  }
+  if (options.stop_when > 0 && !validates(options))
+    throw UsageError("--stop-when counts validations, and --validation is 0; leave one of them out");
   for (const std::string& hyper : choice.hypers)
     if (hyper.starts_with("lr="))
       throw UsageError("--set " + hyper + " has no effect: the schedule sets the rate; use --lr");
@@ -48,7 +55,8 @@ TrainOptions changed(TrainOptions noted, const CLI::App& command, TrainOptions g
 void check_known(const Session& session, const OptionTable& table) {
   io::Metadata unknown = session.before;
   for (const Option& option : table) unknown.erase(option.key);
-  for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kArithmetic, train::kConfigNote})
+  for (const char* key :
+       {kProgramNote, kDataTokens, kDataChecksum, kValidationChecksum, kArithmetic, train::kConfigNote})
     unknown.erase(key);
   if (!unknown.empty())
     throw std::runtime_error(session.from->folder() + " has a setting '" + unknown.begin()->first +
@@ -115,6 +123,10 @@ Session resumed(const CLI::App& command, const TrainOptions& given) {
   check_known(session, noted.options());
   take_notes(noted.options(), session.before);
   session.options = changed(noted, command, given);
+  if (command.count("--validation-data") > 0 && noted.validation_data.empty())
+    throw UsageError(
+        "--validation-data names where that file of the run is now, and the run validates on a share of its "
+        "--data; leave it out");
   if (session.in_place) session.options.out = given.resume, session.saved = session.from->manifest().step;
   if (command.count("--steps") > 0) extend(session, noted.model.steps);
   if (session.options.data == train::Data::kStandardInput && command.count("--data") == 0)
@@ -134,6 +146,8 @@ OptionTable TrainOptions::options() {
       {{{kData, "--data", "data", &data, "PATH",
          "text, folder of texts, *.jsonl, *.bin (tokens), or - for standard input", anything(), kMayChange}},
        cutting.options(),
+       {{kData, "--validation-data", "validation-data", &validation_data, "PATH",
+         "validate on this, and train on all of --data", anything(), kMayChange}},
        {{kRun, "--out", "", &out, "DIR", "folder to write"},
         {kRun, "--force", "", &force, "", "replace the run in --out, after the first step"},
         {kRun, "--resume", "", &resume, "DIR",
@@ -152,6 +166,9 @@ OptionTable TrainOptions::options() {
          "refuse a run that needs more than this: 46GiB, 48GB"},
         {kRun, "--validate-every", "validate-every", &validate_every, "N",
          "steps between validations (default: a twentieth of --steps)", whole_from(1)},
+        {kRun, "--stop-when", "stop-when", &stop_when, "N",
+         "end the run when N validations in a row were no better than the best before them", whole_from(1),
+         kMayChange},
         {kRun, "--save-every", "save-every", &save_every, "N",
          "steps between checkpoints (default: only Ctrl-C saves one)", whole_from(1), kMayChange},
         {kRun, "--keep", "keep", &keep, "N", "checkpoints that stay; 0: all", whole_from(0), kMayChange}}});
@@ -176,6 +193,9 @@ Session session_of(const CLI::App& command, const TrainOptions& given) {
   TrainOptions& options = session.options;
   complete(options);
   refuse_sizes(options.model, command);
+  if (!options.validation_data.empty() && command.count("--validation") > 0 && given.cutting.validation > 0)
+    throw UsageError(
+        "--validation is a share of --data, and --validation-data a file of its own; leave one of them out");
   if (options.data.empty() || options.out.empty())
     throw UsageError(std::string(options.data.empty() ? "--data" : "--out") +
                      " is required, unless --resume goes on with a run; try 'scruple train --help'");
@@ -198,7 +218,10 @@ io::Metadata notes_for(const Session& session, const train::Data& data, const tr
     options.model.model = std::filesystem::absolute(options.model.model).string();
     options.model.shape = {0, 0, 0};  // its config has them
   }
+  if (!options.validation_data.empty())
+    options.validation_data = std::filesystem::absolute(options.validation_data).string();
   io::Metadata notes = data_notes(options.data, data);
+  if (session.validation) notes[kValidationChecksum] = io::hex(session.validation->crc32());
   notes.merge(notes_of(options.options()));
   notes[kProgramNote] = train::kProgram;
   if (!is_gpt) notes[train::kConfigNote] = session.model.config.text;
@@ -215,6 +238,20 @@ void check_data(const Session& session, const train::Data& data) {
       throw std::runtime_error(now.at("data") +
                                " is not the file that the run was started with: its length or checksum "
                                "differs; name the right one with --data");
+  const auto validated = session.before.find(kValidationChecksum);
+  if (session.validation && validated != session.before.end() &&
+      validated->second != io::hex(session.validation->crc32()))
+    throw std::runtime_error(session.options.validation_data +
+                             " is not the file that the run was validated with: its checksum differs; name "
+                             "the right one with --validation-data");
+}
+
+train::Cutting cutting_of(const Session& session) {
+  return session.options.cutting.cutting(session.model.config.shape.context);
+}
+
+bool validates(const TrainOptions& options) {
+  return options.cutting.validation > 0 || !options.validation_data.empty();
 }
 
 std::string moved_words(const Session& session, const train::Trainer& trainer) {

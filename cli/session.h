@@ -25,8 +25,8 @@ struct TrainOptions {
   GradientOptions gradients;
   CuttingOptions cutting;
   RateOptions rate;
-  std::string data, out, activations, memory_limit, resume;
-  std::int64_t validate_every = 0, save_every = 0, keep = 2;
+  std::string data, validation_data, out, activations, memory_limit, resume;
+  std::int64_t validate_every = 0, save_every = 0, keep = 2, stop_when = 0;
   bool force = false;
 
   OptionTable options();  // all of them, in the order of the help
@@ -46,7 +46,8 @@ struct Session {
   std::int64_t first = 0;  // the steps that it had before it was made longer; 0: it was not
 
   // Filled in when it trains.
-  std::string tokenizer;  // the folder that has it
+  std::string tokenizer;                    // the folder that has it
+  std::unique_ptr<train::Data> validation;  // of --validation-data
   train::Job job;
   Memory plan;  // of weights, moments and gradients
   train::Ledger ledger;
@@ -59,8 +60,11 @@ struct Session {
 Session session_of(const CLI::App& command, const TrainOptions& given);
 // All that a checkpoint needs to go on: settings, given or by default, and what is read and computed with.
 io::Metadata notes_for(const Session& session, const train::Data& data, const train::Trainer& trainer);
-// Throws where the run was started with other data.
+// Throws where the run was started with other data, or validated with other.
 void check_data(const Session& session, const train::Data& data);
+// How it is cut: with a file of its own for validation, all of it is trained on.
+train::Cutting cutting_of(const Session& session);
+bool validates(const TrainOptions& options);
 // "on cuda after cpu": on what it goes on, where its bits may be others there; "" where they are the same.
 std::string moved_words(const Session& session, const train::Trainer& trainer);
 // What would take less memory: of a run that goes on, only what leaves its bits as they are.

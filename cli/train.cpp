@@ -52,10 +52,11 @@ void tidy(const TrainOptions& options) {
 
 // Whether a run that has taken these steps has also written all that it should.
 bool is_complete(const TrainOptions& options, const Record& record) {
-  const std::int64_t steps = options.model.steps;
-  return record.steps.size() == static_cast<std::size_t>(steps) && !record.validations.empty() &&
-         record.validations.back().first == steps && train::weights_step(options.out) == steps &&
-         std::filesystem::exists(options.out + "/report.html");
+  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  const bool is_validated =
+      !validates(options) || (!record.validations.empty() && record.validations.back().first == taken);
+  return (taken == options.model.steps || train::has_settled(record, options.stop_when)) && is_validated &&
+         train::weights_step(options.out) == taken && std::filesystem::exists(options.out + "/report.html");
 }
 
 // Reads the data, and makes the job and the plan of it.
@@ -63,13 +64,17 @@ Data prepare(Session& session) {
   TrainOptions& options = session.options;
   check_device(options.model.device);
   session.tokenizer = tokenizer_folder(session);
-  Data data = open_data(options.data, options.cutting.cutting(session.model.config.shape.context),
-                        session.model, session.tokenizer);
+  const train::Cutting cutting = cutting_of(session);
+  Data data = open_data(options.data, cutting, session.model, session.tokenizer);
+  if (!options.validation_data.empty())
+    session.validation =
+        std::make_unique<Data>(open_data(options.validation_data, cutting, session.model, session.tokenizer));
   if (session.from) check_data(session, data);
   const Choice choice = options.chosen();
   train::Job& job = session.job;
   job = make_job(choice, choice.recipe, options.model, session.model, options.gradients, options.activations);
-  job.isolates = data.training().isolates();
+  job.isolates = data.training().isolates() ||
+                 (session.validation != nullptr && session.validation->training().isolates());
   job.schedule = options.schedule();
   job.overrides = options.rate.overrides(train::parameters_of(job.shape));
   fit_recompute(job, options.model, options.limit());
@@ -94,6 +99,9 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
   if (data.layout() == train::Layout::padded || data.documents() > 1)
     std::cout << " in " << plural(data.documents(), "document") << ", "
               << train::kLayouts[static_cast<int>(data.layout())] << (job.isolates ? " and isolated" : "");
+  if (session.validation)
+    std::cout << "; validation on " << options.validation_data << ", " << grouped(session.validation->size());
+  if (!validates(options)) std::cout << "; no validation";
   std::cout << "\n\n";
 }
 
@@ -124,6 +132,9 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
   span.save_last = session.in_place;  // it has a checkpoint, which shall not be older than its weights
+  span.validates = validates(options);
+  span.patience = options.stop_when;
+  const train::Windows validation = session.validation ? session.validation->training() : data.validation();
   span.validating = [&](auto done, auto all) { progress.validating(done, all); };
   bool metrics_wait = false;
   const auto write_metrics = [&] {
@@ -153,7 +164,7 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
     return session.unsaved.empty();
   };
   try {
-    train::run(record, trainer, data.training(), data.validation(), span, show, save);
+    train::run(record, trainer, data.training(), validation, span, show, save);
   } catch (...) {
     if (record.steps.size() == record.resumed) throw;
     return std::current_exception();
@@ -202,8 +213,12 @@ void run(const CLI::App& command, const TrainOptions& given) {
   Record record = session.in_place ? train::read_metrics(options.out, taken) : train::unseen(taken);
   if (session.in_place) tidy(options);
   if (session.in_place && is_complete(options, record)) {
-    std::cout << options.out << " is complete: it has taken its " << plural(options.model.steps, "step")
-              << ", and nothing is left to do. --steps N makes it longer.\n";
+    const bool settled = taken < options.model.steps;
+    std::cout << options.out << " is complete: it "
+              << (settled ? "ended by --stop-when after " + plural(taken, "step")
+                          : "has taken its " + plural(taken, "step"))
+              << ", and nothing is left to do. "
+              << (settled ? "A larger --stop-when goes on.\n" : "--steps N makes it longer.\n");
     return;
   }
   const Data data = prepare(session);

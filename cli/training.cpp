@@ -209,7 +209,7 @@ OptionTable CuttingOptions::options() {
        "packed: documents end to end; padded: one per window (default of prompts)", one_of(train::kLayouts)},
       {kData, "--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
       {kData, "--validation", "validation", &validation, "SHARE",
-       "share of the data for validation, from its end", a_share()}};
+       "share of the data for validation, from its end; 0: no validation", a_share_or_none()}};
 }
 
 train::Cutting CuttingOptions::cutting(std::int64_t context) const {

@@ -6,6 +6,7 @@ Usage: loop_test.py PATH_TO_SCRUPLE
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 
@@ -65,6 +66,85 @@ class Schedules(Case):
         self.refused(2, "--warmup is 2 and --cooldown 0.5 of 3 steps, 2; together they must be at most --steps",
                      "--schedule", "wsd", "--cooldown", "0.5", "--warmup", "2")  # fmt: skip
         self.refused(2, "did you mean 'inverse-sqrt'?", "--schedule", "inverse-sqr")
+
+
+class Validation(Case):
+    def losses(self, out="run"):
+        return [row["val_loss"] for row in self.metrics(out) if "val_loss" in row]
+
+    def test_a_file_of_its_own(self):
+        """All of --data is trained on, and the losses are those that eval finds in that file."""
+        lines = [json.dumps({"prompt": "count:", "completion": "abcdefg"[: n % 7 + 1]}) + "\n" for n in range(40)]
+        data, held = self.write("a.jsonl", "".join(lines[:30])), self.write("held.jsonl", "".join(lines[30:]))
+        more = ("--data", data, "--recipe", "fp32", "--layers", "2", "--width", "32", "--heads", "2", "--context", "16",
+                "--batch", "2", "--steps", "6", "--save-every", "3", "--keep", "0")  # fmt: skip
+        said = self.done("train", *more, "--validation-data", held, "--out", self.path("a"))
+        self.assertRegex(said, rf"; {re.escape(data)} has 295 in 30 documents, padded; validation on {re.escape(held)}, 100\n")
+        found = self.json_of("eval", self.path("a"), "--data", held, "--context", "16")
+        self.assertAlmostEqual(found["loss"], self.losses("a")[-1], places=5)
+        # Without validation the training is the same.
+        said = self.done("train", *more, "--validation", "0", "--out", self.path("b"))
+        self.assertEqual(self.weights("a"), self.weights("b"))
+        self.assertEqual(self.losses("b"), [])
+        self.assertIn("documents, padded; no validation\n", said)
+        steps = [row["loss"] for row in self.metrics("b")]
+        mean = sum(steps) / len(steps)
+        self.assertIn(f"\nno validation; training loss {mean:.4f} nats per byte, mean of the last 6 steps; ", said)
+        charts = self.report("b")[0]["sections"][0]["charts"]
+        self.assertEqual([curve["name"] for curve in charts[0]["curves"]], ["training"])
+        self.assertIn("There was no validation.", self.report("b")[1])
+        # Both go on to the bit, and --validation-data only says where the file has gone.
+        for out, resume in (("a", ("--validation-data", self.path("moved.jsonl"))), ("b", ())):
+            before = self.metrics(out)
+            self.assertIn("is complete", self.resumed(out))
+            os.rename(self.step_of(out, 6), self.path("away" + out))
+            if resume:
+                os.rename(held, resume[1])
+            self.resumed(out, *resume)
+            self.assertEqual(self.metrics(out), before)
+            self.assertEqual(self.weights(out), self.weights("a"))
+        os.rename(self.step_of("a", 6), self.path("gone"))
+        self.fails(1, "is not the file that the run was validated with", "train", "--resume", self.path("a"),
+                   "--validation-data", data)  # fmt: skip
+        self.fails(2, "the run validates on a share of its --data", "train", "--resume", self.path("b"), "--steps", "7",
+                   "--validation-data", data)  # fmt: skip
+
+    def test_refusals(self):
+        self.refused(2, "--validation is a share of --data, and --validation-data a file of its own",
+                     "--validation", "0.1", "--validation-data", self.data)  # fmt: skip
+        self.refused(2, "--validation-data cannot be standard input", "--validation-data", "-")
+        self.refused(2, "--stop-when counts validations, and --validation is 0", "--validation", "0", "--stop-when", "3")
+        self.refused(1, "No such file", "--validation-data", self.path("missing"))
+        self.fails(2, "--validation: '0' is not a number above 0", "compare", "--data", self.data, "--validation", "0")
+        self.refused(2, "has no option --patience; use --stop-when", "--patience", "3")
+
+    def test_a_run_that_gets_no_better_ends(self):
+        """What is learnt is not what is validated."""
+        held = self.write("held", "".join(chr(33 + n * n % 90) for n in range(400)))
+        more = ("--validation-data", held, "--validate-every", "5", "--save-every", "5", "--keep", "0", "--lr", "0.01",
+                "--schedule", "constant", "--recipe", "fp32")  # fmt: skip
+        done = run(*self.training(*more, "--stop-when", "3", out="a", steps=1000))
+        self.assertIn(done.returncode, (0, 3), done.stderr)
+        losses = self.losses("a")
+        best = losses.index(min(losses))
+        self.assertEqual(len(losses), best + 1 + 3)
+        taken = 5 * (len(losses) - 1)
+        self.assertIn(f"Ended by --stop-when after step {taken} of 1,000: the best validation loss, {min(losses):.4f}, is that of "
+                      f"step {5 * best}; its checkpoint is {self.step_of('a', 5 * best)}.\n", done.stdout)
+        self.assertTrue(os.path.exists(self.step_of("a", taken)))
+        self.assertIn(f"ended by --stop-when after {taken} steps", self.resumed("a"))
+        # Stopped on the way it ends where it would have.
+        whole = (self.weights("a"), self.metrics("a"))
+        for step in range(5 * best + 5, taken + 1, 5):
+            os.rename(self.step_of("a", step), self.path(f"away{step}"))
+        self.assertEqual(run("train", "--resume", self.path("a")).returncode, done.returncode)
+        self.assertTrue((self.weights("a"), self.metrics("a")) == whole)
+        # More patience goes on.
+        run("train", "--resume", self.path("a"), "--stop-when", "4")
+        self.assertEqual(len(self.losses("a")), len(losses) + 1)
+        more = [word if word != "0" else "1" for word in more]  # --keep
+        done = run(*self.training(*more, "--stop-when", "3", out="b", steps=1000))
+        self.assertIn(f"of step {5 * best}, of which no checkpoint was kept: --save-every and --keep do.\n", done.stdout)
 
 
 class ByName(Case):
