@@ -100,8 +100,10 @@ void print_end(const Session& session, const Record& record, const Ending& endin
     if (most_tokens > 0) std::cout << "MFU " << mfu_words(record.tokens_per_second(), most_tokens) << "; ";
   }
   std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
-            << "weights, moments and gradients: " << each(session.plan.total())
-            << " bytes per parameter planned, " << each(measured_total(session.ledger)) << " measured\n";
+            << (session.job.ema > 0 ? "weights, moments, gradients and averages: "
+                                    : "weights, moments and gradients: ")
+            << each(session.plan.total()) << " bytes per parameter planned, "
+            << each(measured_total(session.ledger)) << " measured\n";
   if (record.mean_unmoved() >= kUnmovedToTell)
     std::cout << "a step left " << share_words(record.mean_unmoved())
               << " of the weights as they were, mean of "

@@ -34,7 +34,7 @@ struct Options {
   std::int64_t context = 0, batch = 16, windows = 0;
   CuttingOptions cutting;
   int threads = 0;
-  bool json = false;
+  bool ema = false, json = false;
 };
 
 // How many bytes of text each token stands for; empty: not known. End tokens are no text.
@@ -143,17 +143,25 @@ void print_json(const Options& options, const Figures& figures, std::int64_t all
                 const std::string& device) {
   const train::Loss& loss = figures.loss;
   const double bits = figures.bits_per_byte();
-  nlohmann::ordered_json object = {
-      {"model", options.folder},           {"data", options.data},    {"device", device},
-      {"context", on.setup.shape.context}, {"loss", loss.mean()},     {"perplexity", std::exp(loss.mean())},
-      {"bits_per_byte", nullptr},          {"targets", loss.targets}, {"bytes", nullptr},
-      {"windows", loss.windows},           {"windows_in_data", all},  {"seconds", figures.seconds}};
+  nlohmann::ordered_json object = {{"model", options.folder},
+                                   {"ema", options.ema},
+                                   {"data", options.data},
+                                   {"device", device},
+                                   {"context", on.setup.shape.context},
+                                   {"loss", loss.mean()},
+                                   {"perplexity", std::exp(loss.mean())},
+                                   {"bits_per_byte", nullptr},
+                                   {"targets", loss.targets},
+                                   {"bytes", nullptr},
+                                   {"windows", loss.windows},
+                                   {"windows_in_data", all},
+                                   {"seconds", figures.seconds}};
   if (!std::isnan(bits)) object["bits_per_byte"] = bits, object["bytes"] = figures.bytes;
   std::cout << object.dump(2) << '\n';
 }
 
 void eval(const Options& options) {
-  const Found found = find_model(options.folder, options.context);
+  const Found found = find_model(options.folder, options.context, options.ema);
   const ChosenModel model = found.chosen();
   const std::int64_t context = model.config.shape.context;
   if (options.context > 0 && options.context != context)
@@ -227,6 +235,8 @@ void add_eval(CLI::App& program) {
             {kModel, "--context", "", &options->context, "N",
              "tokens in a window (default: the model's own, at most " + grouped(kUsualContext) + ")",
              whole_from(1)},
+            {kModel, "--ema", "", &options->ema, "",
+             "the moving averages of a checkpoint's weights (train --ema)"},
             {kRun, "--batch", "", &options->batch, "N", "windows at a time", whole_from(1)},
             {kRun, "--activations", "", &options->activations, "TYPE",
              either(train::kPrecisions) + " (default: as the weights; on a GPU bf16 for fp32)",

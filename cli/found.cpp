@@ -17,12 +17,12 @@ ChosenModel Found::chosen() const {
 
 train::Weights Found::weights(train::Backend& backend, train::Ledger& ledger) const {
   return model != nullptr ? train::Weights(*model, backend, ledger)
-                          : train::Weights(*checkpoint, backend, ledger);
+                          : train::Weights(*checkpoint, backend, ledger, averages);
 }
 
-Found find_model(const std::string& folder, std::int64_t context) {
+Found find_model(const std::string& folder, std::int64_t context, bool averages) {
   std::error_code ignored;
-  if (std::filesystem::exists(folder + "/config.json", ignored)) {
+  if (!averages && std::filesystem::exists(folder + "/config.json", ignored)) {
     ModelOptions chosen;
     chosen.model = folder, chosen.context = context;
     const std::int64_t sees = choose_model(chosen).config.shape.context;
@@ -36,11 +36,17 @@ Found find_model(const std::string& folder, std::int64_t context) {
   try {
     path = io::find_checkpoint(folder);
   } catch (const std::exception&) {
+    if (averages)
+      throw std::runtime_error(
+          folder +
+          " has no complete checkpoint, where the averages of --ema are; give a run that has "
+          "one, or a checkpoint");
     throw std::runtime_error(folder +
                              " has neither config.json nor a complete checkpoint; give the folder of a run, "
                              "or of one of its checkpoints");
   }
-  Found found = {nullptr, std::make_unique<io::Checkpoint>(path), folder};
+  Found found = {nullptr, std::make_unique<io::Checkpoint>(path), folder, averages};
+  if (averages) train::check_averages(*found.checkpoint);
   const io::Metadata notes = train::notes_of(*found.checkpoint);
   const auto from = notes.find("model");
   const std::string run = std::filesystem::path(path).parent_path().parent_path().string();

@@ -17,13 +17,15 @@ struct Found {
   std::shared_ptr<const train::ModelFolder> model;
   std::unique_ptr<io::Checkpoint> checkpoint;
   std::string folder;
+  bool averages = false;  // of the checkpoint
 
   ChosenModel chosen() const;
   train::Weights weights(train::Backend& backend, train::Ledger& ledger) const;
 };
 
 // The model that a run has written; where there is none, that of a checkpoint. `context`: tokens that it sees; 0: its own.
-Found find_model(const std::string& folder, std::int64_t context);
+// `averages`: of the weights, from a checkpoint.
+Found find_model(const std::string& folder, std::int64_t context, bool averages);
 
 // Throws where what the ledger has counted is more than the backend can give.
 void check_fits(const std::string& what, const train::Ledger& needed, train::Backend& backend,

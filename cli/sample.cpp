@@ -37,6 +37,7 @@ struct Options {
   int top_k = 0;
   std::uint64_t seed = 1;
   int threads = 0;
+  bool ema = false;
 };
 
 // The likeliest token at temperature 0; otherwise drawn from softmax(logits / temperature), of the top_k best, and of
@@ -132,7 +133,7 @@ void sample(const Options& options) {
     throw UsageError("--top-p is " + shortest(options.top_p) + "; choose a share of at most 1");
   if (options.prompt.empty())
     throw UsageError("--prompt is empty; give at least one character, or leave it out");
-  const Found found = find_model(options.folder, options.context);
+  const Found found = find_model(options.folder, options.context, options.ema);
   const std::string device = device_for(options.device);
   check_device(device);
   const auto open = device == "cuda" ? train::cuda_backend : train::cpu_backend;
@@ -188,23 +189,25 @@ void add_sample(CLI::App& program) {
                    "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder")
       ->type_name("DIR")
       ->required();
-  add_options(*command,
-              {{kNone, "--prompt", "", &options->prompt, "TEXT", "text to continue (default: a new line)"},
-               {kNone, "--length", "", &options->length, "N", "tokens to add, at most", whole_from(1)},
-               {kNone, "--temperature", "", &options->temperature, "T", "0: always the likeliest token",
-                not_negative()},
-               {kNone, "--top-k,--top", "", &options->top_k, "N", "draw among the N likeliest tokens; 0: all",
-                whole_from(0, std::numeric_limits<int>::max())},
-               {kNone, "--top-p", "", &options->top_p, "SHARE",
-                "draw among the likeliest that hold this share; 1: all", above_zero()},
-               {kNone, "--context", "", &options->context, "N",
-                "tokens that the model sees (default: its own, at most " + grouped(kUsualContext) + ")",
-                whole_from(1)},
-               {kNone, "--seed", "", &options->seed, "N", "of the draws", whole_from(0)},
-               {kNone, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
-                a_device()},
-               {kNone, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
-                whole_from(0, 1024)}});
+  add_options(
+      *command,
+      {{kNone, "--prompt", "", &options->prompt, "TEXT", "text to continue (default: a new line)"},
+       {kNone, "--length", "", &options->length, "N", "tokens to add, at most", whole_from(1)},
+       {kNone, "--temperature", "", &options->temperature, "T", "0: always the likeliest token",
+        not_negative()},
+       {kNone, "--top-k,--top", "", &options->top_k, "N", "draw among the N likeliest tokens; 0: all",
+        whole_from(0, std::numeric_limits<int>::max())},
+       {kNone, "--top-p", "", &options->top_p, "SHARE",
+        "draw among the likeliest that hold this share; 1: all", above_zero()},
+       {kNone, "--context", "", &options->context, "N",
+        "tokens that the model sees (default: its own, at most " + grouped(kUsualContext) + ")",
+        whole_from(1)},
+       {kNone, "--ema", "", &options->ema, "", "the moving averages of a checkpoint's weights (train --ema)"},
+       {kNone, "--seed", "", &options->seed, "N", "of the draws", whole_from(0)},
+       {kNone, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
+        a_device()},
+       {kNone, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
+        whole_from(0, 1024)}});
   command->callback([options] { sample(*options); });
 }
 

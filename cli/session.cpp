@@ -154,6 +154,10 @@ OptionTable TrainOptions::options() {
          "go on from this run's last checkpoint; with --steps: to more steps"}},
        formats,
        rate.options(),
+       {{kOptimizer, "--ema", "ema", &ema, "DECAY",
+         "keep a moving average of the weights, such as 0.999, in 3 bytes each, for sample --ema and eval "
+         "--ema",
+         a_share()}},
        gradients.options(),
        model.options(0),  // 0 steps: the weights are written as they are
        choice.format_options(),

@@ -59,6 +59,21 @@ bool is_complete(const TrainOptions& options, const Record& record) {
          train::weights_step(options.out) == taken && std::filesystem::exists(options.out + "/report.html");
 }
 
+// Averages are stepped towards the weights, which must be what a step can read.
+void check_average(const train::Job& job) {
+  if (job.ema == 0) return;
+  const Optimizer optimizer = job.optimizer();
+  for (const train::Parameter& parameter : train::parameters_of(job.shape)) {
+    const scruple_tensor row = job.describe(optimizer, parameter.size());
+    const scruple_format* const format = row.arrays[SCRUPLE_WEIGHT].format;
+    if (!train::can_average(format))
+      throw UsageError(
+          std::string("--ema does not average weights in ") + info_of(format).name +
+          ", which no step reads as a gradient; choose --weights int8, bf16, fp16 or a recipe with "
+          "16-bit weights, or leave --ema out");
+  }
+}
+
 // Reads the data, and makes the job and the plan of it.
 Data prepare(Session& session) {
   TrainOptions& options = session.options;
@@ -77,6 +92,8 @@ Data prepare(Session& session) {
                  (session.validation != nullptr && session.validation->training().isolates());
   job.schedule = options.schedule();
   job.overrides = options.rate.overrides(train::parameters_of(job.shape));
+  job.ema = options.ema;
+  check_average(job);
   fit_recompute(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move
   session.plan = plan_of(choice, choice.recipe, job, options.gradients.policy);
@@ -92,8 +109,9 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
             << trainer.backend().device() << '\n'
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
             << options.gradients.policy << ", activations " << options.activations << recompute_words(job)
-            << gradient_words(job) << "; lr " << shortest(job.schedule.peak) << ' '
-            << schedule_words(job.schedule) << ", seed " << job.seed << '\n'
+            << gradient_words(job) << (job.ema > 0 ? ", ema " + shortest(job.ema) : "") << "; lr "
+            << shortest(job.schedule.peak) << ' ' << schedule_words(job.schedule) << ", seed " << job.seed
+            << '\n'
             << plural(options.model.steps, "step") << " of " << step_words(job, data.layout()) << "; "
             << name_of(options.data) << " has " << grouped(data.size());
   if (data.layout() == train::Layout::padded || data.documents() > 1)
@@ -131,7 +149,8 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   Progress progress(options.choice.recipe, session.job, trainer, session.ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
-  span.save_last = session.in_place;  // it has a checkpoint, which shall not be older than its weights
+  // It has a checkpoint, which shall not be older than its weights; or averages, which are nowhere else.
+  span.save_last = session.in_place || session.job.ema > 0;
   span.validates = validates(options);
   span.patience = options.stop_when;
   const train::Windows validation = session.validation ? session.validation->training() : data.validation();

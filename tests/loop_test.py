@@ -200,6 +200,71 @@ def byte_level(merges=()):
                       "merges": [f"{a} {b}" for a, b in merges]}}  # fmt: skip
 
 
+class Averages(Case):
+    MORE = ("--ema", "0.9", "--lr", "0.01", "--schedule", "constant")
+
+    def test_a_run_with_an_average(self):
+        said = self.trained(*self.MORE, out="a", steps=30)
+        self.assertIn(", clip 1, ema 0.9; lr ", said)
+        rows = {line.split()[0]: float(line.split()[2]) for line in said.splitlines()
+                if re.fullmatch(r"[a-z_]+ +[\d.]+ +[\d.]+", line)}  # fmt: skip
+        self.assertEqual(rows["ema"], 3)
+        planned, measured = map(float, re.search(r"([\d.]+) bytes per parameter planned, ([\d.]+) measured", said).groups())
+        self.assertEqual(planned, measured)
+        one = self.step_of("a", 30)  # without --save-every too: the averages are nowhere else
+        kinds = self.json_of("checkpoint", "inspect", one)["bytes"]
+        self.assertEqual(kinds["ema"], 3 * kinds["weights"] // 2)
+        self.done("checkpoint", "verify", one)
+        # It is another model than the weights, and the training is that of a run without one.
+        self.trained(*self.MORE[2:], out="plain", steps=30)
+        self.assertTrue(self.weights("a") == self.weights("plain"))
+        losses = [self.json_of("eval", self.path("a"), "--data", self.data, *more)["loss"] for more in ((), ("--ema",))]
+        self.assertNotEqual(*losses)
+        self.assertAlmostEqual(*losses, delta=0.5)
+        self.assertEqual(self.json_of("eval", one, "--data", self.data, "--ema")["loss"], losses[1])
+        words = ("--prompt", "The quick", "--length", "30")
+        self.assertNotEqual(*[self.done("sample", one, *words, *more) for more in ((), ("--ema",))])
+        # Exported they have the names of the weights.
+        names = []
+        for more in ((), ("--ema",)):
+            out = self.path("out" + "".join(more))
+            self.done("checkpoint", "export", one, "--out", out, "--to", "bf16", *more)
+            names.append(set(command.tensors_of(out)[0]) - {"__metadata__"})
+        self.assertEqual(*names)
+        self.assertFalse(content(self.path("out")) == content(self.path("out--ema")))
+        # Another recipe leaves them as they are, and the run goes on from it.
+        self.done("checkpoint", "convert", one, "--recipe", "scant", "--out", self.path("converted"))
+        self.assertEqual(self.json_of("eval", self.path("converted"), "--data", self.data, "--ema")["loss"], losses[1])
+        self.done("train", "--resume", self.path("converted"), "--out", self.path("scant"), "--steps", "31")
+
+    def test_it_goes_on(self):
+        self.trained(*self.MORE, "--save-every", "3", "--keep", "0", out="a", steps=6)
+        last = content(self.step_of("a", 6, "model.safetensors"))
+        os.rename(self.step_of("a", 6), self.path("away"))
+        self.resumed("a")
+        self.assertTrue(content(self.step_of("a", 6, "model.safetensors")) == last)
+        self.fails(2, "--resume takes --ema from the run", "train", "--resume", self.path("a"), "--ema", "0.5")
+
+    def test_the_plan_has_its_bytes(self):
+        for row in self.json_of("plan", "--params", "1e6", "--ema")["rows"]:
+            self.assertEqual(row["parts"]["ema"], 3_000_000)
+        for row in self.json_of("plan", "--params", "1e6")["rows"]:
+            self.assertNotIn("ema", row["parts"])
+
+    def test_refusals(self):
+        self.refused(2, "--ema: '1' is not a number above 0 and below 1", "--ema", "1")
+        self.refused(2, "--ema does not average weights in int10, which no step reads as a gradient; choose --weights int8",
+                     "--recipe", "lpmm", "--optimizer", "sgd", "--ema", "0.9", "--width", "64")  # fmt: skip
+        self.trained("--save-every", "3")
+        for command_ in (("sample", "--ema"), ("eval", "--data", self.data, "--ema")):
+            self.fails(1, "has no averages of the weights: its run was trained without --ema", command_[0], self.path("run"),
+                       *command_[1:])  # fmt: skip
+        self.fails(1, "has no averages of the weights", "checkpoint", "export", self.path("run"), "--ema", "--out",
+                   self.path("no"))  # fmt: skip
+        self.trained(out="none")
+        self.fails(1, "has no complete checkpoint, where the averages of --ema are", "sample", self.path("none"), "--ema")
+
+
 class Eval(Case):
     def evaluated(self, *arguments):
         return self.json_of("eval", *arguments)

@@ -48,6 +48,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   state_ = std::make_unique<State>(
       *backend_, parameters_of(job.shape),
       [this](std::size_t p) -> const Optimizer& { return groups_.of(p); }, job.describe, ledger);
+  if (job.ema > 0) average_.emplace(*backend_, *state_, job.ema, job.seed, ledger);
   Position position;
   if (from != nullptr)
     position = take_up(*from);
@@ -76,6 +77,8 @@ Ledger memory_of(const Job& job) {
     const Groups groups(parameters, job.optimizer, job.overrides, job.seed);
     const auto optimizer_of = [&](std::size_t p) -> const Optimizer& { return groups.of(p); };
     const State state(*backend, parameters, optimizer_of, job.describe, ledger);
+    std::optional<Average> average;
+    if (job.ema > 0) average.emplace(*backend, state, job.ema, job.seed, ledger);
     const std::unique_ptr<Network> network =
         backend->network(job, state.visible(), job.gradients.policy, ledger);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
@@ -113,11 +116,11 @@ Position Trainer::take_up(const io::Checkpoint& from) {
   const io::Manifest& manifest = from.manifest();
   const std::vector<Parameter>& parameters = state_->parameters();
   check_tensors(from, parameters);
-  if (manifest.groups.size() != groups_.size())
-    io::fail(from.folder(), " has ", manifest.groups.size(), " groups of tensors, and its run has ",
-             groups_.size());
+  const std::size_t wanted = groups_.size() + (average_ ? 1 : 0);
+  if (manifest.groups.size() != wanted)
+    io::fail(from.folder(), " has ", manifest.groups.size(), " groups of tensors, and its run has ", wanted);
   const std::vector<io::Group> groups = groups_of(from);
-  for (std::size_t g = 0; g < groups.size(); ++g) check_group(groups[g], group_of(groups_.at(g)));
+  for (std::size_t g = 0; g < groups_.size(); ++g) check_group(groups[g], group_of(groups_.at(g)));
   Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     const io::TensorState& tensor = manifest.tensors[p];
@@ -127,8 +130,17 @@ Position Trainer::take_up(const io::Checkpoint& from) {
     state_->set_step(static_cast<int>(p), tensor.step);
     position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
   }
+  if (average_) take_up_average(from, groups);
   taken_ = position.taken;
   return position;
+}
+
+void Trainer::take_up_average(const io::Checkpoint& from, const std::vector<io::Group>& groups) {
+  check_group(groups.back(), group_of(average_->optimizer()));
+  check_averages(from);
+  const std::span<const io::TensorState> averages = averages_of(from.manifest());
+  for (std::size_t p = 0; p < averages.size(); ++p)
+    load(engine(), from, averages[p], average_->table()[p], memory());
 }
 
 Position Trainer::position() const {
@@ -164,6 +176,7 @@ Outcome Trainer::step(const Windows& data) {
     network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
     sink_->end();
   }
+  if (average_) average_->take(taken_ + 1);
   const scruple_sink_report report = sink_->read();  // the step's only wait: the losses have come by then
   const std::vector<double> losses = network_->losses();
   for (std::size_t part = 0; part < weights.size(); ++part)

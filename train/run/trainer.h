@@ -13,6 +13,7 @@
 #include "io/checkpoint.h"
 #include "train/model/families/gpt2.h"
 #include "train/pass/backend.h"
+#include "train/run/average.h"
 #include "train/run/batches.h"
 #include "train/run/groups.h"
 #include "train/run/schedule.h"
@@ -31,6 +32,7 @@ struct Job : Setup {
   Describe describe;
   Schedule schedule;
   std::vector<Override> overrides;  // of the schedule, and of the optimizer's weight decay
+  double ema = 0;                   // the decay of an average of the weights; 0: none
   std::uint64_t seed = 1;
   Fill initial;  // the weights to begin with; none: drawn from the seed
   // The gradient policy; `memory` and `scaler` are filled in here.
@@ -77,6 +79,7 @@ class Trainer {
   const Backend& backend() const { return *backend_; }
   Ledger& ledger() { return accumulators_.ledger; }
   const Groups& groups() const { return groups_; }
+  const Average* average() const { return average_ ? &*average_ : nullptr; }
 
  private:
   // Counts the sink's accumulators.
@@ -87,10 +90,12 @@ class Trainer {
     std::map<void*, Block> blocks;
   };
   Position take_up(const io::Checkpoint& from);
+  void take_up_average(const io::Checkpoint& from, const std::vector<io::Group>& groups);
   Job job_;
   std::unique_ptr<Backend> backend_;
   Groups groups_;
   std::unique_ptr<State> state_;
+  std::optional<Average> average_;
   std::unique_ptr<Network> network_;
   Accumulators accumulators_;
   std::unique_ptr<Sink> sink_;  // gives its memory back to accumulators_
