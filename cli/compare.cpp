@@ -372,11 +372,14 @@ void compare(const CompareOptions& options) {
 }  // namespace
 
 OptionTable CompareOptions::options() {
+  OptionTable of_data = cutting.options();
+  row_named(of_data, "--validation").check = a_share();  // losses are what it compares
+  row_named(of_data, "--validation").help = "share of the data for validation, from its end";
   OptionTable of_model = model.options();
   std::erase_if(of_model, [](const Option& option) { return option.name == "--seed"; });
   return joined(
       {{{kData, "--data", "", &data, "PATH", "as in train (default: a text that a seeded grammar makes)"}},
-       cutting.options(),
+       of_data,
        {{kMemory, "--recipes", "", &recipes, "NAMES",
          "with commas between (default: all that the device serves)"}},
        gradients.options(),

@@ -100,8 +100,10 @@ void print_end(const Session& session, const Record& record, const Ending& endin
     if (most_tokens > 0) std::cout << "MFU " << mfu_words(record.tokens_per_second(), most_tokens) << "; ";
   }
   std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
-            << "weights, moments and gradients: " << each(session.plan.total())
-            << " bytes per parameter planned, " << each(measured_total(session.ledger)) << " measured\n";
+            << (session.job.ema > 0 ? "weights, moments, gradients and averages: "
+                                    : "weights, moments and gradients: ")
+            << each(session.plan.total()) << " bytes per parameter planned, "
+            << each(measured_total(session.ledger)) << " measured\n";
   if (record.mean_unmoved() >= kUnmovedToTell)
     std::cout << "a step left " << share_words(record.mean_unmoved())
               << " of the weights as they were, mean of "
@@ -150,6 +152,16 @@ std::string failure_of(const Session& session, const std::exception_ptr& failure
   return "";
 }
 
+// Where the weights of the best validation are.
+std::string best_words(const TrainOptions& options, const Record& record) {
+  const std::int64_t best = record.best().first;
+  const std::string folder = train::checkpoints_of(options.out) + "/" + io::step_name(best);
+  if (best == taken(record)) return ".";
+  return std::filesystem::exists(folder + "/manifest.json")
+             ? "; its checkpoint is " + folder + "."
+             : ", of which no checkpoint was kept: --save-every and --keep do.";
+}
+
 }  // namespace
 
 Ending finish(Session& session, const Record& record, train::Trainer& trainer, train::Metrics& metrics,
@@ -180,6 +192,11 @@ void conclude(const Session& session, const Record& record, const Ending& ending
     std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(taken(record)) << " of "
               << grouped(options.model.steps)
               << (ending.problems.empty() ? ". To go on:\n  " + resume_command(options) : ".") << std::endl;
+  if (record.settled)
+    std::cout << "Ended by --stop-when after step " << grouped(taken(record)) << " of "
+              << grouped(options.model.steps) << ": the best validation loss, "
+              << fixed(record.best().second, 4) << ", is that of step " << grouped(record.best().first)
+              << best_words(options, record) << std::endl;
   if (failure || !ending.problems.empty())
     throw std::runtime_error(told(session, record, ending, failure_of(session, failure)));
   if (!record.validations.empty() && record.validations.front().first == 0 &&

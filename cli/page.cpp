@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "progress.h"
+#include "rate.h"
 #include "room.h"
 #include "text.h"
 #include "training.h"
@@ -42,7 +43,7 @@ std::string formats_of(const train::Job& job, const Optimizer& optimizer) {
 
 std::string rate_of(const train::Schedule& schedule) {
   return shortest(schedule.peak) + " at its peak, " + plural(schedule.warmup, "step") + " of warm-up, " +
-         train::kAnnealings[static_cast<int>(schedule.annealing)];
+         schedule_words(schedule);
 }
 
 train::Figures settings_of(const Trained& run) {
@@ -214,6 +215,12 @@ train::Section steps_of(const train::Job& job, const Record& record) {
 
 train::Section loss_of(const Record& record, const train::Job& job) {
   const train::Curve loss = curve_of("training", record, [](const Outcome& step) { return step.loss; });
+  if (!record.validates)
+    return {"Loss",
+            "",
+            {},
+            {},
+            {{"Training", "There was no validation.", "step", nats_per(job.shape), {loss}, {}}}};
   train::Curve validation = {"validation", {}, {}, true};
   for (const auto& [step, value] : record.validations)
     validation.x.push_back(static_cast<double>(step)), validation.y.push_back(value);
@@ -228,6 +235,18 @@ train::Section loss_of(const Record& record, const train::Job& job) {
 
 std::string validation_words(const Record& record, const train::Job& job) {
   const std::string unit = " " + nats_per(job.shape);
+  if (!record.validates) {
+    constexpr std::size_t kMeanOf = 20;
+    double sum = 0;
+    const std::size_t count = std::min(kMeanOf, record.steps.size());
+    for (std::size_t i = record.steps.size() - count; i < record.steps.size(); ++i)
+      sum += record.steps[i].loss;
+    const std::string mean = count == 0 ? ""
+                                        : "; training loss " + fixed(sum / static_cast<double>(count), 4) +
+                                              unit + ", mean of the last " +
+                                              plural(static_cast<std::int64_t>(count), "step");
+    return "no validation" + mean;
+  }
   if (record.validations.empty()) return "no validation was finished";
   const auto at = [&](const std::pair<std::int64_t, double>& validation, std::int64_t usual) {
     return fixed(validation.second, 4) +

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <iostream>
 #include <limits>
 #include <memory>
@@ -11,13 +10,12 @@
 #include <optional>
 
 #include "commands.h"
+#include "found.h"
 #include "memory.h"
 #include "scruple/scruple.hpp"
 #include "text.h"
-#include "train/model/model.h"
 #include "train/pass/backend.h"
 #include "train/random.h"
-#include "train/run/checkpoint.h"
 #include "train/run/weights.h"
 #include "train/text/utf8.h"
 #include "train/text/vocabulary.h"
@@ -45,6 +43,7 @@ struct Options {
   int top_k = 0;
   std::uint64_t seed = 1;
   int threads = 0;
+  bool ema = false;
 };
 
 // The likeliest token at temperature 0; otherwise drawn from softmax(logits / temperature), of the top_k best, and of
@@ -136,66 +135,12 @@ class Words {
   std::vector<std::size_t> unknown_;
 };
 
-// What the weights come from, and the folder that may have their tokenizer.
-struct Found {
-  std::unique_ptr<train::ModelFolder> model;
-  std::unique_ptr<io::Checkpoint> checkpoint;
-  std::string folder;
-
-  train::Weights weights(train::Backend& backend, train::Ledger& ledger) const {
-    return model != nullptr ? train::Weights(*model, backend, ledger)
-                            : train::Weights(*checkpoint, backend, ledger);
-  }
-};
-
-// The model that a run has written; where there is none, that of a checkpoint.
-Found find_model(const Options& options) {
-  const std::string& folder = options.folder;
-  std::error_code ignored;
-  if (std::filesystem::exists(folder + "/config.json", ignored)) {
-    ModelOptions chosen;
-    chosen.model = folder, chosen.context = options.context;
-    const std::int64_t context = choose_model(chosen).config.shape.context;
-    return {std::make_unique<train::ModelFolder>(folder, context), nullptr, folder};
-  }
-  if (!std::filesystem::is_directory(folder, ignored))
-    throw std::runtime_error((std::filesystem::exists(folder, ignored) ? folder + " is no folder"
-                                                                       : "there is nothing at " + folder) +
-                             "; give the folder of a run, one of its checkpoints, or a Hugging Face folder");
-  std::string path;
-  try {
-    path = io::find_checkpoint(folder);
-  } catch (const std::exception&) {
-    throw std::runtime_error(folder +
-                             " has neither config.json nor a complete checkpoint; give the folder of a run, "
-                             "or of one of its checkpoints");
-  }
-  Found found = {nullptr, std::make_unique<io::Checkpoint>(path), folder};
-  const io::Metadata notes = train::notes_of(*found.checkpoint);
-  const auto from = notes.find("model");
-  const std::string run = std::filesystem::path(path).parent_path().parent_path().string();
-  const std::string noted = from == notes.end() ? "" : folder_of_tokenizer(from->second);
-  for (const std::string& place : {noted, run, folder})
-    if (!place.empty() && train::has_tokenizer(place)) found.folder = place;
-  return found;
-}
-
 // Refuses a model that does not fit, before anything is read.
 void check_memory(const Found& found, train::Backend& backend) {
   train::Ledger needed = train::Ledger::counter();
   const train::Weights weights = found.weights(backend, needed);
   const auto generator = backend.generator(weights.shape(), weights.visible(), needed);
-  const bool on_host = backend.memory().is_host();
-  const std::int64_t free = on_host ? free_memory() : backend.free_bytes();
-  if (needed.peak() <= free) return;
-  const Unit unit = unit_for(needed.peak(), 1);
-  Table table;
-  table.rows = {{"memory", unit.name}};
-  for (const train::Ledger::Entry& entry : needed.entries())
-    table.rows.push_back({entry.kind, fixed(static_cast<double>(entry.peak) / unit.bytes, 2)});
-  refuse_memory("sampling from this model", needed.peak(),
-                size_words(free) + " are free" + (on_host ? "" : " on the GPU"),
-                std::string("choose a smaller --context") + (on_host ? "" : ", or --device cpu"), table);
+  check_fits("sampling from this model", needed, backend, "choose a smaller --context");
 }
 
 // A model that continues texts, token by token.
@@ -292,7 +237,7 @@ void sample(const Options& options) {
     throw UsageError("--prompt is empty; give at least one character, or leave it out");
   if (!options.chat && !(options.system.empty() && options.chat_date.empty()))
     throw UsageError("--system and --chat-date are for --chat; add it, or leave them out");
-  const Found found = find_model(options);
+  const Found found = find_model(options.folder, options.context, options.ema);
   const bool is_chat = options.chat;
   if (is_chat && (found.folder.empty() || !train::has_tokenizer(found.folder)))
     throw std::runtime_error(options.folder +
@@ -343,6 +288,7 @@ void add_sample(CLI::App& program) {
        {kNone, "--context", "", &options->context, "N",
         "tokens that the model sees (default: its own, at most " + grouped(kUsualContext) + ")",
         whole_from(1)},
+       {kNone, "--ema", "", &options->ema, "", "the moving averages of a checkpoint's weights (train --ema)"},
        {kNone, "--seed", "", &options->seed, "N", "of the draws", whole_from(0)},
        {kNone, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
         a_device()},

@@ -216,7 +216,7 @@ OptionTable CuttingOptions::options() {
       {kData, "--chat-date", "chat-date", &chat_date, "DATE",
        "today, such as 2026-11-19, for chat templates that ask for it", a_date()},
       {kData, "--validation", "validation", &validation, "SHARE",
-       "share of the data for validation, from its end", a_share()}};
+       "share of the data for validation, from its end; 0: no validation", a_share_or_none()}};
 }
 
 CLI::Validator a_date() {

@@ -457,10 +457,17 @@ TEST_F(DataTest, TheValidationShareIsTheLast) {
   EXPECT_EQ(Data(path("text"), cutting).validation().places(), 1);
   cutting.validation_share = 0.995;
   expect_refused("leaves 5 bytes to train on, and --context 10 takes at least 11", path("text"), cutting);
-  for (const double share : {0.0, 1.0, -1.0, std::nan("")}) {
+  for (const double share : {1.0, -1.0, std::nan("")}) {
     cutting.validation_share = share;
-    expect_refused("is not between 0 and 1", path("text"), cutting);
+    expect_refused("is not 0 or more and below 1", path("text"), cutting);
   }
+  cutting.validation_share = 0;  // then one window is enough
+  EXPECT_EQ(Data(path("text"), cutting).training().places(), 1000 - 10);
+  EXPECT_FALSE(Data(path("text"), cutting).has_validation());
+  cutting.context = 999;
+  EXPECT_EQ(Data(path("text"), cutting).training().count(), 1);
+  cutting.context = 1000;
+  expect_refused("text has 1000 bytes, and it takes at least 1001 at --context 1000", path("text"), cutting);
   // For every size the default is what it has always been.
   for (const int size : {22, 39, 40, 41, 219, 220, 221, 240, 1999, 2000})
     EXPECT_EQ(

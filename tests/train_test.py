@@ -333,8 +333,8 @@ class Train(Case):
                                      ("--batch", "", 1), ("--context", "8x", 1), ("--warmup", "0.1", 0), ("--save-every", "0", 1),
                                      ("--seed", "99999999999999999999", 0), ("--validate-every", "nan", 1)):
             refused(2, f"{option}: '{value}' is not a whole number from {least} to 2^63 - 1", option, value)
-        for share in ("0", "1", "-0.5", "nan"):
-            refused(2, f"--validation: '{share}' is not a number above 0 and below 1", "--validation", share)
+        for share in ("1", "-0.5", "nan"):
+            refused(2, f"--validation: '{share}' is not a number of 0 or more, and below 1", "--validation", share)
         refused(2, "--moments fp32, or use --gradients compressed",
                 "--gradients", "released", "--accumulate", "4", "--accumulation", "adama")
         refused(2, "--batch", "--batch", str(2**62))

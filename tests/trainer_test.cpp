@@ -499,21 +499,6 @@ TEST(Rates, OperationsOfAToken) {
   EXPECT_EQ(flops_per_token(model), 6 * (weights + attention));
 }
 
-TEST(Rates, WarmUpThenDown) {
-  const Schedule cosine = {Annealing::cosine, 2.0, 10, 109};
-  EXPECT_DOUBLE_EQ(cosine.at(1), 0.2);
-  EXPECT_DOUBLE_EQ(cosine.at(10), 2.0);
-  EXPECT_DOUBLE_EQ(cosine.at(60), 1.0);
-  EXPECT_GT(cosine.at(109), 0.0);
-  EXPECT_DOUBLE_EQ(cosine.at(110), 0.0);
-  const Schedule linear = {Annealing::linear, 2.0, 0, 99};
-  EXPECT_DOUBLE_EQ(linear.at(25), 1.5);
-  EXPECT_DOUBLE_EQ(linear.at(100), 0.0);
-  const Schedule constant = {Annealing::constant, 2.0, 4, 100};
-  EXPECT_DOUBLE_EQ(constant.at(1), 0.5);
-  EXPECT_DOUBLE_EQ(constant.at(100), 2.0);
-}
-
 // The validations and saves that run() makes after a step are those that seconds_left() counts.
 TEST(Rates, TheTimeLeftHasValidationsAndSaves) {
   for (const std::int64_t every : {0, 1, 2, 3, 5, 7})

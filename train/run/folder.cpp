@@ -207,9 +207,10 @@ Record read_metrics(const std::string& run, std::int64_t steps) {
       record.validations.emplace_back(step, number_or_nan(row, "val_loss"));
     else if (step > 0)
       record.steps[static_cast<std::size_t>(step - 1)] = {
-          number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
-          static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false),
-          row.value("tokens", std::int64_t{0}), row.value("epoch", 0.0)};
+          number_or_nan(row, "loss"),  number_or_nan(row, "lr"),
+          number_or_nan(row, "norm"),  static_cast<float>(number_or_nan(row, "loss_scale")),
+          row.value("skipped", false), row.value("tokens", std::int64_t{0}),
+          row.value("epoch", 0.0)};
     if (row.contains("unmoved"))
       record.unmoved.push_back({step,
                                 {number_or_nan(row, "unmoved"), number_or_nan(row, "unmoved_most"),

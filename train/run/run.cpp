@@ -58,10 +58,24 @@ double Record::first_loss() const { return validations.empty() ? std::nan("") : 
 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
 
+std::pair<std::int64_t, double> Record::best() const {
+  std::pair<std::int64_t, double> found = {0, std::nan("")};
+  for (const auto& [step, loss] : validations)
+    if (std::isfinite(loss) && !(loss >= found.second)) found = {step, loss};
+  return found;
+}
+
 double Record::mean_unmoved() const {
   double sum = 0;
   for (const auto& [step, found] : unmoved) sum += found.share;
   return sum / static_cast<double>(unmoved.size());
+}
+
+bool has_settled(const Record& record, std::int64_t patience) {
+  if (patience == 0 || record.validations.empty()) return false;
+  const std::int64_t best = record.best().first;
+  return std::count_if(record.validations.begin(), record.validations.end(),
+                       [best](const auto& validation) { return validation.first > best; }) >= patience;
 }
 
 std::int64_t losses_lost(const Record& record) {
@@ -84,12 +98,13 @@ double seconds_left(const Record& record, const Span& span) {
 void run(Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
          const Watch& watch, const Save& save) {
   record.resumed = record.steps.size();
+  record.validates = span.validates;
   bool hopeless = false;
   const auto is_due = [&](std::int64_t step) {
     return step == 0 || step == span.steps || (span.validate_every > 0 && step % span.validate_every == 0);
   };
   const auto validate_if_due = [&](std::int64_t step) {
-    if ((!is_due(step) && !hopeless) ||
+    if (!span.validates || (!is_due(step) && !hopeless) ||
         (!record.validations.empty() && record.validations.back().first == step))
       return;
     ++record.validating.times;
@@ -109,7 +124,8 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
   };
   auto step = static_cast<std::int64_t>(record.resumed);
   validate_if_due(step);  // which an earlier session may not have finished
-  while (step < span.steps && !hopeless && span.go_on()) {
+  const auto settled = [&] { return step < span.steps && has_settled(record, span.patience); };
+  while (step < span.steps && !hopeless && !settled() && span.go_on()) {
     trainer.ledger().mark();
     const bool looks = is_due(step + 1);
     const std::vector<std::vector<float>> before =
@@ -131,8 +147,11 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
     validate_if_due(step);
     if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);
   }
-  const bool all_taken = step == span.steps || hopeless;
-  record.stopped = !all_taken || record.validations.empty() || record.validations.back().first < step;
+  record.settled = settled();
+  const bool all_taken = step == span.steps || hopeless || record.settled;
+  const bool lacks_last =
+      span.validates && (record.validations.empty() || record.validations.back().first < step);
+  record.stopped = !all_taken || lacks_last;
   if (span.save_every > 0 || span.save_last || record.stopped) save_now(step);
 }
 

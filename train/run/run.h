@@ -17,6 +17,8 @@ struct Span {
   std::function<void(std::int64_t done, std::int64_t all)> validating = [](auto, auto) {};  // its batches
   std::int64_t save_every = 0;  // 0: only where go_on ended the run; otherwise also after the last step
   bool save_last = false;       // after the last step though save_every is 0
+  bool validates = true;
+  std::int64_t patience = 0;  // ends after so many validations in a row that are not the best; 0: never
 };
 
 // What something took, each time.
@@ -42,6 +44,8 @@ struct Record {
   Timed validating, saving;  // of this session
   std::size_t resumed = 0;   // steps of earlier sessions among `steps`
   bool stopped = false;      // before its last step, or its last validation, because it was told to
+  bool validates = true;     // else it has no validations, and never will
+  bool settled = false;      // ended by Span::patience
 
   double ms_per_step() const;
   double tokens_per_second() const;  // of this session's steps
@@ -49,12 +53,17 @@ struct Record {
   // Of the first and of the last validation that was finished; NaN: none was.
   double first_loss() const;
   double final_loss() const;
+  std::pair<std::int64_t, double> best()
+      const;                    // the first validation of the least loss, of those that are finite
   double mean_unmoved() const;  // of the shares; NaN: no step was looked at
 };
 
 // How many seconds a run still takes, right after a step: the steps, validations and saves to come, each at
 // its mean time in this session.
 double seconds_left(const Record& record, const Span& span);
+
+// Whether so many validations at the end are no better than the best before them; 0: never.
+bool has_settled(const Record& record, std::int64_t patience);
 
 // How many losses at the end of this session are not finite.
 std::int64_t losses_lost(const Record& record);

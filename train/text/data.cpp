@@ -173,8 +173,8 @@ Data::Data(const std::string& path, const Cutting& cutting, const Reading& readi
     : documents_(path, reading), cutting_(cutting), left_out_(documents_.empty()) {
   const Layout of_prompts = cutting.by_chance ? Layout::padded : Layout::whole;
   layout_ = cutting.layout.value_or(documents_.has_prompts() ? of_prompts : Layout::packed);
-  if (!(cutting.validation_share > 0 && cutting.validation_share < 1))
-    io::fail("a validation share of ", cutting.validation_share, " is not between 0 and 1");
+  if (!(cutting.validation_share >= 0 && cutting.validation_share < 1))
+    io::fail("a validation share of ", cutting.validation_share, " is not 0 or more and below 1");
   const std::int64_t context = cutting.context;
   const auto is_cut = [&](const Document& document) {
     return layout_ == Layout::padded ||
@@ -203,17 +203,19 @@ Data::Data(const std::string& path, const Cutting& cutting, const Reading& readi
 
 void Data::hold_out(const std::string& name, const char* token) {
   const std::int64_t context = cutting_.context, window = is_packed() ? context + 1 : 1;
-  if (all() < 2 * window && !is_packed())
-    io::fail(
-        name, " has ", counted(documents(), "document"), " with something to learn at --context ", context,
-        left_out_ > 0 ? " (" + std::to_string(left_out_) + " were left out)" : "",
-        ", and training and validation take at least one each; give more documents, or put them one after "
-        "another with --layout packed");
-  if (all() < 2 * window)
-    io::fail(name, " has ", counted(size(), token), ", and training and validation take at least ",
-             2 * window, " at --context ", context, "; give a longer text or a smaller --context");
+  const bool holds_out = cutting_.validation_share > 0;
+  const std::int64_t least = (holds_out ? 2 : 1) * window;
+  const char* const takers = holds_out ? "training and validation take at least " : "it takes at least ";
+  if (all() < least && !is_packed())
+    io::fail(name, " has ", counted(documents(), "document"), " with something to learn at --context ",
+             context, left_out_ > 0 ? " (" + std::to_string(left_out_) + " were left out)" : "", ", and ",
+             takers, holds_out ? "one each" : "one",
+             "; give more documents, or put them one after another with --layout packed");
+  if (all() < least)
+    io::fail(name, " has ", counted(size(), token), ", and ", takers, least, " at --context ", context,
+             "; give a longer text or a smaller --context");
   const auto share = static_cast<std::int64_t>(static_cast<double>(all()) * cutting_.validation_share);
-  held_out_ = std::max(share, window);
+  held_out_ = holds_out ? std::max(share, window) : 0;
   if (all() - held_out_ < window)
     io::fail("--validation ", cutting_.validation_share, " of ", name, " leaves ",
              counted(all() - held_out_, is_packed() ? token : "document"), " to train on, and --context ",

@@ -82,7 +82,8 @@ struct Cutting {
   std::int64_t context = 128;
   std::optional<Layout> layout = {};  // none: whole where there are prompts, packed otherwise
   bool isolate = false;               // packed: no token sees or predicts one of another document
-  double validation_share = 0.05;     // the last tokens, or the last documents where they are not packed
+  double validation_share =
+      0.05;  // the last tokens, or the last documents where they are not packed; 0: none
   // As runs of earlier versions go on: each packed window begins anywhere, and prompts are padded.
   bool by_chance = false;
 };
@@ -94,7 +95,8 @@ class Data {
   Data(const std::string& path, const Cutting& cutting, const Reading& reading = {});
 
   Windows training() const;
-  Windows validation() const;
+  Windows validation() const;  // where has_validation()
+  bool has_validation() const { return held_out_ > 0; }
   Layout layout() const { return layout_; }
 
   std::int64_t size() const { return documents_.size(); }  // tokens; bytes where there is no tokenizer
