@@ -222,7 +222,10 @@ void talk(const Options& options, Speaker& speaker, const train::ChatTemplate& c
     said = train::with_message(said, "user", valid(line, name));
     const std::vector<std::int32_t> tokens =
         speaker.words().tokens_of(chat.prompt(said, name), train::Tokenizer::Part::bare);
-    said = train::with_message(said, "assistant", speaker.continue_from(tokens, "", /*prints_behind=*/false));
+    std::int64_t cut = 0;  // characters, where the answer is too long
+    said = train::with_message(
+        said, "assistant",
+        train::valid_utf8(speaker.continue_from(tokens, "", /*prints_behind=*/false), cut));
   };
   if (options.has_prompt) return answer(options.prompt, "--prompt");
   const bool terminal = isatty(STDIN_FILENO) != 0;

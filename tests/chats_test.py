@@ -282,6 +282,40 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Sa
 SAMPLE = "\n".join(TEXTS) + " the quick brown fox answers questions about the weather in Paris and Zürich. " * 20
 
 
+EXPRESSIONS = """{{ t }}|{{ t|trim }}|{{ t.strip() }}|{{ t.lstrip() }}|{{ t.rstrip() }}|{{ t.strip(' T') }}|{{ t | trim(' ,sT') }}
+{{ m }} {{ m.list }} {{ m.map }} {{ [t, 'a\\'b', 'a\\'b"c', '\\n\\t\\\\\\x07é\\u200b'] }} {{ (1,) }} {{ () }} {{ (1, 'a') }} {{ {} }} {{ [] }}
+{{ 1 }} {{ 1.0 }} {{ 1e }}{{ 2.50 }} {{ -3 }} {{ 10 // 3 }} {{ -10 // 3 }} {{ -10 % 3 }} {{ 10 % -3 }} {{ 7 / 2 }} {{ 2 + 3 * 4 - 1 }} {{ m.x + 1 }} {{ m.x * 2 }} {{ 0.1 + 0.2 }} {{ 1_000 }} {{ 123456789.0 * 1000000000 }} {{ 1 / 3 }} {{ 0.00001 / 3 }}
+{{ true }} {{ True and 0 }} {{ '' or 'b' }} {{ not '' }} {{ none }} {{ None or none }} {{ 1 and 2 }} {{ true + 1 }} {{ -true }}
+{{ 1 == 1.0 }} {{ 1 == true }} {{ '1' == 1 }} {{ [1, 2] == [1, 2] }} {{ {'a': 1} == {'a': 1.0} }} {{ none == undefined_one }} {{ undefined_one == undefined_two }} {{ 1 < 2 < 3 }} {{ 1 < 2 > 5 }} {{ 'a' < 'b' }} {{ 2 >= 2 }} {{ 1 != 2 }} {{ (1,) == [1] }}
+{{ 'T' in t }} {{ 'zz' not in t }} {{ 3 in m.list }} {{ 'b' in m.map }} {{ 'z' in m.map }} {{ none in m.list }} {{ 'a' in undefined_one }} {{ 1 in [true] }} {{ 'd' in {'d': 1} and 2 }}
+{{ t[0] }}{{ t[2] }}{{ t[-2] }}{{ t[99] }} {{ t[1:4] }} {{ t[::-1] }} {{ t[:-3] }} {{ t[-4:] }} {{ t[10:2:-3] }} {{ m.list[1:] }} {{ m.list[::-1] }} {{ m.list[-1] }} {{ m.list[:none] }} {{ m.list[5:1] }} {{ t[none:3] }} {{ m.list[-99:2] }} {{ m.list[3:-99:-1] }}
+{{ t.upper() if false else 'x' }} {{ 'x' if false }} {{ 'a' if 1 else 'b' if 1 else 'c' }} {{ ('a' if 0 else 'b') ~ 'c' }}
+{{ 'abc'.upper() }} {{ 'ABC'|lower }} {{ 'hello wOrld'|capitalize }} {{ "they're bill's".title() }} {{ 'hello'.capitalize() }} {{ 'a' ~ 1 ~ none ~ true ~ 1.5 ~ undefined_one }}
+{{ 'a,b,,c'.split(',') }} {{ ' a  b '.split() }} {{ 'a,b,c'.split(',', 1) }} {{ ' a b c '.split(none, 1) }} {{ 'a,b,c'.rsplit(',', 1) }} {{ 'aXbX'.split('X')[-1] }} {{ ''.split(',') }} {{ ''.split() }}
+{{ 'banana'.replace('an', 'x') }} {{ 'banana'.replace('an', 'x', 1) }} {{ 'banana'|replace('a', '') }} {{ 'abc'.startswith('ab') }} {{ 'abc'.endswith(('x', 'bc')) }} {{ 'banana'.count('an') }} {{ 'bänana'.find('n') }} {{ 'x'.find('y') }} {{ 'prefix'.removeprefix('pre') }} {{ 'prefix'.removesuffix('x') }} {{ 'a{}b{}'.format(1, 'z') }} {{ '{x}{{}}'.format(x=t) }} {{ ', '.join(['a', 'b']) }}
+{{ m.map.get('b') }} {{ m.map.get('z') }} {{ m.map.get('z', 'q') }} {{ m.map.items() | list }} {{ m.map.keys() | list }} {{ m.map.values() | list }} {{ m['map']['A'] }} {{ m.map.c[1].d }} {{ m.nothing }} {{ m['nothing'] }}
+{% for k, v in m.map.items() %}{{ k }}={{ v }};{% endfor %}{% for k in m.map %}{{ k }}{% endfor %}{% for c in 'añb' %}<{{ c }}>{% endfor %}{% for k, v in m.map | dictsort %}{{ k }}{% endfor %}{% for k, v in m.map|items %}{{ v }}{% endfor %}
+{{ m.map | tojson }} {{ m.map | tojson(indent=2) }} {{ 'é"<&\\n\\x7f\\u2028😀' | tojson }} {{ 'é😀\\x7f' | tojson(ensure_ascii=true) }} {{ [] | tojson(indent=2) }} {{ {} | tojson }} {{ [1, 2.0, 1e16 if false else m.list[4], none, [[]], {'a': []}] | tojson(indent=1) }} {{ m.map | tojson(sort_keys=true) }} {{ (1, 2) | tojson }} {{ t | tojson }} {{ true | tojson }}
+{{ t | length }} {{ m.list | length }} {{ m.map | count }} {{ '' | length }} {{ undefined_one | length }} {{ undefined_one | default('d') }} {{ '' | default('d') }} {{ '' | default('d', true) }} {{ none | d('x') }} {{ false | default('x', boolean=true) }} {{ m.nothing | default }}
+{{ ['a', 'b'] | join }} {{ [1, none, 'x'] | join(', ') }} {{ [{'n': 1}, {'n': 2}] | join('-', attribute='n') }} {{ 'abc' | join('.') }} {{ [3, 1, 2] | sort }} {{ ['b', 'A', 'c'] | sort }} {{ ['b', 'A'] | sort(reverse=true) }} {{ [{'n': 2}, {'n': 1}] | sort(attribute='n') }} {{ [1, 1, 'a', 'A'] | unique | list }} {{ [1, 2] | reverse | list }} {{ 'abc' | reverse }} {{ [1, 2] | first }} {{ 'ab' | last }} {{ [] | first }} {{ '12' | int }} {{ 5 | string + 'a' }} {{ 'x' | list }} {{ 'a\\nb\\n\\nc' | indent(2) }} {{ 'a\\nb' | indent(width=1, first=true) }} {{ 'x' | safe }}
+{{ messages | map(attribute='role') | list }} {{ [{'a': {'b': 1}}, {}] | map(attribute='a.b', default=0) | list }} {{ ['a ', ' b'] | map('trim') | list }} {{ [1, 'a', 2] | select('number') | list }} {{ [1, 'a'] | reject('string') | list }} {{ [0, 1] | select | list }} {{ [{'r': 'a'}, {'r': 'b'}, {}] | selectattr('r', 'equalto', 'a') | list }} {{ [{'r': 'a'}, {}] | selectattr('r') | list }} {{ [{'r': 'a'}, {}] | rejectattr('r', 'defined') | list }} {{ [{'r': 1}] | selectattr('r', 'in', [1, 2]) | list }} {{ [{'r': 1}] | selectattr('r', '==', 1) | list | length }} {{ none | selectattr('x') | list }}
+{{ t is defined }} {{ undefined_one is defined }} {{ undefined_one is undefined }} {{ t is not undefined }} {{ none is none }} {{ undefined_one is none }} {{ t is string }} {{ m is mapping }} {{ m is iterable }} {{ 1 is iterable }} {{ t is sequence }} {{ 1 is number }} {{ true is number }} {{ 1 is integer }} {{ true is integer }} {{ 1.0 is float }} {{ true is boolean }} {{ true is true }} {{ 1 is true }} {{ false is false }} {{ 3 is odd }} {{ 4 is even }} {{ 9 is divisibleby 3 }} {{ 1 is eq 1 }} {{ 'a' is in 'abc' }} {{ 'a' is in ['a'] }} {{ 'a' is equalto('a') }} {{ not t is none and t is string or false }} {{ 1 is ne(2) }}
+{% set x = 1 %}{% for i in range(3) %}{{ x }}{% set x = i + 5 %}{{ x }},{% endfor %}{{ x }}{% if true %}{% set x = 9 %}{% endif %}{{ x }}
+{% set ns = namespace(a=1, b=[]) %}{% for i in [1, 2] %}{% set ns.a = ns.a + i %}{% set ns.b = ns.b + [i] %}{% endfor %}{{ ns.a }}{{ ns.b }}{{ ns.nothing }}{{ ns['a'] }}
+{% for i in [5, 6, 7] %}{{ loop.index }}{{ loop.index0 }}{{ loop.revindex }}{{ loop.revindex0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }} {% endfor %}{% for i in [] %}x{% else %}none{% endfor %}{% for i in range(9) if i is odd %}{{ i }}{{ loop.index }}{% if i > 4 %}{% break %}{% endif %}{% endfor %}{% for i in range(5, 0, -2) %}{% if i == 3 %}{% continue %}{% endif %}{{ i }}{% endfor %}{% for i in undefined_one %}x{% endfor %}{% for (a, b) in [[1, 2], (3, 4)] %}{{ a }}{{ b }}{% endfor %}{% for i in 1, 2 %}{{ i }}{% endfor %}
+{% macro f(a, b='B', c=none) %}[{{ a }}{{ b }}{{ c }}{{ x }}]{% endmacro %}{{ f(1) }}{% set x = 'X' %}{{ f('p', c=2) }}{{ f() }}{{ f(1, 2, 3) }}{{ f(b=1) | length }}{% set g %} a {{ f(0) }} {% endset %}{{ g }}|{% filter trim %}  q {% endfilter %}
+{% set a, b = 1, 2 %}{{ a }}{{ b }}{% set a = 'x', 'y' %}{{ a }}{{ dict(a=1, b='c') }}{{ {'a': 1, 'b': {'c': 2}}['b'].c }}{{ {'x': {'y': 1}} }}{{ 'a' 'b' }}{{ "it's" }}{{ '\\q\\x41' }}
+a   {%- if true -%}   b   {%- endif %}   c {{- 'd' -}}  e {#- f -#} g
+  {% if true %}  
+  x  
+  {% endif %}  
+  {# note #}
+  {{ 'y' }}
+    {%+ if true %}z{% endif +%}
+ w {% if t == 'no' %}1{% elif 0 %}2{% elif t %}3{% else %}4{% endif %}""".replace("\\\\", "\\").replace("{{ 1e }}", "").split("\n{")
+EXPRESSIONS = [part if number == 0 else "{" + part for number, part in enumerate(EXPRESSIONS)]
+
+
 def byte_level():
     """As Qwen 2's: NFC, bytes, words by a regular expression."""
     tokenizer = Tokenizer(models.BPE())
@@ -339,16 +373,17 @@ class Case(command.Case):
         os.makedirs(folder, exist_ok=True)
         self.kinds[kind].save(os.path.join(folder, "tokenizer.json"))
         write(os.path.join(folder, "tokenizer_config.json"),
-              json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template, **config}))
+              json.dumps({"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "chat_template": template, **config}))
         theirs = PreTrainedTokenizerFast(tokenizer_object=self.kinds[kind], bos_token="<s>", eos_token="</s>")
         theirs.chat_template = template
         return folder, theirs
 
     def ours(self, folder, lines, date=""):
+        """What tests/chats.cpp makes of each line."""
         done = subprocess.run([CHATS, folder, date], input="".join(json.dumps(line) + "\n" for line in lines),
                               capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
 
 
 def marked(form):
@@ -411,6 +446,19 @@ class Templates(Case):
             for kind in self.kinds:
                 self.compare(form, kind, lines)
 
+    def test_expressions(self):
+        """Every operator, filter, test and method, and white space around every mark."""
+        line = {"messages": [{"role": "user", "content": " Tëxt, with words ", "n": 7, "x": -2.5, "none": [], "list": [3, "b", None, True, 1e16],
+                              "map": {"b": 1, "A": "two", "c": [1, {"d": False}]}, "name": "weather", "reasoning": "r"},
+                             {"role": "assistant", "content": "é"}]}
+        for source in EXPRESSIONS:
+            template = "{% set m = messages[0] %}{% set t = m.content %}" + source + "{% for m in messages %}{% endfor %}"
+            with self.subTest(source):
+                folder, theirs = self.saved("bytes", template)
+                found, = self.ours(folder, [{"messages": line["messages"][:1]}])
+                wanted = render(theirs, {"messages": line["messages"][:1]}, tokenize=False, add_generation_prompt=True)
+                self.assertEqual(found.get("prompt"), wanted, found)
+
     def test_the_date(self):
         folder, theirs = self.saved("bytes", plain("llama3.1"))
         line = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
@@ -463,6 +511,110 @@ class Templates(Case):
                     if wanted != one["tokens"] and "strftime" not in template:
                         self.fail(f"{path}: {line}")
             print(f"{os.path.basename(path)}: {same} the same, {both} refused by both; {list(cannot)}")
+
+
+def flags_of(path):
+    """Tokens, whether each counts, and whether it begins a document."""
+    raw = content(path)
+    magic, version, low, high, size = numpy.frombuffer(raw[:20], dtype="<i4").tolist()
+    assert (magic, version, high) == (20261119, 1, 0) and len(raw) == 1024 + low * (size + 1)
+    tokens = numpy.frombuffer(raw[1024:1024 + low * size], dtype=f"<u{size}")
+    flags = numpy.frombuffer(raw[1024 + low * size:], dtype="u1")
+    return tokens.tolist(), (flags & 1).tolist(), (flags >> 1 & 1).tolist()
+
+
+class Commands(Case):
+    def setUp(self):
+        super().setUp()
+        self.model, self.theirs = self.saved("bytes", plain("chatml"), eos_token="<|im_end|>")
+        dice = random.Random(3)
+        lines = [line for line in (conversation(dice, "chatml") for _ in range(40)) if any(m["role"] == "assistant" for m in line["messages"])]
+        self.lines = lines
+        self.chats = self.write("chats.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + '{"messages": []}\n')
+
+    def trained_model(self):
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        torch.manual_seed(1)
+        size = self.kinds["bytes"].get_vocab_size()
+        LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                                     vocab_size=size, max_position_embeddings=256)).save_pretrained(self.model)
+        return self.model
+
+    def test_files_of_tokens_and_every_train_on(self):
+        """A file of tokens says what the lines say, and the script makes the same one."""
+        out, by_script = self.path("chats.bin"), self.path("script.bin")
+        script = os.path.join(os.path.dirname(__file__), "..", "examples", "chats.py")
+        for train_on in ("all", "assistant", "last"):
+            said = self.done("tokenize", "--model", self.model, self.chats, "--out", out, "--train-on", train_on)
+            self.assertIn(f"wrote {out}", said)
+            tokens, counts, begins = flags_of(out)
+            wanted = [render(self.theirs, line)["input_ids"] for line in self.lines]
+            self.assertEqual(tokens, sum(wanted, []))
+            self.assertEqual(sum(begins), len(wanted))
+            found = self.ours(self.model, self.lines)
+            masks = {"all": [[1] * len(one) for one in wanted]}
+            for name in ("assistant", "last"):
+                masks[name] = [mask_of(a[name], len(b)) for a, b in zip(found, wanted)]
+            self.assertEqual(counts, sum(masks[train_on], []))
+            subprocess.run([sys.executable, script, "--model", self.model, self.chats, "--out", by_script, "--train-on", train_on],
+                           check=True, capture_output=True)
+            self.assertEqual(flags_of(by_script), (tokens, counts, begins))
+
+    def test_the_script_by_marks(self):
+        folder, _ = self.saved("bytes", marked("qwen3"))
+        ours, theirs = self.path("a.bin"), self.path("b.bin")
+        script = os.path.join(os.path.dirname(__file__), "..", "examples", "chats.py")
+        for train_on in ("assistant", "last"):
+            self.done("tokenize", "--model", folder, self.chats, "--out", ours, "--train-on", train_on)
+            subprocess.run([sys.executable, script, "--model", folder, self.chats, "--out", theirs, "--train-on", train_on], check=True,
+                           capture_output=True)
+            self.assertEqual(flags_of(ours), flags_of(theirs))
+
+    def test_train_and_sample(self):
+        model = self.trained_model()
+        shape = ["--context", "64", "--batch", "2", "--steps", "3", "--threads", "2", "--lr", "1e-3"]
+        result = command.run("train", "--model", model, "--data", self.chats, "--out", self.path("run"), *shape, "--save-every", "2")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("padded", result.stdout)
+        self.assertIn("with nothing to learn", result.stderr)
+        tokens = self.path("chats.bin")
+        self.done("tokenize", "--model", model, self.chats, "--out", tokens)
+        other = command.run("train", "--model", model, "--data", tokens, "--out", self.path("other"), *shape)
+        self.assertEqual(other.returncode, 0, other.stderr)
+        self.assertEqual(content(self.path("run", "model.safetensors")), content(self.path("other", "model.safetensors")))
+        last = command.run("train", "--model", model, "--data", self.chats, "--out", self.path("last"), *shape, "--train-on", "last")
+        self.assertEqual(last.returncode, 0, last.stderr)
+        self.assertNotEqual(content(self.path("run", "model.safetensors")), content(self.path("last", "model.safetensors")))
+        fewer = self.write("fewer.jsonl", content(self.chats)[:4000].rsplit(b"\n", 1)[0])
+        self.ends(1, "its length or checksum differs", "train", "--resume", self.path("run"), "--steps", "5", "--data", fewer)
+        self.done("train", "--resume", self.path("run"), "--steps", "4")
+
+        ask = ["sample", self.path("run"), "--chat", "--length", "12", "--temperature", "0"]
+        answer = self.done(*ask, "--prompt", "Hi")
+        self.assertEqual(self.done(*ask, input="Hi\n\n"), answer)
+        two = self.done(*ask, input="Hi\nAnd more?\n")
+        self.assertTrue(two.startswith(answer))
+        self.assertGreater(len(two), len(answer))
+        self.assertNotEqual(self.done(*ask, "--prompt", "Hi", "--system", "Sing. " * 9), "")
+        # The same as going on from the text that the template makes.
+        prompt = render(self.theirs, {"messages": [{"role": "user", "content": "Hi"}]}, tokenize=False, add_generation_prompt=True)
+        plain_words = self.done("sample", self.path("run"), "--length", "12", "--temperature", "0", "--prompt", prompt)
+        self.assertEqual(plain_words, prompt + answer)
+
+    def test_what_is_refused(self):
+        text = self.write("a.txt", "some text " * 9)
+        for code, words, arguments in (
+                (2, "--form", ("tokenize", "--model", self.model, self.chats, "--out", self.path("x.bin"), "--form", "nanogpt")),
+                (2, "no date", ("tokenize", "--model", self.model, self.chats, "--out", self.path("x.bin"), "--chat-date", "2026-02-30")),
+                (2, "is none of", ("train", "--data", self.chats, "--train-on", "user")),
+                (1, "bytes have no chat template", ("train", "--data", self.chats, "--out", self.path("gpt"), *command.tiny())),
+                (2, "for --chat", ("sample", self.path("nowhere"), "--system", "x"))):
+            with self.subTest(arguments):
+                self.assertIn(words, command.run(*arguments).stderr)
+                self.assertEqual(command.run(*arguments).returncode, code)
+        self.done("train", "--data", text, "--out", self.path("gpt"), "--steps", "0", *command.tiny("--context", "4"))
+        self.fails(1, "have no chat template", "sample", self.path("gpt"), "--chat", "--prompt", "x")
 
 
 if __name__ == "__main__":

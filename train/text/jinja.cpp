@@ -18,7 +18,7 @@ namespace {
 using io::fail;
 
 constexpr int kMostDepth = 300;               // of expressions and blocks in macros in macros
-constexpr std::int64_t kMostWork = 1 << 26;   // nodes, and 16 bytes of text each
+constexpr std::int64_t kMostWork = 1 << 24;   // nodes, and 16 bytes of text each
 constexpr std::int64_t kMostRange = 100'000;  // as in Jinja's sandbox
 
 struct Scope {

@@ -144,10 +144,17 @@ class Lexer {
         if (here() != '_') digits += here();
     };
     take();
-    const bool is_real = here() == '.' && is_digit(here(1));
+    bool is_real = here() == '.' && is_digit(here(1));
     if (is_real) {
       digits += '.';
       go(1);
+      take();
+    }
+    const bool is_signed = here(1) == '+' || here(1) == '-';
+    if ((here() == 'e' || here() == 'E') && is_digit(here(is_signed ? 2 : 1))) {
+      is_real = true;
+      digits += is_signed ? std::string("e") + here(1) : "e";
+      go(is_signed ? 2 : 1);
       take();
     }
     if (is_letter(here())) fail_at(line_, "the number ", digits, " goes on with '", here(), "'");

@@ -352,7 +352,10 @@ class Parser {
         fail("the number ", word, " is too large");
       node->value = Value(number);
     } else if (first.type == Type::real) {
-      node->value = Value(std::stod(word));
+      double number = 0;
+      if (std::from_chars(word.data(), word.data() + word.size(), number).ec != std::errc())
+        fail("the number ", word, " is out of range");
+      node->value = Value(number);
     } else if (first.type == Type::name &&
                (word == "true" || word == "True" || word == "false" || word == "False")) {
       node->value = Value(word == "true" || word == "True");
