@@ -527,6 +527,23 @@ TEST(Rates, TheTimeLeftHasValidationsAndSaves) {
     }
 }
 
+TEST(Rates, ARunIsSavedAfterSoMuchTime) {
+  for (const double seconds : {0.0, 1e-9, 1e9}) {
+    Training training(job_of("fp32"));
+    Span span = {.steps = 4, .validate_every = 100, .validation_windows = 1};
+    span.save_seconds = seconds;
+    std::vector<std::size_t> saved;
+    run(
+        training, text(), text(), span, [](const Record&) {},
+        [&](const Record& record) {
+          saved.push_back(record.steps.size());
+          return true;
+        });
+    const std::vector<std::size_t> each = {1, 2, 3, 4};  // the last too, where one was saved before
+    EXPECT_EQ(saved, seconds == 1e-9 ? each : std::vector<std::size_t>()) << seconds;
+  }
+}
+
 TEST(Windows, ValidationIsSpreadOverTheWholeText) {
   const std::vector<std::uint8_t> bytes(50);
   const Windows few(bytes, 10);  // 40 of them

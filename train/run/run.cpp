@@ -11,6 +11,8 @@ namespace {
 
 constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite
 
+using Clock = std::chrono::steady_clock;
+
 // Counts what it takes until it ends.
 class Timer {
  public:
@@ -20,7 +22,6 @@ class Timer {
   Timer& operator=(const Timer&) = delete;
 
  private:
-  using Clock = std::chrono::steady_clock;
   double& seconds_;
   Clock::time_point begin_ = Clock::now();
 };
@@ -116,7 +117,9 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
     if (span.go_on()) record.validations.emplace_back(step, loss);
   };
   auto saved = static_cast<std::int64_t>(record.resumed);
+  Clock::time_point last_save = Clock::now();
   const auto save_now = [&](std::int64_t step) {
+    last_save = Clock::now();
     if (step == saved || losses_lost(record) > 0) return;
     ++record.saving.times;
     const Timer timer(record.saving.seconds);
@@ -145,14 +148,18 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
     watch(record);
     hopeless = losses_lost(record) >= kHopeless;
     validate_if_due(step);
-    if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);
+    const std::chrono::duration<double> unsaved = Clock::now() - last_save;
+    const bool is_late = span.save_seconds > 0 && unsaved.count() >= span.save_seconds;
+    const bool is_time = span.save_every > 0 && step % span.save_every == 0;
+    if ((is_time || is_late) && step < span.steps) save_now(step);
   }
   record.settled = settled();
   const bool all_taken = step == span.steps || hopeless || record.settled;
   const bool lacks_last =
       span.validates && (record.validations.empty() || record.validations.back().first < step);
   record.stopped = !all_taken || lacks_last;
-  if (span.save_every > 0 || span.save_last || record.stopped) save_now(step);
+  const bool has_saved = saved > static_cast<std::int64_t>(record.resumed);
+  if (span.save_every > 0 || span.save_last || has_saved || record.stopped) save_now(step);
 }
 
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,

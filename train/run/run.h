@@ -16,6 +16,7 @@ struct Span {
   std::function<bool()> go_on = [] { return true; };  // asked before every step and batch of a validation
   std::function<void(std::int64_t done, std::int64_t all)> validating = [](auto, auto) {};  // its batches
   std::int64_t save_every = 0;  // 0: only where go_on ended the run; otherwise also after the last step
+  double save_seconds = 0;      // also after the first step that ends so long after the last save; 0: never
   bool save_last = false;       // after the last step though save_every is 0
   bool validates = true;
   std::int64_t patience = 0;  // ends after so many validations in a row that are not the best; 0: never
