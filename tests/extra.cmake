@@ -42,8 +42,8 @@ endif()
 
 # Two minutes of compiling and a short run of each target; a long one is `fuzz/run.sh FOLDER 600`.
 if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
-  add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 8 checkpoint
-                             $<$<BOOL:${nlohmann_json_FOUND}>:config> $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
+  add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 10 checkpoint
+                             $<$<BOOL:${nlohmann_json_FOUND}>:config> $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:chat> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
            COMMAND_EXPAND_LISTS)
   set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
 endif()

@@ -18,7 +18,7 @@ namespace {
 using io::fail;
 
 constexpr int kMostDepth = 300;               // of expressions and blocks in macros in macros
-constexpr std::int64_t kMostWork = 1 << 24;   // nodes, and 16 bytes of text each
+constexpr std::int64_t kMostWork = 1 << 23;   // nodes, and 16 bytes of text each
 constexpr std::int64_t kMostRange = 100'000;  // as in Jinja's sandbox
 
 struct Scope {
@@ -205,6 +205,7 @@ class Run {
     }
     for (std::size_t at = 0; at < items.size(); ++at) {
       const Inner inner(*this, scope_);
+      spend(8);  // of the loop's own values
       assign(node.names, "", items[at]);
       scope_->set("loop", loop_value(items, at));
       const std::size_t begin = out_->size();
@@ -253,7 +254,8 @@ class Run {
       case Kind::call: return call(node);
       case Kind::filter: {
         const Value value = part(0);
-        spend(size_of(value));
+        const bool looks_at_all = node.name != "length" && node.name != "default";
+        if (looks_at_all || value.text() != nullptr) spend(size_of(value));
         return costly(filter(node.name, value, arguments_of(node)));
       }
       case Kind::test: {

@@ -165,7 +165,7 @@ Value Value::list(std::vector<Value> items, bool is_tuple) {
   int depth = 0;
   for (const Value& item : items) depth = std::max(depth, depth_of(item));
   Value value;
-  value.data = std::make_shared<const List>(std::move(items), is_tuple, checked(depth + 1));
+  value.data = std::make_shared<const List>(List{std::move(items), is_tuple, checked(depth + 1)});
   return value;
 }
 
@@ -173,7 +173,7 @@ Value Value::dict(std::vector<Member> members) {
   int depth = 0;
   for (const Member& member : members) depth = std::max(depth, depth_of(member.second));
   Value value;
-  value.data = std::make_shared<const Dict>(std::move(members), checked(depth + 1));
+  value.data = std::make_shared<const Dict>(Dict{std::move(members), checked(depth + 1)});
   return value;
 }
 
