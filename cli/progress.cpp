@@ -86,7 +86,7 @@ std::string Progress::line(const train::Record& record, double seconds_left) con
   if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
-  if (last.skipped) text += "  skipped";
+  if (last.skipped) text += last.outlier ? "  outlier skipped" : "  skipped";
   if (!record.unmoved.empty() && record.unmoved.back().second.share >= kUnmovedToTell)
     text += "  unmoved " + share_words(record.unmoved.back().second.share);
   return text;

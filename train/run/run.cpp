@@ -9,7 +9,7 @@
 namespace scruple::train {
 namespace {
 
-constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite
+constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite, or outliers
 
 // Counts what it takes until it ends.
 class Timer {
@@ -24,6 +24,10 @@ class Timer {
   double& seconds_;
   Clock::time_point begin_ = Clock::now();
 };
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 // How many steps from `step` to the last are followed by what comes every so many of them, and after the last.
 std::int64_t due_from(std::int64_t step, std::int64_t last, std::int64_t every) {
@@ -52,6 +56,10 @@ double Record::tokens_per_second() const {
 
 std::int64_t Record::skipped() const {
   return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.skipped; });
+}
+
+std::int64_t Record::outliers() const {
+  return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.outlier; });
 }
 
 double Record::first_loss() const { return validations.empty() ? std::nan("") : validations.front().second; }
@@ -84,6 +92,12 @@ std::int64_t losses_lost(const Record& record) {
        --i)
     ++lost;
   return lost;
+}
+
+std::int64_t outliers_lost(const Record& record) {
+  const auto taken = std::find_if(record.steps.rbegin(), record.steps.rend(),
+                                  [](const Outcome& step) { return !step.outlier; });
+  return taken - record.steps.rbegin();
 }
 
 double seconds_left(const Record& record, const Span& span) {
@@ -136,6 +150,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
       record.steps.push_back(trainer.step(data));
     }
     record.seconds.push_back(seconds);
+    record.steps.back().time = now();
     record.step_seconds += seconds;
     ++step;
     if (looks && !record.steps.back().skipped)
@@ -143,7 +158,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
         record.unmoved.emplace_back(step, *found);
     note_memory(step, trainer.ledger(), record.memory);
     watch(record);
-    hopeless = losses_lost(record) >= kHopeless;
+    hopeless = losses_lost(record) >= kHopeless || outliers_lost(record) >= kHopeless;
     validate_if_due(step);
     if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);
   }
@@ -152,7 +167,8 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
   const bool lacks_last =
       span.validates && (record.validations.empty() || record.validations.back().first < step);
   record.stopped = !all_taken || lacks_last;
-  if (span.save_every > 0 || span.save_last || record.stopped) save_now(step);
+  const bool lost_steps = hopeless && outliers_lost(record) > 0;
+  if (span.save_every > 0 || span.save_last || record.stopped || lost_steps) save_now(step);
 }
 
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
