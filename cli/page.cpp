@@ -77,7 +77,10 @@ train::Figures speed_of(const Trained& run) {
       "Validations are not counted.",
       {{"of the run", "value"}, {"device", run.trainer.backend().device()}, {"steps taken", grouped(taken)}}};
   if (before > 0) speed.rows.push_back({"of them in earlier sessions", grouped(before)});
-  speed.rows.push_back({"skipped, their gradients not finite", grouped(record.skipped())});
+  speed.rows.push_back(
+      {"skipped, their gradients not finite", grouped(record.skipped() - record.outliers())});
+  if (record.outliers() > 0)
+    speed.rows.push_back({"skipped, their loss or norm an outlier", grouped(record.outliers())});
   if (taken > before) {
     speed.rows.push_back({"ms per step", fixed(record.ms_per_step(), 1)});
     const double rate = record.tokens_per_second();

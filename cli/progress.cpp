@@ -79,14 +79,15 @@ std::string Progress::line(const train::Record& record, double seconds_left) con
   const auto done = static_cast<std::int64_t>(record.steps.size());
   const double rate = record.tokens_per_second();
   const train::Outcome& last = record.steps.back();
-  std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  epoch " +
-                     fixed(last.epochs, 2) + "  loss " + fixed(last.loss, 4) + "  ";
+  std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_);
+  if (!std::isnan(last.epoch)) text += "  epoch " + fixed(last.epoch, 2);
+  text += "  loss " + fixed(last.loss, 4) + "  ";
   if (!record.validations.empty()) text += "val " + fixed(record.validations.back().second, 4) + "  ";
   text += grouped(std::llround(rate)) + " tokens/s  ";
   if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
-  if (last.skipped) text += "  skipped";
+  if (last.skipped) text += last.outlier ? "  outlier skipped" : "  skipped";
   if (!record.unmoved.empty() && record.unmoved.back().second.share >= kUnmovedToTell)
     text += "  unmoved " + share_words(record.unmoved.back().second.share);
   return text;

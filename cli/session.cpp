@@ -60,7 +60,7 @@ void check_known(const Session& session, const OptionTable& table) {
   io::Metadata unknown = session.before;
   for (const Option& option : table) unknown.erase(option.key);
   for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kValidationChecksum, kArithmetic, kOrder,
-                          train::kConfigNote})
+                          train::kConfigNote, train::kOutliersNote})
     unknown.erase(key);
   if (!unknown.empty())
     throw std::runtime_error(session.from->folder() + " has a setting '" + unknown.begin()->first +
@@ -164,7 +164,11 @@ OptionTable TrainOptions::options() {
        {{kOptimizer, "--ema", "ema", &ema, "DECAY",
          "keep a moving average of the weights, such as 0.999, in 3 bytes each, for sample --ema and eval "
          "--ema",
-         a_share()}},
+         a_share()},
+        {kOptimizer, "--skip-outliers", "skip-outliers", &skip_outliers, "Z",
+         "on the CPU, stored or compressed: skip a step whose loss or gradient norm is more than Z standard "
+         "deviations above its running mean, such as 6",
+         above_zero(), kMayChange}},
        gradients.options(),
        model.options(0),  // 0 steps: the weights are written as they are
        choice.format_options(),

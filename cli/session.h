@@ -26,7 +26,7 @@ struct TrainOptions {
   CuttingOptions cutting;
   RateOptions rate;
   std::string data, validation_data, out, activations, memory_limit, resume;
-  double ema = 0, epochs = 0;
+  double ema = 0, epochs = 0, skip_outliers = 0;
   std::int64_t validate_every = 0, save_every = 0, keep = 2, stop_when = 0;
   bool force = false;
 

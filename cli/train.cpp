@@ -76,6 +76,22 @@ void check_average(const train::Job& job) {
   }
 }
 
+void check_outliers(const train::Job& job) {
+  if (job.skip_outliers == 0) return;
+  if (job.gradients.policy == SCRUPLE_RELEASED)
+    throw UsageError(
+        "--skip-outliers needs all gradients before the first step of one, and --gradients released steps "
+        "each as it "
+        "comes; use --gradients compressed");
+  if (on_gpu(job))
+    throw UsageError("--skip-outliers is for the CPU so far; leave it out, or use --device cpu");
+  if (job.scaler.growth > 1 && job.scaler.scale > 0)
+    throw UsageError(
+        "--skip-outliers and a dynamic loss scale do not go together: each skipped step would halve the "
+        "scale; use "
+        "--loss-scale off or a number");
+}
+
 // Reads the data, and makes the job and the plan of it.
 Data prepare(Session& session) {
   TrainOptions& options = session.options;
@@ -95,7 +111,9 @@ Data prepare(Session& session) {
   job.schedule = options.schedule();
   job.overrides = options.rate.overrides(train::parameters_of(job.shape));
   job.ema = options.ema;
+  job.skip_outliers = options.skip_outliers;
   check_average(job);
+  check_outliers(job);
   fit_recompute(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move
   session.plan = plan_of(choice, choice.recipe, job, options.gradients.policy);

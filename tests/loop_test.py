@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+import time
 
 import command
 from command import content, run, start
@@ -198,6 +200,72 @@ def byte_level(merges=()):
             "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                       "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": letters,
                       "merges": [f"{a} {b}" for a, b in merges]}}  # fmt: skip
+
+
+class Metrics(Case):
+    def test_time_tokens_and_epoch(self):
+        """Of every step, also of those of an earlier session; what is not known is null or not there."""
+        begin = time.time()
+        self.trained("--save-every", "2", "--keep", "0", "--validation", "0", steps=4)
+        rows = self.metrics(times=True)
+        self.assertEqual([row["tokens"] for row in rows], [32, 64, 96, 128])
+        self.assertEqual([row["skipped_steps"] for row in rows], [0] * 4)
+        times = [row["time"] for row in rows]
+        self.assertEqual(times, sorted(times))
+        self.assertTrue(begin - 1 <= times[0] <= times[-1] <= time.time() + 1)
+        self.assertNotIn("epoch", rows[0])
+        os.rename(self.step_of("run", 4), self.path("away"))
+        self.resumed("run")
+        again = self.metrics(times=True)
+        self.assertEqual(again[:2], rows[:2])
+        self.assertEqual([row["tokens"] for row in again], [32, 64, 96, 128])
+        self.done("train", "--resume", self.step_of("run", 2), "--out", self.path("new"))
+        self.assertEqual([row["tokens"] for row in self.metrics("new")], [None, None])
+        data = self.write("a.jsonl", "".join(json.dumps({"text": f"{n:05}"}) + "\n" for n in range(8)))
+        self.done("train", "--data", data, "--out", self.path("padded"), "--layout", "padded", "--steps", "6", "--validation",
+                  "0", *command.tiny(batch="2"))  # fmt: skip
+        self.assertEqual([row["epoch"] for row in self.metrics("padded")], [0.25, 0.5, 0.75, 1, 1.25, 1.5])
+
+    def test_the_example_follows_them(self):
+        """Without a service to send them to it prints them."""
+        self.trained("--validation", "0.1", steps=3)
+        example = os.path.join(os.path.dirname(__file__), "../examples/watch.py")
+        said = subprocess.run([sys.executable, example, self.path("run"), "--print", "--once"], capture_output=True, text=True)
+        self.assertEqual(said.returncode, 0, said.stderr)
+        lines = said.stdout.splitlines()
+        self.assertEqual(len(lines), len(self.metrics()))
+        self.assertRegex(said.stdout, r"(?m)^3 .*loss [\d.]+")
+        self.assertRegex(said.stdout, r"(?m)^3 val_loss [\d.]+$")
+
+
+class Outliers(Case):
+    def test_they_are_skipped_counted_and_told(self):
+        """A limit that is met often: what is noted agrees, and the run goes on to the bit."""
+        more = ("--skip-outliers", "0.5", "--save-every", "30", "--keep", "0", "--schedule", "constant", "--recipe", "fp32")
+        said = self.trained(*more, out="a", steps=60)
+        rows = [row for row in self.metrics("a") if "loss" in row]
+        outliers = [row["step"] for row in rows if row.get("outlier")]
+        self.assertTrue(0 < len(outliers) < 30 and min(outliers) > 20, outliers)
+        self.assertEqual(rows[-1]["skipped_steps"], len(outliers))
+        self.assertTrue(all(row["skipped"] and row["norm"] > 0 for row in rows if row.get("outlier")))
+        words = "was" if len(outliers) == 1 else "were"
+        self.assertIn(f"\n{len(outliers)} of 60 steps {words} skipped: the loss or the norm was more than 0.5 deviations above "
+                      "its running mean.\n", said)  # fmt: skip
+        self.assertIn("skipped, their loss or norm an outlier", self.report("a")[1])
+        whole = self.weights("a"), self.metrics("a")
+        os.rename(self.step_of("a", 60), self.path("away"))
+        self.resumed("a")
+        self.assertTrue((self.weights("a"), self.metrics("a")) == whole)
+        self.trained(*more[2:], out="plain", steps=60)
+        self.assertFalse(self.weights("plain") == self.weights("a"))
+        self.trained("--skip-outliers", "1e9", *more[2:], out="none", steps=60)
+        self.assertTrue(self.weights("plain") == self.weights("none"))
+
+    def test_refusals(self):
+        self.refused(2, "--skip-outliers needs all gradients", "--skip-outliers", "6", "--gradients", "released")
+        self.refused(2, "--skip-outliers and a dynamic loss scale do not go together", "--skip-outliers", "6",
+                     "--activations", "fp16", "--device", "cpu")  # fmt: skip
+        self.refused(2, "--skip-outliers: '0' is not a finite number above 0", "--skip-outliers", "0")
 
 
 class Averages(Case):

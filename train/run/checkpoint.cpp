@@ -122,6 +122,7 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
   if (const scruple_scaler& scaler = position.scaler; scaler.scale > 0)
     manifest.loss_scale = {scaler.scale, scaler.growth, scaler.backoff, scaler.interval, scaler.clean};
   manifest.trainer = notes;
+  if (trainer.outliers() != nullptr) manifest.trainer[kOutliersNote] = trainer.outliers()->state();
   for (std::size_t p = 0; p < state.parameters().size(); ++p) {
     const Parameter& parameter = state.parameters()[p];
     io::TensorState& tensor =

@@ -9,7 +9,7 @@
 namespace scruple::train {
 namespace {
 
-constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite
+constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite, or outliers
 
 using Clock = std::chrono::steady_clock;
 
@@ -25,6 +25,10 @@ class Timer {
   double& seconds_;
   Clock::time_point begin_ = Clock::now();
 };
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 // How many steps from `step` to the last are followed by what comes every so many of them, and after the last.
 std::int64_t due_from(std::int64_t step, std::int64_t last, std::int64_t every) {
@@ -53,6 +57,10 @@ double Record::tokens_per_second() const {
 
 std::int64_t Record::skipped() const {
   return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.skipped; });
+}
+
+std::int64_t Record::outliers() const {
+  return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.outlier; });
 }
 
 double Record::first_loss() const { return validations.empty() ? std::nan("") : validations.front().second; }
@@ -85,6 +93,12 @@ std::int64_t losses_lost(const Record& record) {
        --i)
     ++lost;
   return lost;
+}
+
+std::int64_t outliers_lost(const Record& record) {
+  const auto taken = std::find_if(record.steps.rbegin(), record.steps.rend(),
+                                  [](const Outcome& step) { return !step.outlier; });
+  return taken - record.steps.rbegin();
 }
 
 double seconds_left(const Record& record, const Span& span) {
@@ -139,6 +153,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
       record.steps.push_back(trainer.step(data));
     }
     record.seconds.push_back(seconds);
+    record.steps.back().time = now();
     record.step_seconds += seconds;
     ++step;
     if (looks && !record.steps.back().skipped)
@@ -146,7 +161,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
         record.unmoved.emplace_back(step, *found);
     note_memory(step, trainer.ledger(), record.memory);
     watch(record);
-    hopeless = losses_lost(record) >= kHopeless;
+    hopeless = losses_lost(record) >= kHopeless || outliers_lost(record) >= kHopeless;
     validate_if_due(step);
     const std::chrono::duration<double> unsaved = Clock::now() - last_save;
     const bool is_late = span.save_seconds > 0 && unsaved.count() >= span.save_seconds;
@@ -159,7 +174,8 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
       span.validates && (record.validations.empty() || record.validations.back().first < step);
   record.stopped = !all_taken || lacks_last;
   const bool has_saved = saved > static_cast<std::int64_t>(record.resumed);
-  if (span.save_every > 0 || span.save_last || has_saved || record.stopped) save_now(step);
+  const bool lost_steps = hopeless && outliers_lost(record) > 0;
+  if (span.save_every > 0 || span.save_last || has_saved || record.stopped || lost_steps) save_now(step);
 }
 
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,

@@ -50,7 +50,8 @@ struct Record {
 
   double ms_per_step() const;
   double tokens_per_second() const;  // of this session's steps
-  std::int64_t skipped() const;      // steps
+  std::int64_t skipped() const;      // steps, for whatever reason
+  std::int64_t outliers() const;     // among them
   // Of the first and of the last validation that was finished; NaN: none was.
   double first_loss() const;
   double final_loss() const;
@@ -69,6 +70,9 @@ bool has_settled(const Record& record, std::int64_t patience);
 // How many losses at the end of this session are not finite.
 std::int64_t losses_lost(const Record& record);
 
+// How many steps at the end were skipped as outliers.
+std::int64_t outliers_lost(const Record& record);
+
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
 
@@ -78,6 +82,7 @@ using Save = std::function<bool(const Record&)>;
 // - `save` is called after the steps that the span names. Where it returns false it is called again when the
 //   run ends.
 // - When losses stay not finite the run ends early and does not save: its checkpoints are from before.
+// - When one step after another is an outlier it ends early too, and saves: the weights are from before.
 // - If anything throws, the record ends with the last whole step.
 void run(
     Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -58,6 +59,7 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler, loss_scale_ = job_.scaler.scale;
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
+  if (job.skip_outliers > 0) watch_outliers(from);
   job_.gradients.memory = accumulators_.memory();
   sink_ = std::make_unique<Sink>(engine(), state_->table(), job_.gradients);
   job_.gradients.adagc_norms = nullptr;  // copied
@@ -68,6 +70,25 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
 }
 
 Trainer::~Trainer() = default;
+
+// The sink asks for the squares of other processes once it has its own, and before it steps: of such a step they are
+// infinite. That is decided by the host; a device that computes behind it would have to be waited for.
+void Trainer::watch_outliers(const io::Checkpoint* from) {
+  if (job_.gradients.policy == SCRUPLE_RELEASED || !memory().is_host())
+    throw std::invalid_argument(
+        "outliers are skipped on the CPU, and where gradients are kept until the step (stored, compressed)");
+  const io::Metadata notes = from == nullptr ? io::Metadata() : notes_of(*from);
+  const auto noted = notes.find(kOutliersNote);
+  outliers_.emplace(job_.skip_outliers, noted == notes.end() ? "" : noted->second);
+  job_.gradients.reduce = {this, [](void* context, double* sum) noexcept {
+                             auto& trainer = *static_cast<Trainer*>(context);
+                             auto& deciding = trainer.deciding_;
+                             deciding.norm = std::sqrt(*sum) / static_cast<double>(trainer.loss_scale_);
+                             deciding.outlier = trainer.outliers_->is_outlier(deciding.loss, deciding.norm);
+                             if (deciding.outlier) *sum = std::numeric_limits<double>::infinity();
+                             return 0;
+                           }};
+}
 
 Ledger memory_of(const Job& job) {
   Ledger ledger = Ledger::counter();
@@ -155,7 +176,7 @@ Position Trainer::position() const {
 
 Outcome Trainer::step(const Windows& data) {
   const std::int64_t parts = job_.gradients.micro_batches;
-  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false, 0};
+  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false};
   groups_.set_rate(outcome.lr);
   const auto read_part = [&](std::int64_t part) {
     return batches_->read(data, [&](std::int64_t w) -> Window {
@@ -169,23 +190,34 @@ Outcome Trainer::step(const Windows& data) {
   std::int64_t all = 0;
   for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part).targets;
   std::vector<double> weights;
+  const auto mean_loss = [&] {
+    const std::vector<double> losses = network_->losses();
+    double sum = 0;
+    for (std::size_t part = 0; part < weights.size(); ++part)
+      sum += losses[part] * weights[part] / static_cast<double>(parts);
+    return sum;
+  };
   for (std::int64_t part = 0; part < parts; ++part) {
     const Counted counted = read_part(part);
     outcome.tokens += counted.tokens;
     weights.push_back(all == 0 ? 1 : static_cast<double>(counted.targets * parts) / static_cast<double>(all));
     network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
+    if (outliers_ && part + 1 == parts) deciding_ = {mean_loss(), 0, false};
     sink_->end();
   }
   if (average_) average_->take(taken_ + 1);
   const scruple_sink_report report = sink_->read();  // the step's only wait: the losses have come by then
-  const std::vector<double> losses = network_->losses();
-  for (std::size_t part = 0; part < weights.size(); ++part)
-    outcome.loss += losses[part] * weights[part] / static_cast<double>(parts);
+  outcome.loss = outliers_ ? deciding_.loss : mean_loss();
   if (job_.scaler.scale > 0) loss_scale_ = report.scaler.scale;
   outcome.norm = report.norm;
   outcome.skipped = report.found_inf != 0;
+  if (outliers_) {
+    outcome.norm = deciding_.norm, outcome.outlier = deciding_.outlier;
+    if (!outcome.skipped) outliers_->add(outcome.loss, outcome.norm);
+  }
   ++taken_;
-  outcome.epochs = static_cast<double>(taken_ * parts * job_.batch) / static_cast<double>(data.count());
+  if (data.has_epochs())
+    outcome.epoch = static_cast<double>(taken_ * parts * job_.batch) / static_cast<double>(data.count());
   return outcome;
 }
 

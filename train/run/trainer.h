@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "train/run/average.h"
 #include "train/run/batches.h"
 #include "train/run/groups.h"
+#include "train/run/outliers.h"
 #include "train/run/schedule.h"
 #include "train/run/state.h"
 #include "train/text/data.h"
@@ -32,7 +34,8 @@ struct Job : Setup {
   Describe describe;
   Schedule schedule;
   std::vector<Override> overrides;  // of the schedule, and of the optimizer's weight decay
-  double ema = 0;                   // the decay of an average of the weights; 0: none
+  double skip_outliers = 0;  // deviations above the running mean of losses or norms; 0: none is skipped
+  double ema = 0;            // the decay of an average of the weights; 0: none
   std::uint64_t seed = 1;
   Fill initial;  // the weights to begin with; none: drawn from the seed
   // The gradient policy; `memory` and `scaler` are filled in here.
@@ -58,8 +61,10 @@ struct Outcome {
   double norm;  // of the gradient; NaN where the policy does not know it
   float loss_scale;
   bool skipped;
+  bool outlier = false;  // why it was skipped
+  double time = 0;       // when it was taken, in seconds since 1970; 0: not known
+  double epoch = std::numeric_limits<double>::quiet_NaN();  // after it; NaN: windows are drawn by chance
   std::int64_t tokens = 0;  // in its windows, each up to the last target that counts: padding is none
-  double epochs = 0;        // how often the data has been seen after it
 };
 
 class Trainer {
@@ -80,6 +85,7 @@ class Trainer {
   const Backend& backend() const { return *backend_; }
   Ledger& ledger() { return accumulators_.ledger; }
   const Groups& groups() const { return groups_; }
+  const Outliers* outliers() const { return outliers_ ? &*outliers_ : nullptr; }
   const Average* average() const { return average_ ? &*average_ : nullptr; }
 
  private:
@@ -91,12 +97,18 @@ class Trainer {
     std::map<void*, Block> blocks;
   };
   Position take_up(const io::Checkpoint& from);
+  void watch_outliers(const io::Checkpoint* from);
   void take_up_average(const io::Checkpoint& from, const std::vector<io::Group>& groups);
   Job job_;
   std::unique_ptr<Backend> backend_;
   Groups groups_;
   std::unique_ptr<State> state_;
   std::optional<Average> average_;
+  std::optional<Outliers> outliers_;
+  struct {
+    double loss = 0, norm = 0;
+    bool outlier = false;
+  } deciding_;  // whether the step is taken, while its norm is known and its weights are as before
   std::unique_ptr<Network> network_;
   Accumulators accumulators_;
   std::unique_ptr<Sink> sink_;  // gives its memory back to accumulators_

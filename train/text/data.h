@@ -44,6 +44,7 @@ class Windows {
   std::int64_t context() const { return context_; }
   Layout layout() const { return layout_; }
   bool isolates() const { return isolates_; }
+  bool has_epochs() const { return !by_chance_ || layout_ == Layout::padded; }
   // What names window `index` of an endless sequence to read(). In each `count()` of them every one comes once, in an order
   // of its own; where packed windows begin is drawn for each epoch.
   std::int64_t drawn(std::uint64_t seed, std::uint64_t index) const;
