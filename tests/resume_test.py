@@ -369,9 +369,9 @@ class FullDisk(Case):
     def test_in_the_middle_and_room_again(self):
         steps, every = 3000, 100
         process = start(*self.arguments("a", "--save-every", every, steps=steps), text=True, stderr=subprocess.PIPE,
-                        preexec_fn=full_at(20000))
+                        preexec_fn=full_at(30000))
         said = []
-        for line in process.stderr:  # checkpoints are larger, and the metrics are after some 200 steps
+        for line in process.stderr:  # checkpoints are larger, and the metrics are after some 150 steps
             said.append(line)
             if "lines wait" in line:
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
