@@ -269,6 +269,9 @@ TEST_F(ChatTest, ATemplateThatIsNotKnownIsShownWithTheWayOut) {
   const std::string said = refused(turn_line());
   EXPECT_NE(said.find("line 3: {% include %} is not known here"), said.npos) << said;
   EXPECT_NE(said.find("examples/chats.py"), said.npos) << said;
+  put("{{ '\xFF' }} \xC3", "model/chat_template.jinja");
+  EXPECT_NE(refused(turn_line()).find("it is no UTF-8"), said.npos);
+  EXPECT_EQ(refused(turn_line()).find('\xFF'), said.npos) << "nor are the words";
   EXPECT_NE(said.find("begins\n  {{ messages }}\n  {% include 'x' %}"), said.npos) << said;
 }
 

@@ -657,6 +657,9 @@ TEST_F(DataTest, ALineThatIsNoDocumentIsNamed) {
       {R"({"prompt": "a"})", "it has a \"prompt\" and no \"completion\""},
       {R"({"completion": "a"})", "it has a \"completion\" and no \"prompt\""},
       {R"({"messages": [], "id": 1})", "it has messages, and bytes have no chat template"},
+      {R"({"tools": [], "id": 1})",
+       "it has \"tools\", \"id\"; a line must be {\"text\": ...}, {\"prompt\": ..., \"completion\": ...} or "
+       "{\"messages\""},
       {R"({"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1})",
        "it has \"a\", \"b\", \"c\", \"d\", \"e\", ...; a line must be"},
       {"{}", "it has no members"},

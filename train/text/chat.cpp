@@ -158,9 +158,10 @@ ChatTemplate::ChatTemplate(Source source) : source_(std::move(source)) {
 }
 
 void ChatTemplate::refuse(const std::string& place, const std::string& why) const {
+  std::int64_t wrong = 0;
   fail(place, ": ", why,
        ". Render the file by transformers: examples/chats.py, and give its *.bin as --data. ", source_.path,
-       " begins", first_lines(source_.text));
+       " begins", first_lines(valid_utf8(source_.text, wrong)));
 }
 
 Rendering ChatTemplate::render(const Conversation& chat, bool begins_answer, const std::string& place) const {

@@ -71,10 +71,10 @@ class Events : public Json::json_sax_t {
     auto& [text, prompt, completion] = texts_;
     const auto& [messages, conversations, tools] = trees_;
     if (messages.is_done() || conversations.is_done()) {
-      if (text || prompt || completion || (messages.is_done() && conversations.is_done()))
+      // A prompt alone is a copy of the first message, as in UltraChat.
+      if (text || completion || (messages.is_done() && conversations.is_done()))
         refuse("it has \"", messages.is_done() ? "messages" : "conversations", "\" and \"",
                text         ? "text"
-               : prompt     ? "prompt"
                : completion ? "completion"
                             : "conversations",
                "\"; one of them must go");
@@ -136,9 +136,9 @@ class Events : public Json::json_sax_t {
     tree_ = 0;
     while (tree_ < kTrees.size() && name != kTrees[tree_]) ++tree_;
     const bool is_known = field_ < kFields.size() || tree_ < kTrees.size();
-    if (!is_known)
-      note(name);
-    else if (field_ < kFields.size() ? texts_[field_].has_value() : trees_[tree_].is_done())
+    if (!is_known || name == "tools") note(name);
+    if (!is_known) return true;
+    if (field_ < kFields.size() ? texts_[field_].has_value() : trees_[tree_].is_done())
       refuse("\"", name, "\" stands twice");
     return true;
   }
