@@ -46,6 +46,31 @@ std::string rate_of(const train::Schedule& schedule) {
          schedule_words(schedule);
 }
 
+std::string batch_of(const train::Job& job) {
+  const std::int64_t parts = job.gradients.micro_batches;
+  return plural(job.batch, "window") + " of " + grouped(job.shape.context) +
+         (parts > 1 ? ", " + grouped(parts) + " micro-batches" : "");
+}
+
+std::string epochs_of(const Record& record) {
+  const bool is_known = !record.steps.empty() && std::isfinite(record.steps.back().epoch);
+  return is_known ? fixed(record.steps.back().epoch, 2) : "not counted: windows are drawn by chance";
+}
+
+// What lies under the noise: a mean over the last 50 steps or so. "" of a run that is too short for it.
+std::vector<train::Curve> with_smoothed(const train::Curve& loss) {
+  constexpr double kShare = 0.02;
+  constexpr std::size_t kShort = 100;
+  if (loss.y.size() < kShort) return {loss};
+  train::Curve smoothed = {"training, smoothed", loss.x, {}, false};
+  double mean = 0, weight = 0;
+  for (const double y : loss.y) {
+    if (std::isfinite(y)) mean += kShare * (y - mean), weight += kShare * (1 - weight);
+    smoothed.y.push_back(mean / weight);
+  }
+  return {loss, smoothed};
+}
+
 train::Figures settings_of(const Trained& run) {
   const train::Job& job = run.job;
   const Optimizer optimizer = job.optimizer();
@@ -65,6 +90,10 @@ train::Figures settings_of(const Trained& run) {
            {"hyperparameters", hyper_words(optimizer)},
            {"learning rate", rate_of(job.schedule)},
            {"steps", grouped(job.schedule.steps) + " of " + step_words(job, run.layout)},
+           {"batch", batch_of(job)},
+           {"layout", std::string(train::kLayouts[static_cast<int>(run.layout)]) +
+                          (job.isolates ? ", documents isolated" : "")},
+           {"epochs taken", epochs_of(run.record)},
            {"seed", std::to_string(job.seed)}}};
 }
 
@@ -223,15 +252,13 @@ train::Section loss_of(const Record& record, const train::Job& job) {
             "",
             {},
             {},
-            {{"Training", "There was no validation.", "step", nats_per(job.shape), {loss}, {}}}};
+            {{"Training", "There was no validation.", "step", nats_per(job.shape), with_smoothed(loss), {}}}};
   train::Curve validation = {"validation", {}, {}, true};
   for (const auto& [step, value] : record.validations)
     validation.x.push_back(static_cast<double>(step)), validation.y.push_back(value);
-  return {"Loss",
-          "",
-          {},
-          {},
-          {{"Training and validation", "", "step", nats_per(job.shape), {loss, validation}, {}}}};
+  std::vector<train::Curve> curves = with_smoothed(loss);
+  curves.push_back(validation);
+  return {"Loss", "", {}, {}, {{"Training and validation", "", "step", nats_per(job.shape), curves, {}}}};
 }
 
 }  // namespace

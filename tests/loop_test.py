@@ -226,6 +226,20 @@ class Metrics(Case):
                   "0", *command.tiny(batch="2"))  # fmt: skip
         self.assertEqual([row["epoch"] for row in self.metrics("padded")], [0.25, 0.5, 0.75, 1, 1.25, 1.5])
 
+    def test_the_page_smooths_long_losses_and_says_what_a_step_is(self):
+        for out, steps, names in (("a", 99, ["training", "validation"]),
+                                  ("b", 100, ["training", "training, smoothed", "validation"])):  # fmt: skip
+            self.trained("--accumulate", "2", out=out, steps=steps)
+            sections = self.report(out)[0]["sections"]
+            curves = sections[0]["charts"][0]["curves"]
+            self.assertEqual([curve["name"] for curve in curves], names)
+            rows = dict(row[:2] for section in sections for table in section["tables"] for row in table["rows"])
+            self.assertEqual((rows["batch"], rows["layout"]), ("2 windows of 16, 2 micro-batches", "packed"))
+            self.assertEqual(rows["epochs taken"], "not counted: windows are drawn by chance")
+        noise, smoothed = [[abs(a - b) for a, b in zip(curve["y"], curve["y"][1:])] for curve in curves[:2]]
+        self.assertEqual(curves[0]["y"][0], curves[1]["y"][0])
+        self.assertLess(sum(smoothed), 0.5 * sum(noise))
+
     def test_the_example_follows_them(self):
         """Without a service to send them to it prints them."""
         self.trained("--validation", "0.1", steps=3)
