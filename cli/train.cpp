@@ -63,16 +63,17 @@ bool is_complete(const TrainOptions& options, const Record& record) {
 
 // Averages are stepped towards the weights, which must be what a step can read.
 void check_average(const train::Job& job) {
-  if (job.ema == 0) return;
+  if (job.ema == 0 || !on_gpu(job)) return;
   const Optimizer optimizer = job.optimizer();
+  const std::unique_ptr<train::Backend> device = job.backend(job.threads);
   for (const train::Parameter& parameter : train::parameters_of(job.shape)) {
     const scruple_tensor row = job.describe(optimizer, parameter.size());
     const scruple_format* const format = row.arrays[SCRUPLE_WEIGHT].format;
-    if (!train::can_average(format))
-      throw UsageError(
-          std::string("--ema does not average weights in ") + info_of(format).name +
-          ", which no step reads as a gradient; choose --weights int8, bf16, fp16 or a recipe with "
-          "16-bit weights, or leave --ema out");
+    if (!train::can_average(format, device->memory()))
+      throw UsageError(std::string("--ema does not average weights in ") + info_of(format).name +
+                       " on a GPU, where no step reads them as a gradient; choose --device cpu, --weights "
+                       "int8, bf16 or fp16, "
+                       "a recipe with 16-bit weights, or leave --ema out");
   }
 }
 

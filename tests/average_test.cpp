@@ -41,7 +41,7 @@ std::vector<std::vector<float>> averages(Training& training) {
 }
 
 TEST(Averages, FollowTheWeightsThatTheModelReads) {
-  for (const char* format : {"fp32", "bf16", "fp16", "bf16+8", "fp16+4", "int8"}) {
+  for (const char* format : {"fp32", "bf16", "fp16", "bf16+8", "fp16+4", "int8", "int10", "int12"}) {
     SCOPED_TRACE(format);
     Training training(job_with(format, 0.9));
     std::vector<std::vector<double>> wanted(training.state().parameters().size());
@@ -64,6 +64,19 @@ TEST(Averages, FollowTheWeightsThatTheModelReads) {
       }
     EXPECT_LT(std::sqrt(error / squares), 5e-5);
   }
+}
+
+// After one step they are the weights, to the last bit that they have.
+TEST(Averages, TakeLargeTensorsInPieces) {
+  Job job = job_with("int10", 0.9);
+  job.shape = gpt2({1, 64, 2, 16, 8200});
+  Training training(job);
+  training.step();
+  const std::vector<float> found = decoded(training.engine(), training.average()->table()[0]);
+  const std::vector<float> wanted = decoded(training.engine(), training.state().visible()[0]);
+  ASSERT_GT(found.size(), 2u << 18);
+  for (std::size_t i = 0; i < found.size(); ++i)
+    ASSERT_NEAR(found[i], wanted[i], 7e-5 * std::abs(wanted[i])) << i;
 }
 
 TEST(Averages, TheFirstWeightsDoNotStay) {
@@ -162,19 +175,28 @@ TEST(Averages, ChangeNothingAndDependOnNoThreads) {
 }
 
 TEST(Averages, AreCountedBeforehand) {
-  const Job job = job_with("bf16", 0.9);
-  Training training(job);
-  training.take(1);
-  EXPECT_EQ(memory_of(job).peak("ema"), 3 * training.state().size());
-  EXPECT_EQ(training.counted.peak("ema"), 3 * training.state().size());
-  EXPECT_EQ(memory_of(job).peak(), training.counted.peak());
+  for (const char* format : {"bf16", "int10"}) {
+    const Job job = job_with(format, 0.9);
+    Training training(job);
+    training.take(1);
+    EXPECT_EQ(memory_of(job).peak("ema"), 3 * training.state().size());
+    EXPECT_EQ(training.counted.peak("ema"), 3 * training.state().size());
+    EXPECT_EQ(memory_of(job).peak(), training.counted.peak());
+  }
 }
 
 TEST(Averages, TakeWhatAStepCanRead) {
+  struct : Memory {
+    void* take(std::int64_t) override { return nullptr; }
+    void give_back(void*) noexcept override {}
+    bool is_host() const override { return false; }
+  } elsewhere;
   for (const char* format : {"fp32", "bf16", "fp16", "bf16+8", "fp16+16", "int8"})
-    EXPECT_TRUE(can_average(format_named(format))) << format;
-  for (const char* format : {"int9", "int10", "int12"})
-    EXPECT_FALSE(can_average(format_named(format))) << format;
+    EXPECT_TRUE(can_average(format_named(format), elsewhere)) << format;
+  for (const char* format : {"int9", "int10", "int12"}) {
+    EXPECT_FALSE(can_average(format_named(format), elsewhere)) << format;
+    EXPECT_TRUE(can_average(format_named(format), host_memory())) << format;
+  }
 }
 
 }  // namespace

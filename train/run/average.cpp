@@ -1,6 +1,7 @@
 #include "train/run/average.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "train/run/rows.h"
 
@@ -9,17 +10,23 @@ namespace {
 
 constexpr std::uint64_t kOtherCoins = 0x9e3779b97f4a7c15;  // than those of the weights
 
+constexpr std::int64_t kPiece = 1 << 18;  // elements that are decoded at once
+
+bool is_gradient(const scruple_format* format) {
+  return (info_of(format).roles & SCRUPLE_ROLE_GRADIENT) != 0;
+}
+
 }  // namespace
 
-bool can_average(const scruple_format* weight) {
-  const std::string visible = visible_format(info_of(weight).name);
-  return (info_of(format_named(visible.c_str())).roles & SCRUPLE_ROLE_GRADIENT) != 0;
+bool can_average(const scruple_format* weight, Memory& memory) {
+  return memory.is_host() || is_gradient(format_named(visible_format(info_of(weight).name).c_str()));
 }
 
 Average::Average(Backend& backend, const State& state, double decay, std::uint64_t seed, Ledger& ledger)
     : backend_(backend),
       decay_(decay),
       optimizer_("sgd", {{"lr", 1}, {"momentum", 0}, {"weight_decay", 1}, {"maximize", 1}}) {
+  std::int64_t most = 0;  // elements of a piece that is decoded
   optimizer_.set_seed(seed ^ kOtherCoins);
   for (const scruple_tensor& weight : state.visible()) {
     scruple_tensor row = {};
@@ -33,10 +40,19 @@ Average::Average(Backend& backend, const State& state, double decay, std::uint64
     const PlaneBytes bytes = plane_bytes(format_named(kAverageFormat), row.size);
     row.arrays[SCRUPLE_WEIGHT] = {format_named(kAverageFormat), plane(bytes.codes), plane(bytes.aux),
                                   SCRUPLE_STOCHASTIC, 0};
-    row.arrays[SCRUPLE_GRADIENT] = weight.arrays[SCRUPLE_WEIGHT];
-    row.arrays[SCRUPLE_GRADIENT].rounding = SCRUPLE_NEAREST;  // it is read alone
     table_.push_back(row);
+    if (is_gradient(weight.arrays[SCRUPLE_WEIGHT].format)) {
+      row.arrays[SCRUPLE_GRADIENT] = weight.arrays[SCRUPLE_WEIGHT];
+      row.arrays[SCRUPLE_GRADIENT].rounding = SCRUPLE_NEAREST;  // it is read alone
+      direct_.push_back(row);
+    } else {
+      coded_.emplace_back(row, weight);
+      most = std::clamp(row.size, most, kPiece);
+    }
   }
+  if (most > 0 && !backend.memory().is_host())
+    throw std::invalid_argument("averages of weights that no step can read as a gradient are for the CPU");
+  if (most > 0) decoded_ = Block(ledger, "workspace", most * std::int64_t{sizeof(float)});
 }
 
 double Average::decay_at(double decay, std::int64_t step) {
@@ -46,9 +62,21 @@ double Average::decay_at(double decay, std::int64_t step) {
 
 void Average::take(std::int64_t step) {
   check(scruple_optimizer_set(optimizer_.raw(), "lr", 1 - decay_at(decay_, step)));
-  for (scruple_tensor& row : table_) row.step = step;
-  check(scruple_step(backend_.engine().raw(), table_.data(), static_cast<std::int64_t>(table_.size()),
-                     nullptr));
+  scruple_engine* const engine = backend_.engine().raw();
+  for (scruple_tensor& row : direct_) row.step = step;
+  check(scruple_step(engine, direct_.data(), static_cast<std::int64_t>(direct_.size()), nullptr));
+  for (const auto& [average, weight] : coded_)
+    for (std::int64_t first = 0; first < average.size; first += kPiece) {
+      const std::int64_t size = std::min(kPiece, average.size - first);
+      scruple_tensor into = {}, from = {};
+      check(scruple_tensor_view(&average, first, size, &into));
+      check(scruple_tensor_view(&weight, first, size, &from));
+      check(scruple_decode(engine, &from, SCRUPLE_WEIGHT, decoded_.as<float>()));
+      into.step = step;
+      into.arrays[SCRUPLE_GRADIENT] = {format_named("fp32"), decoded_.as<void>(), nullptr, SCRUPLE_NEAREST,
+                                       0};
+      check(scruple_step(engine, &into, 1, nullptr));
+    }
 }
 
 }  // namespace scruple::train

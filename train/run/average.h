@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "include/scruple/scruple.hpp"
@@ -14,7 +15,7 @@ namespace scruple::train {
 // Rounded by fair coins: to nearest it would stand still as soon as a step is below half of its last bit.
 class Average {
  public:
-  // The state must outlive it. Throws where a weight's format cannot be read as a gradient (can_average).
+  // The state must outlive it. Throws where can_average() says no.
   Average(Backend& backend, const State& state, double decay, std::uint64_t seed, Ledger& ledger);
 
   // After this step of the run, 1, 2... Nothing waits for the device.
@@ -23,7 +24,7 @@ class Average {
   static double decay_at(double decay, std::int64_t step);
 
   const Optimizer& optimizer() const { return optimizer_; }
-  // A row per parameter: the average, without its gradient's memory where that is not the run's.
+  // A row per parameter, without a gradient.
   const std::vector<scruple_tensor>& table() const { return table_; }
 
  private:
@@ -31,10 +32,14 @@ class Average {
   double decay_;
   Optimizer optimizer_;
   std::vector<scruple_tensor> table_;
+  std::vector<scruple_tensor> direct_;                            // where a step reads the weight as it is
+  std::vector<std::pair<scruple_tensor, scruple_tensor>> coded_;  // and the others: average, weight
+  Block decoded_;
   std::vector<Block> planes_;
 };
 
-// Whether weights of this format can be averaged: 32 and 16 bits, and int8.
-bool can_average(const scruple_format* weight);
+// Whether weights of this format can be averaged: what a step can read as a gradient (32 and 16 bits, and int8); on the
+// host also what is decoded for it, a piece at a time.
+bool can_average(const scruple_format* weight, Memory& memory);
 
 }  // namespace scruple::train
