@@ -58,9 +58,16 @@ std::int64_t Windows::places() const {
   return starts_.empty() ? end_ - begin_ - context_ : static_cast<std::int64_t>(starts_.size());
 }
 
+// An epoch of packed windows: the tokens in stretches, each with kTogether windows and room for one more, in which the
+// first begins anywhere. (Were there one stretch, all windows of an epoch would cut documents of equal length at the same
+// place.) What is left behind the last stretch is a shorter one.
+constexpr std::int64_t kTogether = 32;
+
 std::int64_t Windows::count() const {
   if (layout_ != Layout::packed || !starts_.empty()) return places();
-  return std::max<std::int64_t>(places() / context_, 1);  // wherever the first of them begins
+  const std::int64_t stretch = (kTogether + 1) * context_, all = end_ - begin_ - 1;
+  const std::int64_t rest = std::max<std::int64_t>(all % stretch / context_ - 1, 0);
+  return std::max<std::int64_t>(all / stretch * kTogether + rest, 1);
 }
 
 std::int64_t Windows::apart() const {
@@ -78,9 +85,14 @@ std::int64_t Windows::drawn(std::uint64_t seed, std::uint64_t index) const {
   const std::uint64_t epoch = index / of;
   const std::int64_t window = shuffled(static_cast<std::int64_t>(index % of), count(), seed, epoch);
   if (layout_ != Layout::packed || !starts_.empty()) return start(window);
-  const std::int64_t shifts = std::min(places() - (count() - 1) * context_, context_);
-  const std::uint64_t shift = random_bits(seed, kDataStream, epoch) % static_cast<std::uint64_t>(shifts);
-  return window * context_ + static_cast<std::int64_t>(shift);
+  const std::int64_t stretch = (kTogether + 1) * context_, number = window / kTogether;
+  const std::int64_t windows = std::min(count() - number * kTogether, kTogether);
+  const std::int64_t tokens = std::min(end_ - begin_ - 1 - number * stretch, stretch);
+  const std::int64_t shifts = tokens - windows * context_ + 1;
+  const std::uint64_t place =
+      epoch * static_cast<std::uint64_t>(count()) + static_cast<std::uint64_t>(number);
+  const std::uint64_t shift = random_bits(seed, kDataStream, place) % static_cast<std::uint64_t>(shifts);
+  return number * stretch + static_cast<std::int64_t>(shift) + window % kTogether * context_;
 }
 
 std::int64_t Windows::even_start(std::int64_t index, std::int64_t of) const {

@@ -46,7 +46,7 @@ class Windows {
   bool isolates() const { return isolates_; }
   bool has_epochs() const { return !by_chance_ || layout_ == Layout::padded; }
   // What names window `index` of an endless sequence to read(). In each `count()` of them every one comes once, in an order
-  // of its own; where packed windows begin is drawn for each epoch.
+  // of its own; where packed windows begin is drawn anew for each epoch.
   std::int64_t drawn(std::uint64_t seed, std::uint64_t index) const;
   // Window `index` of `of` that are spread evenly.
   std::int64_t even_start(std::int64_t index, std::int64_t of) const;
