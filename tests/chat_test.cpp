@@ -346,7 +346,8 @@ TEST(Jinja, WhatIsNotKnownIsNamedWithItsLine) {
   refused("{% endif %}", "{% endif %}");
   refused("{# text", "the comment has no end");
   refused("{{ 'text }}", "no closing '");
-  refused("{{ text ! }}", "is no part of an expression");
+  refused("{{ text ! }}", "\"!\" is no part of an expression");
+  refused("{{ text \u07DA }}", "\"\u07DA\" is no part of an expression");
   refused("{{ raise_exception('no ' + text) }}", "refuses it: no t");
   refused("{% break %}", "outside of a loop");
 }
