@@ -152,6 +152,27 @@ TEST_F(ChatTest, ATemplateThatEndsAConversationIsNoHeader) {
   EXPECT_EQ(shown(Documents(file, reading()), 0), "ua|aB!|");
 }
 
+// A token counts if any of its bytes does.
+TEST_F(ChatTest, TokensThatLieAcrossAnEndOfASpanCount) {
+  json with_pairs = json::parse(tokenizer_json());
+  with_pairs["model"]["vocab"]["ab"] = 5;
+  with_pairs["model"]["merges"] = {"a b"};
+  Tokenizer tokenizer(with_pairs.dump(), "tokenizer.json");
+  const std::string text = "<user>xabyabz|";
+  std::vector<Tokenizer::Added> added;
+  const std::vector<Token> tokens = tokenizer.encode(text, Tokenizer::Part::bare, {}, &added);
+  ASSERT_EQ(tokens, (std::vector<Token>{2, 'x', 5, 'y', 5, 'z', 124}));
+  std::vector<jinja::Span> spans = {{8, 11}, {12, 14}};  // "bya" and "z|"
+  to_tokens(spans, text, tokens, added, tokenizer);
+  ASSERT_EQ(spans.size(), 1u);
+  EXPECT_EQ(spans[0].begin, 2u);
+  EXPECT_EQ(spans[0].end, 7u);
+  spans = {{8, 11}};
+  to_tokens(spans, text, tokens, added, tokenizer);
+  EXPECT_EQ(spans[0].begin, 2u);
+  EXPECT_EQ(spans[0].end, 5u);
+}
+
 TEST_F(ChatTest, WindowsOfBothLayoutsHaveTheTargets) {
   folder(kMarked);
   const std::string one =
@@ -346,7 +367,8 @@ TEST(Jinja, WhatIsNotKnownIsNamedWithItsLine) {
   refused("{% endif %}", "{% endif %}");
   refused("{# text", "the comment has no end");
   refused("{{ 'text }}", "no closing '");
-  refused("{{ text ! }}", "is no part of an expression");
+  refused("{{ text ! }}", "\"!\" is no part of an expression");
+  refused("{{ text \u07DA }}", "\"\u07DA\" is no part of an expression");
   refused("{{ raise_exception('no ' + text) }}", "refuses it: no t");
   refused("{% break %}", "outside of a loop");
 }

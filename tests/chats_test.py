@@ -26,8 +26,8 @@ import command
 from command import content, write
 
 logging.set_verbosity_error()
-CHATS, TEMPLATES = sys.argv[2], sys.argv[3:]
-del sys.argv[2:]
+CHATS, TEMPLATES = sys.argv.pop(2), [word for word in sys.argv if word.endswith(".jinja")]
+sys.argv = [word for word in sys.argv if word not in TEMPLATES]
 
 # «» stands for {% generation %} and {% endgeneration %}, which the plain form of a template does not have.
 FORMS = {
@@ -560,6 +560,21 @@ class Commands(Case):
             subprocess.run([sys.executable, script, "--model", self.model, self.chats, "--out", by_script, "--train-on", train_on],
                            check=True, capture_output=True)
             self.assertEqual(flags_of(by_script), (tokens, counts, begins))
+
+    def test_lines_of_texts_and_prompts(self):
+        end = self.kinds["bytes"].token_to_id("<|im_end|>")
+        words = self.kinds["bytes"].encode
+        out, texts = self.path("out.bin"), self.write("texts.jsonl", '{"text": "one"}\n{"text": "two words"}\n')
+        self.done("tokenize", "--model", self.model, texts, "--out", out)
+        found = numpy.frombuffer(content(out)[1024:], dtype="<u2").tolist()
+        self.assertEqual(found, words("one").ids + [end] + words("two words").ids + [end])
+        prompts = self.write("prompts.jsonl", '{"prompt": "one", "completion": " two"}\n')
+        self.done("tokenize", "--model", self.model, texts, prompts, "--out", out)
+        tokens, counts, begins = flags_of(out)
+        prompt, completion = words("one").ids, words(" two").ids + [end]
+        self.assertEqual(tokens, found + prompt + completion)
+        self.assertEqual(counts, [1] * len(found) + [0] * len(prompt) + [1] * len(completion))
+        self.assertEqual(sum(begins), 3)
 
     def test_the_script_by_marks(self):
         folder, _ = self.saved("bytes", marked("qwen3"))

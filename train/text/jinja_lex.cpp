@@ -208,7 +208,7 @@ class Lexer {
     for (const std::string_view longer : kLong)
       if (begins(longer)) sign = longer;
     if (kShort.find(here()) == kShort.npos && sign.size() == 1)
-      fail_at(line_, "'", io::shown(sign), "' is no part of an expression");
+      fail_at(line_, io::shown(text_.substr(at_, character_length(here()))), " is no part of an expression");
     constexpr std::string_view kOpen = "([{", kClose = ")]}";
     if (kOpen.find(here()) != kOpen.npos) open += kClose[kOpen.find(here())];
     if (kClose.find(here()) != kClose.npos) {
