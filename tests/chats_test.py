@@ -591,7 +591,7 @@ class Commands(Case):
         shape = ["--context", "64", "--batch", "2", "--steps", "3", "--threads", "2", "--lr", "1e-3"]
         result = command.run("train", "--model", model, "--data", self.chats, "--out", self.path("run"), *shape, "--save-every", "2")
         self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertIn("padded", result.stdout)
+        self.assertIn("whole and isolated", result.stdout)
         self.assertIn("with nothing to learn", result.stderr)
         tokens = self.path("chats.bin")
         self.done("tokenize", "--model", model, self.chats, "--out", tokens)
