@@ -204,7 +204,7 @@ struct Figures {
 class Shadow {
  public:
   explicit Shadow(Trainer& trainer)
-      : table_(trainer.state().table()), beta2_(trainer.decaying().get("beta2")) {
+      : table_(trainer.state().table()), beta2_(trainer.groups().at(0).get("beta2")) {
     for (const scruple_tensor& row : table_) exact_.emplace_back(static_cast<std::size_t>(row.size));
   }
 

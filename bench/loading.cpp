@@ -59,7 +59,8 @@ int main(int argc, char** argv) {
     train::Ledger ledger;
     const double begin = now();
     const train::ModelFolder from(folder);
-    train::State state(*backend, parameters, optimizer, optimizer, describe, ledger);
+    train::State state(
+        *backend, parameters, [&](auto) -> const Optimizer& { return optimizer; }, describe, ledger);
     state.start(
         [&](int p, std::int64_t first, std::int64_t count, float* to) { from.read(p, first, count, to); },
         ledger);

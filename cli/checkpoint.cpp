@@ -110,10 +110,12 @@ void add_checkpoint(CLI::App& program) {
       {"run1 --recipe scant --out smaller"},
       {out_folder, {kNone, "--recipe", "", &options->recipe, "NAME", "as 'scruple list' names it"}});
   add("export", "Write the weights for other programs; nothing else is read", export_weights,
-      {"run1 --out weights.safetensors", "run1 --to bf16 --out weights.safetensors"},
+      {"run1 --out weights.safetensors", "run1 --to bf16 --out weights.safetensors",
+       "run1 --ema --out averages.safetensors"},
       {out_file,
        {kNone, "--to", "", &options->to, "FORMAT", "fp32: master weights; bf16: visible ones, or rounded",
-        one_of({"fp32", "bf16"})}})
+        one_of({"fp32", "bf16"})},
+       {kNone, "--ema", "", &options->ema, "", "the moving averages of the weights (train --ema)"}})
       ->add_flag_callback(
           "--fp32", [options] { options->to = "fp32"; }, "the same as --to fp32")
       ->excludes("--to");

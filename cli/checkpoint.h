@@ -17,7 +17,7 @@ struct CheckpointOptions {
   std::string folder, other, out, recipe, to = "fp32";
   std::vector<std::string> histograms;
   std::int64_t shards = 0;
-  bool json = false;
+  bool json = false, ema = false;
 };
 
 void inspect(const CheckpointOptions& options);

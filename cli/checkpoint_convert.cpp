@@ -83,21 +83,25 @@ void convert(const CheckpointOptions& options) {
   manifest.groups = train::groups_of(checkpoint);
   manifest.trainer = with_recipe(checkpoint, options.recipe);
   for (TensorState& tensor : manifest.tensors) {
+    if (train::is_average(tensor)) continue;  // no recipe has it
     const TensorState form = train::stored_form(tensor.name, tensor.shape,
                                                 row_in(tensor, decoder.optimizer(tensor), options.recipe));
     tensor.arrays = form.arrays;
   }
   Deviations deviations;
   std::unique_ptr<Tensor> now;
-  io::write_checkpoint(options.out, manifest, manifest.files.size(),
-                       [&](std::size_t t, std::size_t a, std::size_t p) -> std::span<const std::byte> {
-                         const TensorState& before = checkpoint.manifest().tensors[t];
-                         if (a == 0 && p == 0)
-                           now = std::make_unique<Tensor>(converted(
-                               decoder.engine(), decoder.load(before),
-                               row_in(before, decoder.optimizer(before), options.recipe), deviations));
-                         return train::plane_of(now->raw(), manifest.tensors[t], a, p);
-                       });
+  io::write_checkpoint(
+      options.out, manifest, manifest.files.size(),
+      [&](std::size_t t, std::size_t a, std::size_t p) -> std::span<const std::byte> {
+        const TensorState& before = checkpoint.manifest().tensors[t];
+        if (a == 0 && p == 0)
+          now = std::make_unique<Tensor>(
+              train::is_average(before)
+                  ? decoder.load(before)
+                  : converted(decoder.engine(), decoder.load(before),
+                              row_in(before, decoder.optimizer(before), options.recipe), deviations));
+        return train::plane_of(now->raw(), manifest.tensors[t], a, p);
+      });
   const auto before = static_cast<std::int64_t>(checkpoint.bytes());
   const auto after = static_cast<std::int64_t>(Checkpoint(options.out).bytes());
   ordered_json errors = ordered_json::object();
@@ -122,9 +126,12 @@ void export_weights(const CheckpointOptions& options) {
   check_new(options.out);
   const Checkpoint checkpoint(io::find_checkpoint(options.folder));
   const io::Dtype dtype = options.to == "bf16" ? io::Dtype::bf16 : io::Dtype::f32;
-  const std::vector<TensorState>& tensors = checkpoint.manifest().tensors;
+  if (options.ema) train::check_averages(checkpoint);
+  const std::span<const TensorState> trained = train::trained_of(checkpoint.manifest()),
+                                     tensors =
+                                         options.ema ? train::averages_of(checkpoint.manifest()) : trained;
   std::vector<io::TensorInfo> infos;
-  for (const TensorState& tensor : tensors) infos.push_back({tensor.name, dtype, tensor.shape});
+  for (const TensorState& tensor : trained) infos.push_back({tensor.name, dtype, tensor.shape});
   io::SafetensorsWriter writer(options.out, infos, {{"format", "pt"}});
   Engine engine;
   for (std::size_t t = 0; t < tensors.size(); ++t)

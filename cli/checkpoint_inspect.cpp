@@ -36,10 +36,11 @@ std::vector<std::pair<std::string, std::int64_t>> bytes_by_kind(const Checkpoint
   for (const TensorState& tensor : checkpoint.manifest().tensors)
     for (const io::Array& array : tensor.arrays)
       for (const io::Plane& plane : array.planes) {
-        const std::string kind = plane.kind == "scale"    ? "scales"
-                                 : plane.kind == "extra"  ? "extra"
-                                 : array.name == "weight" ? "weights"
-                                                          : array.name;
+        const std::string kind = train::is_average(tensor) ? "ema"
+                                 : plane.kind == "scale"   ? "scales"
+                                 : plane.kind == "extra"   ? "extra"
+                                 : array.name == "weight"  ? "weights"
+                                                           : array.name;
         entry_of(kinds, kind) += plane.bytes();
         sum += plane.bytes();
       }
@@ -148,7 +149,7 @@ void print_checkpoint(const Checkpoint& checkpoint) {
   for (const TensorState& tensor : manifest.tensors) {
     std::vector<std::string> formats;
     for (const io::Array& array : tensor.arrays) formats.push_back(array.format);
-    elements += tensor.elements();
+    if (!train::is_average(tensor)) elements += tensor.elements();
     table.rows.push_back({tensor.name, shape_text(tensor.shape), joined(formats), grouped(bytes_of(tensor))});
   }
   table.print(std::cout);

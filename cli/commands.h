@@ -32,6 +32,7 @@ void add_checkpoint(CLI::App& program);
 void add_compare(CLI::App& program);
 void add_train(CLI::App& program);
 void add_sample(CLI::App& program);
+void add_eval(CLI::App& program);
 void add_tokenize(CLI::App& program);
 
 }  // namespace scruple::cli

@@ -95,8 +95,7 @@ Text text_of(const CompareOptions& options) {
   const std::int64_t context = model.config.shape.context;
   if (options.data.empty()) return text_of(Grammar(kGrammar), context);
   const std::string tokenizer = model.folder ? model.folder->folder() : "";
-  const auto file = std::make_shared<train::Data>(
-      open_data(options.data, options.cutting.cutting(context), model, tokenizer));
+  const auto file = std::make_shared<train::Data>(open_data(options.data, options.cutting, model, tokenizer));
   return {file->training(), file->validation(), file};
 }
 
@@ -373,11 +372,14 @@ void compare(const CompareOptions& options) {
 }  // namespace
 
 OptionTable CompareOptions::options() {
+  OptionTable of_data = cutting.options();
+  row_named(of_data, "--validation").check = a_share();  // losses are what it compares
+  row_named(of_data, "--validation").help = "share of the data for validation, from its end";
   OptionTable of_model = model.options();
   std::erase_if(of_model, [](const Option& option) { return option.name == "--seed"; });
   return joined(
       {{{kData, "--data", "", &data, "PATH", "as in train (default: a text that a seeded grammar makes)"}},
-       cutting.options(),
+       of_data,
        {{kMemory, "--recipes", "", &recipes, "NAMES",
          "with commas between (default: all that the device serves)"}},
        gradients.options(),

@@ -77,7 +77,9 @@ std::int64_t taken(const Record& record) { return static_cast<std::int64_t>(reco
 std::string why_no_better(const Record& record) {
   if (const std::int64_t skipped = record.skipped(); 2 * skipped > taken(record))
     return grouped(skipped) + " of " + plural(taken(record), "step") +
-           " were skipped, because a gradient was not finite; choose a smaller --lr or --loss-scale";
+           (2 * record.outliers() > skipped
+                ? " were skipped as outliers; choose a smaller --lr or a larger --skip-outliers"
+                : " were skipped, because a gradient was not finite; choose a smaller --lr or --loss-scale");
   constexpr double kNoise = 1.01;  // runs of a few steps end 0.01 % above
   if (record.final_loss() > kNoise * record.first_loss())
     return "the validation loss ended above where it began, " + fixed(record.first_loss(), 4) + " -> " +
@@ -91,17 +93,24 @@ void print_end(const Session& session, const Record& record, const Ending& endin
   const TrainOptions& options = session.options;
   const auto params = static_cast<double>(train::parameter_count(session.job.shape));
   const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
-  if (const std::int64_t skipped = record.skipped(); skipped > 0)
-    std::cout << grouped(skipped) << " of " << plural(taken(record), "step")
-              << (skipped == 1 ? " was" : " were") << " skipped: a gradient was not finite.\n";
+  const auto tell = [&](std::int64_t skipped, const std::string& why) {
+    if (skipped > 0)
+      std::cout << grouped(skipped) << " of " << plural(taken(record), "step")
+                << (skipped == 1 ? " was" : " were") << " skipped: " << why << ".\n";
+  };
+  tell(record.skipped() - record.outliers(), "a gradient was not finite");
+  tell(record.outliers(), "the loss or the norm was more than " + shortest(options.skip_outliers) +
+                              " deviations above its running mean");
   std::cout << validation_words(record, session.job) << "; ";
   if (record.steps.size() > record.resumed) {
     std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
     if (most_tokens > 0) std::cout << "MFU " << mfu_words(record.tokens_per_second(), most_tokens) << "; ";
   }
   std::cout << "peak " << size_words(session.ledger.peak()) << '\n'
-            << "weights, moments and gradients: " << each(session.plan.total())
-            << " bytes per parameter planned, " << each(measured_total(session.ledger)) << " measured\n";
+            << (session.job.ema > 0 ? "weights, moments, gradients and averages: "
+                                    : "weights, moments and gradients: ")
+            << each(session.plan.total()) << " bytes per parameter planned, "
+            << each(measured_total(session.ledger)) << " measured\n";
   if (record.mean_unmoved() >= kUnmovedToTell)
     std::cout << "a step left " << share_words(record.mean_unmoved())
               << " of the weights as they were, mean of "
@@ -150,6 +159,16 @@ std::string failure_of(const Session& session, const std::exception_ptr& failure
   return "";
 }
 
+// Where the weights of the best validation are.
+std::string best_words(const TrainOptions& options, const Record& record) {
+  const std::int64_t best = record.best().first;
+  const std::string folder = train::checkpoints_of(options.out) + "/" + io::step_name(best);
+  if (best == taken(record)) return ".";
+  return std::filesystem::exists(folder + "/manifest.json")
+             ? "; its checkpoint is " + folder + "."
+             : ", of which no checkpoint was kept: --save-every and --keep do.";
+}
+
 }  // namespace
 
 Ending finish(Session& session, const Record& record, train::Trainer& trainer, train::Metrics& metrics,
@@ -180,6 +199,11 @@ void conclude(const Session& session, const Record& record, const Ending& ending
     std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(taken(record)) << " of "
               << grouped(options.model.steps)
               << (ending.problems.empty() ? ". To go on:\n  " + resume_command(options) : ".") << std::endl;
+  if (record.settled)
+    std::cout << "Ended by --stop-when after step " << grouped(taken(record)) << " of "
+              << grouped(options.model.steps) << ": the best validation loss, "
+              << fixed(record.best().second, 4) << ", is that of step " << grouped(record.best().first)
+              << best_words(options, record) << std::endl;
   if (failure || !ending.problems.empty())
     throw std::runtime_error(told(session, record, ending, failure_of(session, failure)));
   if (!record.validations.empty() && record.validations.front().first == 0 &&
@@ -194,6 +218,13 @@ void conclude(const Session& session, const Record& record, const Ending& ending
         (session.saved == 0
              ? ""
              : "; the last checkpoint, of step " + grouped(session.saved) + ", is from before that"));
+  const bool ended_early = !record.stopped && !record.settled && taken(record) < options.model.steps;
+  if (const std::int64_t outliers = train::outliers_lost(record); ended_early && outliers > 0)
+    throw std::runtime_error("the last " + plural(outliers, "step") +
+                             " were skipped as outliers, and the run ended: its "
+                             "weights are from before them. Choose a smaller --lr, or '" +
+                             resume_command(options) + " --skip-outliers Z' with a larger Z than " +
+                             shortest(options.skip_outliers));
   if (record.stopped) throw Stopped{Interrupts::signal()};
   if (!problem.empty()) throw NoBetter{};
 }

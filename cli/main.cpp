@@ -100,7 +100,7 @@ int complain(const std::string& message, int code) {
 }
 
 #if !defined(SCRUPLE_HAS_TRAIN)
-constexpr const char* kOfTrainer[] = {"compare", "train", "sample", "tokenize"};
+constexpr const char* kOfTrainer[] = {"compare", "train", "sample", "eval", "tokenize"};
 
 constexpr const char* kNoTrainer =
     "' needs the trainer, which this build leaves out. Install libopenblas-pthread-dev, libpcre2-dev and "
@@ -174,17 +174,15 @@ struct Elsewhere {
   const char *name, *here, *what = "";
 };
 constexpr const char* kSeen = " N, of which each sees --batch x --accumulate windows of --context tokens";
-constexpr Elsewhere kElsewhere[] = {{"--learning-rate", "--lr"},
-                                    {"--learning_rate", "--lr"},
-                                    {"--epochs", "--steps", kSeen},
-                                    {"--num-epochs", "--steps", kSeen},
-                                    {"--num_train_epochs", "--steps", kSeen},
-                                    {"--max-steps", "--steps"},
-                                    {"--batch-size", "--batch"},
-                                    {"--max-length", "--context"},
-                                    {"--gradient-accumulation-steps", "--accumulate"},
-                                    {"--max-grad-norm", "--clip"},
-                                    {"--output-dir", "--out"}};
+constexpr Elsewhere kElsewhere[] = {
+    {"--learning-rate", "--lr"},         {"--learning_rate", "--lr"},
+    {"--epochs", "--steps", kSeen},  // compare has none
+    {"--num-epochs", "--epochs"},        {"--num_train_epochs", "--epochs"},
+    {"--max-steps", "--steps"},          {"--batch-size", "--batch"},
+    {"--max-length", "--context"},       {"--gradient-accumulation-steps", "--accumulate"},
+    {"--max-grad-norm", "--clip"},       {"--output-dir", "--out"},
+    {"--patience", "--stop-when"},       {"--early-stopping-patience", "--stop-when"},
+    {"--eval-data", "--validation-data"}};
 
 // The first option that the command does not have, and which one was perhaps meant; "" where it has all.
 std::string unknown_option(const CLI::App& command, const Words& words) {
@@ -236,6 +234,7 @@ int run(int argc, char** argv) {
 #if defined(SCRUPLE_HAS_TRAIN)
   cli::add_train(program);
   cli::add_sample(program);
+  cli::add_eval(program);
   cli::add_tokenize(program);
 #endif
   cli::add_plan(program);

@@ -9,6 +9,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "train/run/rows.h"
+
 namespace scruple::cli {
 namespace {
 
@@ -37,6 +39,7 @@ std::vector<std::pair<std::string, std::int64_t>> Memory::parts() const {
   std::vector<std::pair<std::string, std::int64_t>> all = {{"weights", weights}, {"extra", extra}};
   all.insert(all.end(), slots.begin(), slots.end());
   all.insert(all.end(), {{"scales", scales}, {"gradients", gradients}});
+  if (ema > 0) all.emplace_back("ema", ema);
   return all;
 }
 
@@ -53,6 +56,13 @@ Memory measure(const Choice& choice, const Optimizer& optimizer, const std::stri
     add_tensor(memory, choice.for_policy(policy, recipe, size).describe(optimizer, recipe, size), count,
                policy != "released");
   return memory;
+}
+
+std::int64_t ema_bytes(const Model& model) {
+  std::int64_t bytes = 0;
+  for (const auto& [size, count] : model.tensors)
+    bytes += count * plane_bytes(format_named(train::kAverageFormat), size).total();
+  return bytes;
 }
 
 void refuse_memory(const std::string& what, std::int64_t needed, const std::string& there,

@@ -13,7 +13,7 @@
 namespace scruple::cli {
 
 struct Memory {
-  std::int64_t weights = 0, extra = 0, scales = 0, gradients = 0;
+  std::int64_t weights = 0, extra = 0, scales = 0, gradients = 0, ema = 0;
   std::vector<std::pair<std::string, std::int64_t>> slots;  // codes of each moment
 
   // Every part by name, in the order of the tables; they add up to total().
@@ -26,6 +26,9 @@ inline constexpr const char* kPolicies[] = {"stored", "released", "compressed"};
 // `policy`: stored takes the recipe's gradient format, released nothing, compressed what Choice::for_policy says.
 Memory measure(const Choice& choice, const Optimizer& optimizer, const std::string& recipe,
                const Model& model, const std::string& policy);
+
+// Of a moving average of the model's weights (--ema).
+std::int64_t ema_bytes(const Model& model);
 
 // Throws "WHAT needs 1.1 TiB, and 20.1 GiB are free; ADVICE", and where they would go.
 [[noreturn]] void refuse_memory(const std::string& what, std::int64_t needed, const std::string& there,

@@ -108,6 +108,10 @@ CLI::Validator a_share() {
   return a_number([](double value) { return value > 0 && value < 1; }, "number above 0 and below 1");
 }
 
+CLI::Validator a_share_or_none() {
+  return a_number([](double value) { return value >= 0 && value < 1; }, "number of 0 or more, and below 1");
+}
+
 CLI::Validator whole_from(std::int64_t fewest, std::int64_t most) {
   return {[=](const std::string& text) {
             std::int64_t value = 0;

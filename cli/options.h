@@ -51,7 +51,8 @@ inline CLI::Validator anything() { return {}; }
 // CLI11's own ranges let NaN through, print 309 digits, and take the nearest whole number that there is.
 CLI::Validator above_zero();
 CLI::Validator not_negative();
-CLI::Validator a_share();  // above 0, below 1
+CLI::Validator a_share();          // above 0, below 1
+CLI::Validator a_share_or_none();  // the same, or 0
 CLI::Validator whole_from(std::int64_t fewest, std::int64_t most = std::numeric_limits<std::int64_t>::max());
 
 }  // namespace scruple::cli

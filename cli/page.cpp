@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "progress.h"
+#include "rate.h"
 #include "room.h"
 #include "text.h"
 #include "training.h"
@@ -42,7 +43,32 @@ std::string formats_of(const train::Job& job, const Optimizer& optimizer) {
 
 std::string rate_of(const train::Schedule& schedule) {
   return shortest(schedule.peak) + " at its peak, " + plural(schedule.warmup, "step") + " of warm-up, " +
-         train::kAnnealings[static_cast<int>(schedule.annealing)];
+         schedule_words(schedule);
+}
+
+std::string batch_of(const train::Job& job) {
+  const std::int64_t parts = job.gradients.micro_batches;
+  return plural(job.batch, "window") + " of " + grouped(job.shape.context) +
+         (parts > 1 ? ", " + grouped(parts) + " micro-batches" : "");
+}
+
+std::string epochs_of(const Record& record) {
+  const bool is_known = !record.steps.empty() && std::isfinite(record.steps.back().epoch);
+  return is_known ? fixed(record.steps.back().epoch, 2) : "not counted: windows are drawn by chance";
+}
+
+// What lies under the noise: a mean over the last 50 steps or so. "" of a run that is too short for it.
+std::vector<train::Curve> with_smoothed(const train::Curve& loss) {
+  constexpr double kShare = 0.02;
+  constexpr std::size_t kShort = 100;
+  if (loss.y.size() < kShort) return {loss};
+  train::Curve smoothed = {"training, smoothed", loss.x, {}, false};
+  double mean = 0, weight = 0;
+  for (const double y : loss.y) {
+    if (std::isfinite(y)) mean += kShare * (y - mean), weight += kShare * (1 - weight);
+    smoothed.y.push_back(mean / weight);
+  }
+  return {loss, smoothed};
 }
 
 train::Figures settings_of(const Trained& run) {
@@ -64,6 +90,10 @@ train::Figures settings_of(const Trained& run) {
            {"hyperparameters", hyper_words(optimizer)},
            {"learning rate", rate_of(job.schedule)},
            {"steps", grouped(job.schedule.steps) + " of " + step_words(job, run.layout)},
+           {"batch", batch_of(job)},
+           {"layout", std::string(train::kLayouts[static_cast<int>(run.layout)]) +
+                          (job.isolates ? ", documents isolated" : "")},
+           {"epochs taken", epochs_of(run.record)},
            {"seed", std::to_string(job.seed)}}};
 }
 
@@ -76,7 +106,10 @@ train::Figures speed_of(const Trained& run) {
       "Validations are not counted.",
       {{"of the run", "value"}, {"device", run.trainer.backend().device()}, {"steps taken", grouped(taken)}}};
   if (before > 0) speed.rows.push_back({"of them in earlier sessions", grouped(before)});
-  speed.rows.push_back({"skipped, their gradients not finite", grouped(record.skipped())});
+  speed.rows.push_back(
+      {"skipped, their gradients not finite", grouped(record.skipped() - record.outliers())});
+  if (record.outliers() > 0)
+    speed.rows.push_back({"skipped, their loss or norm an outlier", grouped(record.outliers())});
   if (taken > before) {
     speed.rows.push_back({"ms per step", fixed(record.ms_per_step(), 1)});
     const double rate = record.tokens_per_second();
@@ -214,20 +247,36 @@ train::Section steps_of(const train::Job& job, const Record& record) {
 
 train::Section loss_of(const Record& record, const train::Job& job) {
   const train::Curve loss = curve_of("training", record, [](const Outcome& step) { return step.loss; });
+  if (!record.validates)
+    return {"Loss",
+            "",
+            {},
+            {},
+            {{"Training", "There was no validation.", "step", nats_per(job.shape), with_smoothed(loss), {}}}};
   train::Curve validation = {"validation", {}, {}, true};
   for (const auto& [step, value] : record.validations)
     validation.x.push_back(static_cast<double>(step)), validation.y.push_back(value);
-  return {"Loss",
-          "",
-          {},
-          {},
-          {{"Training and validation", "", "step", nats_per(job.shape), {loss, validation}, {}}}};
+  std::vector<train::Curve> curves = with_smoothed(loss);
+  curves.push_back(validation);
+  return {"Loss", "", {}, {}, {{"Training and validation", "", "step", nats_per(job.shape), curves, {}}}};
 }
 
 }  // namespace
 
 std::string validation_words(const Record& record, const train::Job& job) {
   const std::string unit = " " + nats_per(job.shape);
+  if (!record.validates) {
+    constexpr std::size_t kMeanOf = 20;
+    double sum = 0;
+    const std::size_t count = std::min(kMeanOf, record.steps.size());
+    for (std::size_t i = record.steps.size() - count; i < record.steps.size(); ++i)
+      sum += record.steps[i].loss;
+    const std::string mean = count == 0 ? ""
+                                        : "; training loss " + fixed(sum / static_cast<double>(count), 4) +
+                                              unit + ", mean of the last " +
+                                              plural(static_cast<std::int64_t>(count), "step");
+    return "no validation" + mean;
+  }
   if (record.validations.empty()) return "no validation was finished";
   const auto at = [&](const std::pair<std::int64_t, double>& validation, std::int64_t usual) {
     return fixed(validation.second, 4) +

@@ -62,7 +62,7 @@ struct Options {
   std::int64_t batch = 0, context = 0;  // batch 0: the state alone
   int threads = 0;
   std::string device, recompute, activations;
-  bool offload = false, as_json = false;
+  bool offload = false, ema = false, as_json = false;
 };
 
 struct Row {
@@ -179,7 +179,9 @@ Plan make_plan(const Options& options) {
   plan.refusals = for_each_recipe(choice, [&](const std::string& recipe) {
     const std::string policy = options.policy.empty() ? "stored" : options.policy;
     const auto with = [&](const std::string& other) {
-      return measure(choice, optimizer, recipe, plan.model, other);
+      Memory memory = measure(choice, optimizer, recipe, plan.model, other);
+      if (options.ema) memory.ema = ema_bytes(plan.model);
+      return memory;
     };
     Row row = {recipe, policy, with(policy), with("released").total(), with("compressed").total()};
     if (add_run) add_run(row);
@@ -265,6 +267,8 @@ void add_plan(CLI::App& program) {
                       {{kMemory, "--gradients", "", &options->policy, "POLICY",
                         either(kPolicies) + " (default: stored, and others' totals)", one_of(kPolicies)}},
                       options->choice.format_options(),
+                      {{kMemory, "--ema", "", &options->ema, "",
+                        "with a moving average of the weights (train --ema)"}},
                       run_options(*options),
                       {{kRun, "--json", "", &options->as_json, "",
                         "print one JSON object with a list 'rows'; sizes in bytes"}}}));

@@ -60,20 +60,18 @@ Progress::Progress(std::string label, const train::Job& job, const train::Traine
     : label_(std::move(label)),
       steps_(job.schedule.steps),
       most_tokens_(most_tokens(trainer, job)),
-      ledger_(ledger),
-      terminal_(isatty(STDERR_FILENO) != 0),
-      last_(Clock::now()) {}
+      ledger_(ledger) {}
 
-Progress::~Progress() { clear(); }
+StatusLine::StatusLine() : terminal_(isatty(STDERR_FILENO) != 0), last_(Clock::now()) {}
 
-void Progress::clear() {
+void StatusLine::clear() {
   if (terminal_ && width_ > 0)
     std::cerr << '\r' << std::string(std::min(width_, columns_for_a_line()), ' ') << '\r' << std::flush;
   width_ = 0;
 }
 
 void Progress::warn(const std::string& message) {
-  clear();
+  status_.clear();
   std::cerr << "scruple: " << message << std::endl;
 }
 
@@ -81,25 +79,28 @@ std::string Progress::line(const train::Record& record, double seconds_left) con
   const auto done = static_cast<std::int64_t>(record.steps.size());
   const double rate = record.tokens_per_second();
   const train::Outcome& last = record.steps.back();
-  std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_) + "  loss " +
-                     fixed(last.loss, 4) + "  " + grouped(std::llround(rate)) + " tokens/s  ";
+  std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_);
+  if (!std::isnan(last.epoch)) text += "  epoch " + fixed(last.epoch, 2);
+  text += "  loss " + fixed(last.loss, 4) + "  ";
+  if (!record.validations.empty()) text += "val " + fixed(record.validations.back().second, 4) + "  ";
+  text += grouped(std::llround(rate)) + " tokens/s  ";
   if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
-  if (last.skipped) text += "  skipped";
+  if (last.skipped) text += last.outlier ? "  outlier skipped" : "  skipped";
   if (!record.unmoved.empty() && record.unmoved.back().second.share >= kUnmovedToTell)
     text += "  unmoved " + share_words(record.unmoved.back().second.share);
   return text;
 }
 
-bool Progress::is_due(bool in_any_case) {
+bool StatusLine::is_due(bool in_any_case) {
   const auto pause = terminal_ ? std::chrono::milliseconds(100) : std::chrono::seconds(10);
   if (Clock::now() - last_ < pause && !in_any_case) return false;
   last_ = Clock::now();
   return true;
 }
 
-void Progress::put(std::string text) {
+void StatusLine::put(std::string text) {
   if (!terminal_) {
     std::cerr << text << std::endl;
     return;
@@ -114,11 +115,11 @@ void Progress::put(std::string text) {
 
 void Progress::show(const train::Record& record, double seconds_left) {
   const bool last = static_cast<std::int64_t>(record.steps.size()) == steps_;
-  if (is_due(last && !terminal_)) put(line(record, seconds_left));
+  if (status_.is_due(last && !status_.is_terminal())) status_.put(line(record, seconds_left));
 }
 
 void Progress::validating(std::int64_t done, std::int64_t all) {
-  if (is_due(false)) put(label_ + "  validating, " + std::to_string(100 * done / all) + " %");
+  if (status_.is_due()) status_.put(label_ + "  validating, " + std::to_string(100 * done / all) + " %");
 }
 
 std::string duration(double seconds) {

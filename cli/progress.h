@@ -22,29 +22,38 @@ inline constexpr double kUnmovedToTell = 0.01;
 std::string mfu_words(double rate, double most);  // 41.2 %; "" where the most is not known
 
 // A line on stderr that rewrites itself on a terminal, cut to its width, and comes every few seconds elsewhere.
+class StatusLine {
+ public:
+  StatusLine();
+  ~StatusLine() { clear(); }
+  bool is_terminal() const { return terminal_; }
+  bool is_due(bool in_any_case = false);
+  void put(std::string text);
+  void clear();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  bool terminal_;
+  std::size_t width_ = 0;
+  Clock::time_point last_;
+};
+
 class Progress {
  public:
   Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
            const train::Ledger& ledger);
-  ~Progress();
   void show(const train::Record& record, double seconds_left);
   void validating(std::int64_t done, std::int64_t all);  // batches
   void warn(const std::string& message);                 // on a line of its own
 
  private:
-  using Clock = std::chrono::steady_clock;
-  bool is_due(bool in_any_case);
   std::string line(const train::Record& record, double seconds_left) const;
-  void put(std::string text);
-  void clear();
 
   std::string label_;
   std::int64_t steps_;
   double most_tokens_;
   const train::Ledger& ledger_;
-  bool terminal_;
-  std::size_t width_ = 0;
-  Clock::time_point last_;
+  StatusLine status_;
 };
 
 std::string duration(double seconds);  // 0:07, 12:30, 3:05:00

@@ -29,6 +29,7 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job
   Model model;
   for (const train::Parameter& parameter : parameters) model.add(parameter.size());
   Memory memory = measure(choice, choice.make_optimizer(), recipe, model, policy);
+  if (job.ema > 0) memory.ema = ema_bytes(model);
   if (policy == "released") memory.gradients = job.backend(1)->released_bytes(parameters, job.activations);
   return memory;
 }

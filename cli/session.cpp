@@ -1,5 +1,6 @@
 #include "session.h"
 
+#include <cmath>
 #include <filesystem>
 #include <utility>
 
@@ -13,10 +14,12 @@
 namespace scruple::cli {
 namespace {
 
-constexpr double kLr = 1e-3;
 // Notes that are no option's. Old checkpoints have no kArithmetic.
 constexpr const char *kProgramNote = "program", *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32",
-                     *kArithmetic = "arithmetic";
+                     *kArithmetic = "arithmetic", *kValidationChecksum = "validation_crc32",
+                     *kOrder =
+                         "order";  // of windows; older runs, which have no such note, drew them by chance
+constexpr const char* kByEpochs = "epochs";
 
 io::Metadata data_notes(const std::string& path, const train::Data& data) {
   return {{"data", path == train::Data::kStandardInput ? path : std::filesystem::absolute(path).string()},
@@ -29,6 +32,13 @@ void complete(TrainOptions& options) {
   Choice& choice = options.choice;
   if (choice.recipe.empty()) choice.recipe = "scruple";
   options.model.device = device_for(options.model.device);
+  if (!options.validation_data.empty()) {
+    if (options.validation_data == train::Data::kStandardInput)
+      throw UsageError("--validation-data cannot be standard input; give a file");
+    options.cutting.validation = 0;
+  }
+  if (options.stop_when > 0 && !validates(options))
+    throw UsageError("--stop-when counts validations, and --validation is 0; leave one of them out");
   for (const std::string& hyper : choice.hypers)
     if (hyper.starts_with("lr="))
       throw UsageError("--set " + hyper + " has no effect: the schedule sets the rate; use --lr");
@@ -49,7 +59,8 @@ TrainOptions changed(TrainOptions noted, const CLI::App& command, TrainOptions g
 void check_known(const Session& session, const OptionTable& table) {
   io::Metadata unknown = session.before;
   for (const Option& option : table) unknown.erase(option.key);
-  for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kArithmetic, train::kConfigNote})
+  for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kValidationChecksum, kArithmetic, kOrder,
+                          train::kConfigNote, train::kOutliersNote})
     unknown.erase(key);
   if (!unknown.empty())
     throw std::runtime_error(session.from->folder() + " has a setting '" + unknown.begin()->first +
@@ -61,10 +72,10 @@ void extend(Session& session, std::int64_t steps) {
   TrainOptions& options = session.options;
   const std::int64_t wanted = std::exchange(options.model.steps, steps);
   if (wanted < steps)
-    throw UsageError("--steps is " + std::to_string(wanted) + ", and the run has " + grouped(steps) +
-                     "; --resume makes it longer, never shorter");
+    throw UsageError((options.epochs > 0 ? "--epochs makes " : "--steps is ") + std::to_string(wanted) +
+                     ", and the run has " + grouped(steps) + "; --resume makes it longer, never shorter");
   if (wanted == steps) return;
-  options.warmup = options.schedule().warmup;
+  options.rate.warmup = options.schedule().warmup;
   options.validate_every = span_of(steps, options.validate_every).validate_every;
   options.model.steps = wanted;
   session.first = steps;
@@ -116,6 +127,11 @@ Session resumed(const CLI::App& command, const TrainOptions& given) {
   check_known(session, noted.options());
   take_notes(noted.options(), session.before);
   session.options = changed(noted, command, given);
+  session.options.cutting.by_chance = !session.before.contains(kOrder);
+  if (command.count("--validation-data") > 0 && noted.validation_data.empty())
+    throw UsageError(
+        "--validation-data names where that file of the run is now, and the run validates on a share of its "
+        "--data; leave it out");
   if (session.in_place) session.options.out = given.resume, session.saved = session.from->manifest().step;
   if (command.count("--steps") > 0) extend(session, noted.model.steps);
   if (session.options.data == train::Data::kStandardInput && command.count("--data") == 0)
@@ -135,21 +151,24 @@ OptionTable TrainOptions::options() {
       {{{kData, "--data", "data", &data, "PATH",
          "text, folder of texts, *.jsonl, *.bin (tokens), or - for standard input", anything(), kMayChange}},
        cutting.options(),
+       {{kData, "--validation-data", "validation-data", &validation_data, "PATH",
+         "validate on this, and train on all of --data", anything(), kMayChange}},
        {{kRun, "--out", "", &out, "DIR", "folder to write"},
         {kRun, "--force", "", &force, "", "replace the run in --out, after the first step"},
         {kRun, "--resume", "", &resume, "DIR",
-         "go on from this run's last checkpoint; with --steps: to more steps"}},
+         "go on from this run's last checkpoint; with --steps or --epochs: to more of them"},
+        {kRun, "--epochs", "", &epochs, "N",
+         "how often every window is seen, in place of --steps; 0.5 is half of them", above_zero()}},
        formats,
-       {{kOptimizer, "--lr", "lr", &lr, "RATE",
-         "peak learning rate (default: " + shortest(kLr) + "; of a folder's weights " + shortest(kTuningLr) +
-             ")",
-         above_zero()},
-        {kOptimizer, "--schedule", "schedule", &annealing, "SHAPE",
-         "cosine or linear (both fall to 0), or constant", one_of(train::kAnnealings)},
-        {kOptimizer, "--warmup", "warmup", &warmup, "N",
-         "steps of linear rise (default: a twentieth of --steps)", whole_from(0)},
-        {kOptimizer, "--weight-decay", "weight-decay", &weight_decay, "X",
-         "of matrices; norms and biases never decay (default: the optimizer's)", not_negative()}},
+       rate.options(),
+       {{kOptimizer, "--ema", "ema", &ema, "DECAY",
+         "keep a moving average of the weights, such as 0.999, in 3 bytes each, for sample --ema and eval "
+         "--ema",
+         a_share()},
+        {kOptimizer, "--skip-outliers", "skip-outliers", &skip_outliers, "Z",
+         "on the CPU, stored or compressed: skip a step whose loss or gradient norm is more than Z standard "
+         "deviations above its running mean, such as 6",
+         above_zero(), kMayChange}},
        gradients.options(),
        model.options(0),  // 0 steps: the weights are written as they are
        choice.format_options(),
@@ -162,24 +181,19 @@ OptionTable TrainOptions::options() {
          "refuse a run that needs more than this: 46GiB, 48GB"},
         {kRun, "--validate-every", "validate-every", &validate_every, "N",
          "steps between validations (default: a twentieth of --steps)", whole_from(1)},
+        {kRun, "--stop-when", "stop-when", &stop_when, "N",
+         "end the run when N validations in a row were no better than the best before them", whole_from(1),
+         kMayChange},
         {kRun, "--save-every", "save-every", &save_every, "N",
-         "steps between checkpoints (default: only Ctrl-C saves one)", whole_from(1), kMayChange},
+         "steps between checkpoints (default: 15 minutes; Ctrl-C saves one too)", whole_from(1), kMayChange},
         {kRun, "--keep", "keep", &keep, "N", "checkpoints that stay; 0: all", whole_from(0), kMayChange}}});
 }
 
 Choice TrainOptions::chosen() const {
   Choice made = choice;
-  if (weight_decay >= 0)
-    made.hypers.insert(made.hypers.begin(), "weight_decay=" + shortest(weight_decay, 17));
+  if (rate.weight_decay >= 0)
+    made.hypers.insert(made.hypers.begin(), "weight_decay=" + shortest(rate.weight_decay, 17));
   return made;
-}
-
-train::Schedule TrainOptions::schedule() const {
-  const std::int64_t rise = warmup >= 0 ? warmup : model.steps / 20;
-  if (rise > model.steps)
-    throw UsageError("--warmup is " + std::to_string(rise) + ", and --steps is " +
-                     std::to_string(model.steps) + "; choose a --warmup of at most that");
-  return {value_named<train::Annealing>(train::kAnnealings, annealing).value(), lr, rise, model.steps};
 }
 
 std::int64_t TrainOptions::limit() const {
@@ -187,6 +201,8 @@ std::int64_t TrainOptions::limit() const {
 }
 
 Session session_of(const CLI::App& command, const TrainOptions& given) {
+  if (given.epochs > 0 && command.count("--steps") > 0)
+    throw UsageError("--epochs and --steps both say how long the run is; leave one of them out");
   if (command.count("--memory-limit") > 0) parse_size(given.memory_limit, "--memory-limit");  // "" is none
   if (!given.resume.empty()) return resumed(command, given);
   Session session;
@@ -194,6 +210,9 @@ Session session_of(const CLI::App& command, const TrainOptions& given) {
   TrainOptions& options = session.options;
   complete(options);
   refuse_sizes(options.model, command);
+  if (!options.validation_data.empty() && command.count("--validation") > 0 && given.cutting.validation > 0)
+    throw UsageError(
+        "--validation is a share of --data, and --validation-data a file of its own; leave one of them out");
   if (options.data.empty() || options.out.empty())
     throw UsageError(std::string(options.data.empty() ? "--data" : "--out") +
                      " is required, unless --resume goes on with a run; try 'scruple train --help'");
@@ -203,7 +222,9 @@ Session session_of(const CLI::App& command, const TrainOptions& given) {
       std::filesystem::equivalent(options.out, session.model.folder->folder(), ignored))
     throw UsageError("--out is the folder of --model, which the run would replace; name another folder");
   options.model.context = session.model.config.shape.context;
-  if (options.lr == 0) options.lr = session.model.has_weights() ? kTuningLr : kLr;
+  if (options.rate.lr == 0) options.rate.lr = session.model.has_weights() ? kTuningLr : kLr;
+  options.rate.complete();
+  options.rate.overrides(train::parameters_of(session.model.config.shape));  // refused before data is read
   return session;
 }
 
@@ -214,13 +235,28 @@ io::Metadata notes_for(const Session& session, const train::Data& data, const tr
     options.model.model = std::filesystem::absolute(options.model.model).string();
     options.model.shape = {0, 0, 0};  // its config has them
   }
+  if (!options.validation_data.empty())
+    options.validation_data = std::filesystem::absolute(options.validation_data).string();
   io::Metadata notes = data_notes(options.data, data);
+  if (session.validation) notes[kValidationChecksum] = io::hex(session.validation->crc32());
   notes.merge(notes_of(options.options()));
   notes[kProgramNote] = train::kProgram;
+  if (!options.cutting.by_chance) notes[kOrder] = kByEpochs;
   if (!is_gpt) notes[train::kConfigNote] = session.model.config.text;
   if (const std::string arithmetic = trainer.backend().arithmetic(); !arithmetic.empty())
     notes[kArithmetic] = arithmetic;
   return notes;
+}
+
+void count_epochs(Session& session, const train::Windows& data) {
+  TrainOptions& options = session.options;
+  if (options.epochs == 0) return;
+  const double windows = options.epochs * static_cast<double>(data.count());
+  const double of_step = static_cast<double>(options.model.batch) * options.gradients.accumulate;
+  const double steps = std::ceil(windows / of_step);
+  if (!(steps <= 1e15)) throw UsageError("--epochs is " + shortest(options.epochs) + ", which no run ends");
+  const std::int64_t before = std::exchange(options.model.steps, static_cast<std::int64_t>(steps));
+  if (session.from) extend(session, before);
 }
 
 void check_data(const Session& session, const train::Data& data) {
@@ -231,6 +267,16 @@ void check_data(const Session& session, const train::Data& data) {
       throw std::runtime_error(now.at("data") +
                                " is not the file that the run was started with: its length or checksum "
                                "differs; name the right one with --data");
+  const auto validated = session.before.find(kValidationChecksum);
+  if (session.validation && validated != session.before.end() &&
+      validated->second != io::hex(session.validation->crc32()))
+    throw std::runtime_error(session.options.validation_data +
+                             " is not the file that the run was validated with: its checksum differs; name "
+                             "the right one with --validation-data");
+}
+
+bool validates(const TrainOptions& options) {
+  return options.cutting.validation > 0 || !options.validation_data.empty();
 }
 
 std::string moved_words(const Session& session, const train::Trainer& trainer) {

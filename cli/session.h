@@ -10,6 +10,7 @@
 #include "io/checkpoint.h"
 #include "memory.h"
 #include "options.h"
+#include "rate.h"
 #include "train/run/folder.h"
 #include "train/run/run.h"
 #include "train/run/trainer.h"
@@ -23,14 +24,15 @@ struct TrainOptions {
   ModelOptions model;
   GradientOptions gradients;
   CuttingOptions cutting;
-  std::string data, out, activations, annealing = train::kAnnealings[0], memory_limit, resume;
-  double lr = 0, weight_decay = -1;
-  std::int64_t warmup = -1, validate_every = 0, save_every = 0, keep = 2;
+  RateOptions rate;
+  std::string data, validation_data, out, activations, memory_limit, resume;
+  double ema = 0, epochs = 0, skip_outliers = 0;
+  std::int64_t validate_every = 0, save_every = 0, keep = 2, stop_when = 0;
   bool force = false;
 
   OptionTable options();  // all of them, in the order of the help
   Choice chosen() const;  // with the weight decay
-  train::Schedule schedule() const;
+  train::Schedule schedule() const { return rate.schedule(model.steps); }
   std::int64_t limit() const;  // of memory
 };
 
@@ -45,7 +47,8 @@ struct Session {
   std::int64_t first = 0;  // the steps that it had before it was made longer; 0: it was not
 
   // Filled in when it trains.
-  std::string tokenizer;  // the folder that has it
+  std::string tokenizer;                    // the folder that has it
+  std::unique_ptr<train::Data> validation;  // of --validation-data
   train::Job job;
   Memory plan;  // of weights, moments and gradients
   train::Ledger ledger;
@@ -58,8 +61,11 @@ struct Session {
 Session session_of(const CLI::App& command, const TrainOptions& given);
 // All that a checkpoint needs to go on: settings, given or by default, and what is read and computed with.
 io::Metadata notes_for(const Session& session, const train::Data& data, const train::Trainer& trainer);
-// Throws where the run was started with other data.
+// --epochs, where it was given, as steps of this data.
+void count_epochs(Session& session, const train::Windows& data);
+// Throws where the run was started with other data, or validated with other.
 void check_data(const Session& session, const train::Data& data);
+bool validates(const TrainOptions& options);
 // "on cuda after cpu": on what it goes on, where its bits may be others there; "" where they are the same.
 std::string moved_words(const Session& session, const train::Trainer& trainer);
 // What would take less memory: of a run that goes on, only what leaves its bits as they are.

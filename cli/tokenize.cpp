@@ -15,6 +15,7 @@
 #include "train/model/model.h"
 #include "train/text/documents.h"
 #include "train/text/vocabulary.h"
+#include "training.h"
 
 namespace scruple::cli {
 namespace {
@@ -22,17 +23,19 @@ namespace {
 constexpr const char* kFooter =
     R"(Each file is one document. Its tokens are those of Hugging Face's library `tokenizers`, with the
 ones that the model expects around a text and the end token. Bytes that are no UTF-8 become U+FFFD.
-A token takes 16 bits, or 32 where the vocabulary has more than 65,536.
+A token takes 16 bits, or 32 where the vocabulary has more than 65,536. A line of JSON lines is a
+document; where it has a prompt or messages, the file says which tokens count (--form scruple).
 
 Examples:
   scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin
   scruple tokenize --model ./SmolLM2-135M --decode tokens.bin > book.txt
   cat *.py | scruple tokenize --model ./SmolLM2-135M - --out code.bin --end none)";
 
-constexpr const char* kForms[] = {"llm.c", "nanogpt"};  // of train::TokenFile
+constexpr const char* kForms[] = {"llm.c", "nanogpt", "scruple"};  // of train::TokenFile
 
 struct Options {
-  std::string model, out, end, decode, form = kForms[0];
+  std::string model, out, end, decode, form;
+  std::string train_on = train::kTrainOn[static_cast<int>(train::Reading().train_on)], chat_date;
   std::vector<std::string> texts;
   bool bare = false;
 };
@@ -63,9 +66,16 @@ void refuse(const std::string& path, const std::string& out) {
     throw UsageError("--out is " + path + ", which is to be read; name another file");
   if (path.ends_with(".bin"))
     throw UsageError(path + " is a file of tokens by its name, not a text; read it with --decode");
-  if (train::is_json_lines(path))
-    throw UsageError(path + " is JSON lines, whose braces would become tokens; 'scruple train --data " +
-                     path + "' reads it as it is");
+}
+
+// Of a document's tokens: which of them count, and which begin one.
+void add_flags(const train::Documents& documents, std::span<std::uint8_t> flags) {
+  for (const train::Document& document : documents.all()) {
+    flags[static_cast<std::size_t>(document.begin)] |= train::kBegins;
+    train::each_counted(document, documents.gaps(), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t at = begin; at < end; ++at) flags[static_cast<std::size_t>(at)] |= train::kCounts;
+    });
+  }
 }
 
 void encode(const Options& options) {
@@ -73,31 +83,49 @@ void encode(const Options& options) {
   if (!words.end && options.end.empty())
     std::cerr << "scruple: nothing beside " << options.model
               << " names an end token, so no document gets one; name it with --end\n";
-  const train::Reading reading = {.tokenizer = &words.tokenizer,
-                                  .end = words.end,
-                                  .vocabulary = words.tokenizer.size(),
-                                  .bare = options.bare,
-                                  .limit = free_memory()};
+  const train::Reading reading = {
+      .tokenizer = &words.tokenizer,
+      .end = words.end,
+      .vocabulary = words.tokenizer.size(),
+      .bare = options.bare,
+      .train_on = value_named<train::TrainOn>(train::kTrainOn, options.train_on).value(),
+      .chat_folder = train::folder_of_model(options.model),
+      .chat_date = options.chat_date,
+      .limit = free_memory()};
   std::vector<train::Token> tokens;
-  std::int64_t bytes = 0, replaced = 0;
+  std::vector<std::uint8_t> flags;
+  bool has_prompts = false;
+  std::int64_t bytes = 0, replaced = 0, left_out = 0;
   const auto begin = std::chrono::steady_clock::now();
   for (const std::string& path : options.texts) {
     refuse(path, options.out);
     const train::Documents document(path, reading);  // as 'scruple train' reads it
     std::visit([&](auto list) { tokens.insert(tokens.end(), list.begin(), list.end()); }, document.tokens());
+    flags.resize(tokens.size());
+    add_flags(document, std::span(flags).last(static_cast<std::size_t>(document.size())));
+    has_prompts |= document.has_prompts();
+    left_out += document.empty();
     bytes += document.bytes();
     replaced += document.replaced();
     if (options.texts.size() > 1) std::cerr << path << ": " << grouped(document.size()) << " tokens\n";
   }
   if (bytes == 0) throw std::runtime_error("the files have no text; nothing was written");
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  train::write_tokens(options.out, value_named<train::TokenFile>(kForms, options.form).value(), tokens,
-                      words.tokenizer.size());
+  const train::TokenFile usual = has_prompts ? train::TokenFile::scruple : train::TokenFile::llm_c;
+  const train::TokenFile form = value_named<train::TokenFile>(kForms, options.form).value_or(usual);
+  if (form != train::TokenFile::scruple && has_prompts && options.train_on != train::kTrainOn[0])
+    throw UsageError("--form " + options.form +
+                     " cannot say which tokens count, and there are prompts or messages; leave it "
+                     "out, or add --train-on all");
+  if (form != train::TokenFile::scruple) flags.clear();
+  train::write_tokens(options.out, form, tokens, words.tokenizer.size(), flags);
   const auto count = static_cast<std::int64_t>(tokens.size());
   std::cout << "wrote " << options.out << ": " << grouped(count) << " tokens of " << grouped(bytes)
             << " bytes (" << fixed(static_cast<double>(bytes) / static_cast<double>(count), 2)
             << " bytes per token), vocabulary " << grouped(words.tokenizer.size()) << "; "
             << fixed(static_cast<double>(bytes) / 1e6 / seconds, 1) << " MB/s\n";
+  if (left_out > 0)
+    std::cerr << "scruple: " << plural(left_out, "document") << " with nothing to learn: left out\n";
   if (replaced > 0) std::cerr << "scruple: " << replaced_words(replaced) << '\n';
 }
 
@@ -137,7 +165,13 @@ void add_tokenize(CLI::App& program) {
        {kNone, "--end", "", &options->end, "TOKEN",
         "token after each document, or none (default: the folder's eos_token)"},
        {kNone, "--bare", "", &options->bare, "", "without the tokens that the model expects around a text"},
-       {kNone, "--form", "", &options->form, "FORM", either(kForms) + " (without a header)", one_of(kForms)},
+       {kNone, "--form", "", &options->form, "FORM",
+        "llm.c, nanogpt (without a header) or scruple (with a mask; default of prompts and messages)",
+        one_of(kForms)},
+       {kNone, "--train-on", "", &options->train_on, "WHAT",
+        "what counts: all, the assistant's turns, or its last one", one_of(train::kTrainOn)},
+       {kNone, "--chat-date", "", &options->chat_date, "DATE",
+        "today, such as 2026-11-19, for chat templates that ask for it", a_date()},
        {kNone, "--decode", "", &options->decode, "FILE", "file of tokens to turn back into text"}});
   command->get_option("--model")->required();
   command->callback([options] {

@@ -18,6 +18,8 @@ using train::Data;
 using train::Record;
 using train::Trainer;
 
+constexpr double kSaveSeconds = 15 * 60;  // where --save-every is not given
+
 constexpr const char* kFooter =
     R"(A line of *.jsonl has "text", or "prompt" and "completion": then only the completions are learned.
 
@@ -52,10 +54,43 @@ void tidy(const TrainOptions& options) {
 
 // Whether a run that has taken these steps has also written all that it should.
 bool is_complete(const TrainOptions& options, const Record& record) {
-  const std::int64_t steps = options.model.steps;
-  return record.steps.size() == static_cast<std::size_t>(steps) && !record.validations.empty() &&
-         record.validations.back().first == steps && train::weights_step(options.out) == steps &&
-         std::filesystem::exists(options.out + "/report.html");
+  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  const bool is_validated =
+      !validates(options) || (!record.validations.empty() && record.validations.back().first == taken);
+  return (taken == options.model.steps || train::has_settled(record, options.stop_when)) && is_validated &&
+         train::weights_step(options.out) == taken && std::filesystem::exists(options.out + "/report.html");
+}
+
+// Averages are stepped towards the weights, which must be what a step can read.
+void check_average(const train::Job& job) {
+  if (job.ema == 0 || !on_gpu(job)) return;
+  const Optimizer optimizer = job.optimizer();
+  const std::unique_ptr<train::Backend> device = job.backend(job.threads);
+  for (const train::Parameter& parameter : train::parameters_of(job.shape)) {
+    const scruple_tensor row = job.describe(optimizer, parameter.size());
+    const scruple_format* const format = row.arrays[SCRUPLE_WEIGHT].format;
+    if (!train::can_average(format, device->memory()))
+      throw UsageError(std::string("--ema does not average weights in ") + info_of(format).name +
+                       " on a GPU, where no step reads them as a gradient; choose --device cpu, --weights "
+                       "int8, bf16 or fp16, "
+                       "a recipe with 16-bit weights, or leave --ema out");
+  }
+}
+
+void check_outliers(const train::Job& job) {
+  if (job.skip_outliers == 0) return;
+  if (job.gradients.policy == SCRUPLE_RELEASED)
+    throw UsageError(
+        "--skip-outliers needs all gradients before the first step of one, and --gradients released steps "
+        "each as it "
+        "comes; use --gradients compressed");
+  if (on_gpu(job))
+    throw UsageError("--skip-outliers is for the CPU so far; leave it out, or use --device cpu");
+  if (job.scaler.growth > 1 && job.scaler.scale > 0)
+    throw UsageError(
+        "--skip-outliers and a dynamic loss scale do not go together: each skipped step would halve the "
+        "scale; use "
+        "--loss-scale off or a number");
 }
 
 // Reads the data, and makes the job and the plan of it.
@@ -63,14 +98,23 @@ Data prepare(Session& session) {
   TrainOptions& options = session.options;
   check_device(options.model.device);
   session.tokenizer = tokenizer_folder(session);
-  Data data = open_data(options.data, options.cutting.cutting(session.model.config.shape.context),
-                        session.model, session.tokenizer);
+  Data data = open_data(options.data, options.cutting, session.model, session.tokenizer);
+  if (!options.validation_data.empty())
+    session.validation = std::make_unique<Data>(
+        open_data(options.validation_data, options.cutting, session.model, session.tokenizer));
   if (session.from) check_data(session, data);
+  count_epochs(session, data.training());
   const Choice choice = options.chosen();
   train::Job& job = session.job;
   job = make_job(choice, choice.recipe, options.model, session.model, options.gradients, options.activations);
-  job.isolates = data.training().isolates();
+  job.isolates = data.training().isolates() ||
+                 (session.validation != nullptr && session.validation->training().isolates());
   job.schedule = options.schedule();
+  job.overrides = options.rate.overrides(train::parameters_of(job.shape));
+  job.ema = options.ema;
+  job.skip_outliers = options.skip_outliers;
+  check_average(job);
+  check_outliers(job);
   fit_recompute(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move
   session.plan = plan_of(choice, choice.recipe, job, options.gradients.policy);
@@ -86,13 +130,19 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
             << trainer.backend().device() << '\n'
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
             << options.gradients.policy << ", activations " << options.activations << recompute_words(job)
-            << gradient_words(job) << "; lr " << shortest(options.lr) << ' ' << options.annealing << ", seed "
-            << job.seed << '\n'
+            << gradient_words(job) << (job.ema > 0 ? ", ema " + shortest(job.ema) : "") << "; lr "
+            << shortest(job.schedule.peak) << ' ' << schedule_words(job.schedule) << ", seed " << job.seed
+            << '\n'
             << plural(options.model.steps, "step") << " of " << step_words(job, data.layout()) << "; "
             << name_of(options.data) << " has " << grouped(data.size());
   if (data.layout() == train::Layout::padded || data.documents() > 1)
     std::cout << " in " << plural(data.documents(), "document") << ", "
               << train::kLayouts[static_cast<int>(data.layout())] << (job.isolates ? " and isolated" : "");
+  const std::int64_t windows = job.batch * job.gradients.micro_batches;
+  std::cout << "; an epoch is " << plural((data.training().count() + windows - 1) / windows, "step");
+  if (session.validation)
+    std::cout << "; validation on " << options.validation_data << ", " << grouped(session.validation->size());
+  if (!validates(options)) std::cout << "; no validation";
   std::cout << "\n\n";
 }
 
@@ -106,12 +156,11 @@ void print_resumed(const Session& session, const Trainer& trainer) {
               << ": its losses are those of a run that had not moved within rounding, not to the bit\n";
   if (session.first > 0) {
     const train::Schedule& now = session.job.schedule;
-    train::Schedule before = now;
-    before.steps = session.first;
-    std::cout << "from " << plural(session.first, "step") << " to " << grouped(now.steps) << ": the "
-              << options.annealing << " schedule spans all of them; learning rate "
-              << shortest(before.at(taken)) << " at step " << grouped(taken) << ", "
-              << shortest(now.at(taken + 1)) << " at step " << grouped(taken + 1) << '\n';
+    const train::Schedule before = options.rate.schedule(session.first);
+    std::cout << "from " << plural(session.first, "step") << " to " << grouped(now.steps) << ": "
+              << longer_words(now) << "; learning rate " << shortest(before.at(taken)) << " at step "
+              << grouped(taken) << ", " << shortest(now.at(taken + 1)) << " at step " << grouped(taken + 1)
+              << '\n';
   }
   std::cout << '\n';
 }
@@ -123,7 +172,12 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   Progress progress(options.choice.recipe, session.job, trainer, session.ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
-  span.save_last = session.in_place;  // it has a checkpoint, which shall not be older than its weights
+  if (options.save_every == 0) span.save_seconds = kSaveSeconds;
+  // It has a checkpoint, which shall not be older than its weights; or averages, which are nowhere else.
+  span.save_last = session.in_place || session.job.ema > 0;
+  span.validates = validates(options);
+  span.patience = options.stop_when;
+  const train::Windows validation = session.validation ? session.validation->training() : data.validation();
   span.validating = [&](auto done, auto all) { progress.validating(done, all); };
   bool metrics_wait = false;
   const auto write_metrics = [&] {
@@ -153,7 +207,7 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
     return session.unsaved.empty();
   };
   try {
-    train::run(record, trainer, data.training(), data.validation(), span, show, save);
+    train::run(record, trainer, data.training(), validation, span, show, save);
   } catch (...) {
     if (record.steps.size() == record.resumed) throw;
     return std::current_exception();
@@ -201,9 +255,13 @@ void run(const CLI::App& command, const TrainOptions& given) {
   const std::int64_t taken = session.from ? session.from->manifest().step : 0;
   Record record = session.in_place ? train::read_metrics(options.out, taken) : train::unseen(taken);
   if (session.in_place) tidy(options);
-  if (session.in_place && is_complete(options, record)) {
-    std::cout << options.out << " is complete: it has taken its " << plural(options.model.steps, "step")
-              << ", and nothing is left to do. --steps N makes it longer.\n";
+  if (session.in_place && options.epochs == 0 && is_complete(options, record)) {
+    const bool settled = taken < options.model.steps;
+    std::cout << options.out << " is complete: it "
+              << (settled ? "ended by --stop-when after " + plural(taken, "step")
+                          : "has taken its " + plural(taken, "step"))
+              << ", and nothing is left to do. "
+              << (settled ? "A larger --stop-when goes on.\n" : "--steps N makes it longer.\n");
     return;
   }
   const Data data = prepare(session);

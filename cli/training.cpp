@@ -34,11 +34,11 @@ void note_about(const train::Data& data, const train::Cutting& cutting, const ch
   const auto note = [](bool is_so, const std::string& words) {
     if (is_so) std::cerr << "scruple: " << words << '\n';
   };
-  note(cutting.isolate && data.layout() == train::Layout::padded,
-       "--isolate changes nothing here: a padded window has one document");
+  note(cutting.isolate && data.layout() != train::Layout::packed,
+       "--isolate changes nothing here: only packed documents see each other");
   note(data.cut() > 0, plural(data.cut(), "document") + " longer than --context: cut there, " +
                            grouped(data.cut_tokens()) + " " + token +
-                           "s are not used; --layout packed keeps them");
+                           "s are not used; a longer --context, or --layout packed, keeps them");
   note(data.left_out() > 0,
        plural(data.left_out(), "document") + " with nothing to learn in the context: left out");
   note(data.replaced() > 0, replaced_words(data.replaced()));
@@ -206,25 +206,49 @@ Vocabulary vocabulary_of(const std::string& folder) {
 OptionTable CuttingOptions::options() {
   return {
       {kData, "--layout", "layout", &layout, "LAYOUT",
-       "packed: documents end to end; padded: one per window (default of prompts)", one_of(train::kLayouts)},
+       "packed: documents end to end; whole: as many as fit, none cut (default of prompts); padded: one per "
+       "window",
+       one_of(train::kLayouts)},
       {kData, "--isolate", "isolate", &isolate, "", "packed documents do not see each other"},
+      {kData, "--train-on", "train-on", &train_on, "WHAT",
+       "of messages: all, the assistant's turns, or its last one; of prompts: all, or the completion",
+       one_of(train::kTrainOn)},
+      {kData, "--chat-date", "chat-date", &chat_date, "DATE",
+       "today, such as 2026-11-19, for chat templates that ask for it", a_date()},
       {kData, "--validation", "validation", &validation, "SHARE",
-       "share of the data for validation, from its end", a_share()}};
+       "share of the data for validation, from its end; 0: no validation", a_share_or_none()}};
+}
+
+CLI::Validator a_date() {
+  return {[](const std::string& value) {
+            const std::chrono::year_month_day day(
+                std::chrono::year(std::atoi(value.c_str())),
+                std::chrono::month(
+                    unsigned(std::atoi(value.substr(std::min<std::size_t>(5, value.size())).c_str()))),
+                std::chrono::day(
+                    unsigned(std::atoi(value.substr(std::min<std::size_t>(8, value.size())).c_str()))));
+            const bool has_form = value.size() == 10 && value[4] == '-' && value[7] == '-' &&
+                                  value.find_first_not_of("0123456789-") == value.npos;
+            return has_form && day.ok() ? "" : "'" + value + "' is no date such as 2026-11-19";
+          },
+          "DATE"};
 }
 
 train::Cutting CuttingOptions::cutting(std::int64_t context) const {
   return {.context = context,
           .layout = value_named<train::Layout>(train::kLayouts, layout),
           .isolate = isolate,
-          .validation_share = validation};
+          .validation_share = validation,
+          .by_chance = by_chance};
 }
 
 std::string name_of(const std::string& data) {
   return data == train::Data::kStandardInput ? "standard input" : data;
 }
 
-train::Data open_data(const std::string& path, const train::Cutting& cutting, const ChosenModel& model,
+train::Data open_data(const std::string& path, const CuttingOptions& options, const ChosenModel& model,
                       const std::string& tokenizer) {
+  const train::Cutting cutting = options.cutting(model.config.shape.context);
   Vocabulary words = vocabulary_of(tokenizer);
   const bool of_tokens = path.ends_with(".bin");
   const std::int64_t vocabulary = model.config.shape.vocabulary;
@@ -254,6 +278,9 @@ train::Data open_data(const std::string& path, const train::Cutting& cutting, co
       {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
        .end = words.end,
        .vocabulary = vocabulary,
+       .train_on = value_named<train::TrainOn>(train::kTrainOn, options.train_on).value(),
+       .chat_folder = tokenizer,
+       .chat_date = options.chat_date,
        .limit = free_memory(),
        .progress = [&](std::int64_t done, std::int64_t all) {
          if (!terminal || all == 0 || std::chrono::steady_clock::now() - start < std::chrono::seconds(1))

@@ -76,6 +76,8 @@ struct CuttingOptions {
   std::string layout;  // "": by what is read
   bool isolate = false;
   double validation = train::Cutting().validation_share;
+  bool by_chance = false;  // of a run that an earlier version began
+  std::string train_on = train::kTrainOn[static_cast<int>(train::Reading().train_on)], chat_date;
 
   OptionTable options();
   train::Cutting cutting(std::int64_t context) const;
@@ -84,8 +86,9 @@ struct CuttingOptions {
 std::string name_of(const std::string& data);  // what is read, for people
 // What --data names, in the tokens of the model, whose tokenizer is in the folder `tokenizer` ("": none). What takes a
 // while says so on a terminal; what is not used as it is, or has no effect, is said on stderr.
-train::Data open_data(const std::string& path, const train::Cutting& cutting, const ChosenModel& model,
+train::Data open_data(const std::string& path, const CuttingOptions& options, const ChosenModel& model,
                       const std::string& tokenizer);
+CLI::Validator a_date();
 
 struct GradientOptions {
   std::string policy = "stored", accumulation = "none", loss_scale;

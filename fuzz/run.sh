@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Builds the fuzz targets with libFuzzer and the sanitizers and runs them from corpora of good files.
-# usage: fuzz/run.sh BUILD_FOLDER [SECONDS [TARGET...]]; the targets share the seconds: checkpoint, config, jsonl,
+# usage: fuzz/run.sh BUILD_FOLDER [SECONDS [TARGET...]]; the targets share the seconds: chat, checkpoint, config, jsonl,
 # tokenizer.
 # Skips (77) where there is no clang++ with libFuzzer.
 set -euo pipefail
 source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$(mkdir -p "$1" && cd "$1" && pwd) seconds=${2:-10}
 targets=("${@:3}")
-if [ ${#targets[@]} -eq 0 ]; then targets=(checkpoint config jsonl tokenizer); fi
+if [ ${#targets[@]} -eq 0 ]; then targets=(chat checkpoint config jsonl tokenizer); fi
 seconds=$(((seconds + ${#targets[@]} - 1) / ${#targets[@]}))
 flags="-std=c++20 -O1 -gline-tables-only -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all"
 if ! command -v clang++ >/dev/null ||
@@ -22,6 +22,9 @@ seeds() {
   local corpus=$build/corpus_$1
   mkdir -p "$corpus"
   case $1 in
+    chat)
+      printf '{%%- for m in messages %%}<{{ m.role }}>{{ m["content"] | trim ~ eos_token }}{%% endfor -%%}{%% if tools is defined %%}{{ tools | tojson(indent=2) }}{%% endif %%}\0{"messages": [{"role": "user", "content": " a "}, {"role": "assistant", "content": "b"}], "tools": [{"a": [1, 2.5, null, true]}]}' >"$corpus/chat"
+      printf '{%% macro f(x, y=1) %%}{{ x[::-1] }}{{ y // 2 }}{%% endmacro %%}{%% set ns = namespace(a=[]) %%}{%% for k, v in {"a": 1}.items() if v is odd %%}{%% set ns.a = ns.a + [k] %%}{{ loop.index }}{{ f("ab") }}{%% generation %%}{{ messages[-1].content.split("b")[0] }}{%% endgeneration %%}{%% else %%}{%% break %%}{%% endfor %%}\0{"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]}' >"$corpus/set" ;;
     checkpoint) SCRUPLE_FUZZ_SEEDS=$corpus "$build/fuzz_checkpoint" ;;
     config)
       printf '{"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 256, "n_inner": null}' >"$corpus/gpt2"
@@ -31,7 +34,8 @@ seeds() {
       printf '{"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}' >"$corpus/index" ;;
     jsonl)
       printf '{"text": "one"}\n\n{"prompt": "two\\n", "completion": "\\u00e9", "id": [1, {}]}\r\n' >"$corpus/lines"
-      printf '\xef\xbb\xbf{"completion": "no newline", "prompt": ""}' >"$corpus/mark" ;;
+      printf '\xef\xbb\xbf{"completion": "no newline", "prompt": ""}' >"$corpus/mark"
+      printf '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b", "tool_calls": [{"n": 1.5}]}], "tools": []}\n{"conversations": [{"from": "human", "value": "x"}]}' >"$corpus/messages" ;;
     tokenizer)
       for file in "$source_folder"/fuzz/seeds/*.json; do
         { cat "$file" && printf '\0 cab ab  12\n\xc3\xa9<s> cab<|end|>'; } >"$corpus/$(basename "$file" .json)"
@@ -45,12 +49,16 @@ for target in "${targets[@]}"; do
   case $target in
     checkpoint) sources=(io/*.cpp) more+=(-dict=fuzz/words.dict) ;;
     config) sources=(train/model/{description,files}.cpp train/model/families/*.cpp train/json_object.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/config.dict) ;;
-    jsonl) sources=(train/text/jsonl.cpp train/text/utf8.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/jsonl.dict) ;;
+    chat | jsonl)
+      sources=(train/text/{bpe,chat,jinja,jinja_filters,jinja_lex,jinja_parse,jinja_value,jsonl,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
+      more+=("-dict=fuzz/$target.dict")
+      # What a template writes may be longer than it.
+      if [ "$target" = chat ]; then more=(-malloc_limit_mb=256 -dict=fuzz/chat.dict); fi ;;
     # A regular expression takes more than its text: PCRE2's compiled form, its machine code and its stack.
     tokenizer)
       sources=(train/text/{bpe,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
       more=(-dict=fuzz/tokenizer.dict -malloc_limit_mb=32) ;;
-    *) echo "there is no fuzz target $target; there are checkpoint, config, jsonl and tokenizer" >&2 && exit 2 ;;
+    *) echo "there is no fuzz target $target; there are chat, checkpoint, config, jsonl and tokenizer" >&2 && exit 2 ;;
   esac
   echo "fuzz target $target, $seconds s"
   # shellcheck disable=SC2086 # a list of flags

@@ -131,7 +131,7 @@ class Compare(command.Case):
             self.fails(2, more[0] + " is for --data", "compare", *more)
         said = run("compare", "--data", self.path("notes.jsonl"), "--steps", "1", "--recipes", "fp32", "--seeds", "1", "--no-hazards",
                    "--layout", "padded", "--isolate", *tiny()).stderr
-        self.assertIn("scruple: --isolate changes nothing here: a padded window has one document\n", said)
+        self.assertIn("scruple: --isolate changes nothing here: only packed documents see each other\n", said)
         self.assertIn("scruple: 40 documents longer than --context: cut there, ", said)
 
     def test_hazards_and_report(self):

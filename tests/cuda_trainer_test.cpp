@@ -237,7 +237,9 @@ struct Fed {
   explicit Fed(const Job& job)
       : backend(job.backend(job.threads)),
         optimizer(job.optimizer()),
-        state(*backend, parameters_of(job.shape), optimizer, optimizer, job.describe, ledger),
+        state(
+            *backend, parameters_of(job.shape), [this](auto) -> const Optimizer& { return optimizer; },
+            job.describe, ledger),
         rows(state.table()) {
     state.start(job.initial, ledger);
     std::int64_t largest = 0;

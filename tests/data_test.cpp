@@ -59,6 +59,31 @@ std::string line(const std::string& prompt, const std::string& completion) {
   return R"({"prompt": ")" + prompt + R"(", "completion": ")" + completion + "\"}\n";
 }
 
+// As "9-12 15-20", and counts() must say the same of every place.
+std::string runs_of(const Document& document, const std::vector<Gap>& gaps) {
+  std::string text;
+  std::vector<bool> taken(static_cast<std::size_t>(document.end));
+  each_counted(document, gaps, [&](std::int64_t begin, std::int64_t end) {
+    EXPECT_LT(begin, end);
+    text += (text.empty() ? "" : " ") + std::to_string(begin) + "-" + std::to_string(end);
+    for (std::int64_t at = begin; at < end; ++at) taken[static_cast<std::size_t>(at)] = true;
+  });
+  for (std::int64_t at = document.begin; at < document.end; ++at)
+    EXPECT_EQ(counts(document, gaps, at), taken[static_cast<std::size_t>(at)]) << at;
+  return text;
+}
+
+TEST(Targets, ADocumentCountsInSeveralRuns) {
+  EXPECT_EQ(runs_of({4, 20, 4}, {}), "4-20");
+  EXPECT_EQ(runs_of({4, 20, 9}, {}), "9-20");
+  EXPECT_EQ(runs_of({4, 20, 20}, {}), "") << "an end alone";
+  const std::vector<Gap> gaps = {{1, 3}, {12, 15}, {17, 18}, {25, 30}};
+  EXPECT_EQ(runs_of({4, 20, 9}, gaps), "9-12 15-17 18-20") << "gaps of other documents pass it by";
+  EXPECT_EQ(runs_of({4, 18, 12}, gaps), "15-17") << "one at its first token that counts, one at its end";
+  EXPECT_EQ(runs_of({20, 25, 20}, gaps), "20-25");
+  EXPECT_EQ(runs_of({25, 30, 25}, gaps), "");
+}
+
 class DataTest : public Files {
  protected:
   static void expect_refused(const std::string& words, const std::string& path, const Cutting& cutting,
@@ -108,17 +133,47 @@ TEST_F(DataTest, BytesOfAFileArePackedAsTheyAre) {
   EXPECT_EQ(data.memory(), static_cast<std::int64_t>(sizeof(Document)));  // the file is mapped
   EXPECT_EQ(data.crc32(), io::crc32(text));
   const Windows training = data.training(), validation = data.validation();
-  EXPECT_EQ(training.count(), 95 - 4);   // a twentieth is held out
-  EXPECT_EQ(validation.count(), 5 - 4);  // one window
+  EXPECT_EQ(training.places(), 95 - 4);   // a twentieth is held out
+  EXPECT_EQ(training.count(), 22);        // that share no token
+  EXPECT_EQ(validation.places(), 5 - 4);  // one window
   const Window first = read(training, 3), last = read(validation, 0);
   EXPECT_EQ(shown(first.tokens), "#$%&");
   EXPECT_EQ(shown(first.targets), "$%&'");
   EXPECT_EQ(first.starts, Numbers(4, 0));
   EXPECT_EQ(last.targets.back(), 32 + 99);
-  // The windows of a text have always been these.
+  // A run of an earlier version goes on with the windows that it has always drawn.
+  const Data older(path("text"), {.context = 4, .by_chance = true});
   for (const std::uint64_t index : {0u, 1u, 1000u})
-    EXPECT_EQ(training.random_start(5, index),
+    EXPECT_EQ(older.training().drawn(5, index),
               static_cast<std::int64_t>(random_bits(5, kDataStream, index) % 91));
+}
+
+TEST_F(DataTest, EachEpochSeesEveryPackedTokenOnce) {
+  const std::string text(1000, 'x');
+  for (const std::int64_t context : {1, 2, 7, 13, 27, 28, 29, 100, 400, 475}) {
+    const Windows windows = Data(put(text, "text"), packed(context)).training();
+    const std::int64_t tokens = windows.places() + context;  // the last is a target alone
+    std::vector<std::int64_t> seen(static_cast<std::size_t>(tokens));
+    for (std::uint64_t epoch = 0; epoch < 60; ++epoch) {
+      std::vector<std::int64_t> starts;
+      for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(windows.count()); ++i)
+        starts.push_back(windows.drawn(3, epoch * static_cast<std::uint64_t>(windows.count()) + i));
+      std::sort(starts.begin(), starts.end());
+      ASSERT_GE(starts.front(), 0);
+      ASSERT_LE(starts.back() + context, tokens - 1);
+      for (std::size_t i = 0; i < starts.size(); ++i) {
+        if (i > 0) {
+          ASSERT_GE(starts[i] - starts[i - 1], context);
+        }
+        for (std::int64_t t = 0; t < context; ++t) ++seen[static_cast<std::size_t>(starts[i] + t)];
+      }
+      const std::int64_t left_out = tokens - 1 - windows.count() * context;
+      ASSERT_LE(left_out, tokens / 33 + 2 * context) << context;
+    }
+    // What an epoch leaves out, others have: all but what stands at the very ends.
+    const auto never = std::count(seen.begin(), seen.end() - 1, 0);
+    EXPECT_LT(static_cast<double>(never), 0.1 * static_cast<double>(tokens)) << context;
+  }
 }
 
 TEST_F(DataTest, AFolderIsReadInTheOrderOfItsPaths) {
@@ -170,7 +225,7 @@ TEST_F(DataTest, IsolatedDocumentsKnowWhereTheyBegin) {
   EXPECT_EQ(shown(second.targets), "..fg|.|.J");
   EXPECT_EQ(second.starts, (Numbers{0, 1, 1, 1, 1, 1, 6, 6, 8}));
   // From the end of the text, where the document began before the window.
-  const Window last = read(data.validation(), data.validation().count() - 1);
+  const Window last = read(data.validation(), data.validation().places() - 1);
   EXPECT_EQ(shown(last.tokens), "OPQRSTUVW");
   EXPECT_EQ(shown(last.targets), "PQRSTUVW|");
   EXPECT_EQ(last.starts, Numbers(9, 0));
@@ -197,8 +252,8 @@ TEST_F(DataTest, IsolatedAndPaddedCountTheSameTargets) {
   std::vector<bool> counts(static_cast<std::size_t>(together.size()));
   for (const bool is_training : {true, false}) {
     const Windows windows = is_training ? together.training() : together.validation();
-    const std::int64_t begin = is_training ? 0 : together.size() - windows.count() - 8;
-    for (std::int64_t at = 0; at < windows.count(); ++at) {
+    const std::int64_t begin = is_training ? 0 : together.size() - windows.places() - 8;
+    for (std::int64_t at = 0; at < windows.places(); ++at) {
       const Window window = read(windows, at);
       for (std::size_t i = 0; i < 8; ++i)
         if (window.targets[i] != kNoTarget) counts[static_cast<std::size_t>(begin + at) + i + 1] = true;
@@ -211,7 +266,7 @@ TEST_F(DataTest, IsolatedAndPaddedCountTheSameTargets) {
 
 // ---- Padded ----
 
-TEST_F(DataTest, PromptsArePaddedUnlessAskedOtherwise) {
+TEST_F(DataTest, PaddedWindowsHaveOneDocument) {
   const std::string file =
       put("{\"prompt\": \"AB\", \"completion\": \"cd\"}\r\n"     // fits
           "\r\n"                                                 // blank
@@ -223,8 +278,7 @@ TEST_F(DataTest, PromptsArePaddedUnlessAskedOtherwise) {
           "{\"text\": \"klmnopqr\"}\n"  // cut
           "{\"text\": \"stuvw\"}",      // its end is the last target
           "notes.jsonl");
-  const Data data(file, {.context = 5}, {.end = kEnd});
-  EXPECT_EQ(data.layout(), Layout::padded);
+  const Data data(file, padded(5), {.end = kEnd});
   EXPECT_EQ(data.documents(), 6);
   EXPECT_EQ(data.left_out(), 1);
   EXPECT_EQ(data.cut(), 2);
@@ -241,6 +295,8 @@ TEST_F(DataTest, PromptsArePaddedUnlessAskedOtherwise) {
   }
   EXPECT_EQ(shown(read(data.validation(), 0).targets), "tuvw|");
   EXPECT_EQ(Data(file, packed(5), {.end = kEnd}).layout(), Layout::packed);
+  EXPECT_EQ(Data(file, {.context = 5}, {.end = kEnd}).layout(), Layout::whole);
+  EXPECT_EQ(Data(file, {.context = 5, .by_chance = true}, {.end = kEnd}).layout(), Layout::padded);
   EXPECT_EQ(Data(put("{\"text\": \"plain lines are packed\"}", "plain.jsonl"), {.context = 5}).layout(),
             Layout::packed);
 }
@@ -266,8 +322,8 @@ TEST_F(DataTest, EachEpochSeesEveryDocumentOnce) {
       for (std::uint64_t epoch = 0; epoch < 3; ++epoch) {
         std::vector<std::int64_t> order;
         for (std::int64_t i = 0; i < count; ++i)
-          order.push_back(windows.random_start(
-              seed, epoch * static_cast<std::uint64_t>(count) + static_cast<std::uint64_t>(i)));
+          order.push_back(
+              windows.drawn(seed, epoch * static_cast<std::uint64_t>(count) + static_cast<std::uint64_t>(i)));
         orders.insert(order);
         std::sort(order.begin(), order.end());
         for (std::int64_t i = 0; i < count; ++i) ASSERT_EQ(order[static_cast<std::size_t>(i)], i) << count;
@@ -285,7 +341,7 @@ TEST_F(DataTest, EveryOrderOfThreeIsAsLikelyAsAnother) {
   constexpr int kEpochs = 6000;
   for (std::uint64_t epoch = 0; epoch < kEpochs; ++epoch) {
     std::int64_t order = 0;
-    for (std::uint64_t i = 0; i < 3; ++i) order = 3 * order + windows.random_start(7, 3 * epoch + i);
+    for (std::uint64_t i = 0; i < 3; ++i) order = 3 * order + windows.drawn(7, 3 * epoch + i);
     ++seen[static_cast<std::size_t>(order)];
   }
   // Six orders; a fair count has a standard deviation of 29, and the draws are always these.
@@ -302,13 +358,98 @@ TEST_F(DataTest, TheOrderFollowsFromSeedAndIndexAlone) {
   const Data data(put(lines, "notes.jsonl"), padded(4)), again(path("notes.jsonl"), padded(4));
   const Windows windows = data.training();
   std::vector<std::int64_t> forward, backward;
-  for (std::uint64_t i = 0; i < 200; ++i) forward.push_back(windows.random_start(9, i));
-  for (std::uint64_t i = 200; i-- > 0;) backward.push_back(again.training().random_start(9, i));
+  for (std::uint64_t i = 0; i < 200; ++i) forward.push_back(windows.drawn(9, i));
+  for (std::uint64_t i = 200; i-- > 0;) backward.push_back(again.training().drawn(9, i));
   std::reverse(backward.begin(), backward.end());
   EXPECT_EQ(forward, backward);
   // What a checkpoint of an earlier version goes on with.
   EXPECT_EQ(std::vector<std::int64_t>(forward.begin(), forward.begin() + 8),
             (std::vector<std::int64_t>{3, 8, 33, 23, 45, 4, 12, 15}));
+}
+
+// ---- Whole ----
+
+// Of every window: what is shown, predicted, and where documents begin.
+std::vector<std::string> all_of(const Windows& windows) {
+  std::vector<std::string> found;
+  for (std::int64_t w = 0; w < windows.count(); ++w) {
+    const Window window = read(windows, w);
+    std::string starts;
+    for (const std::int32_t start : window.starts) starts += static_cast<char>('0' + start);
+    found.push_back(shown(window.tokens) + " " + shown(window.targets) + " " + starts);
+  }
+  return found;
+}
+
+TEST_F(DataTest, WholeDocumentsShareWindows) {
+  const Data data(put(line("AB", "cd") + line("efghijkl") + line("M", "n") + line("opq") +
+                          line("ABCDEFGHIJ", "k") + line("v", "") + line("r", "stuvwxyz"),
+                      "notes.jsonl"),
+                  {.context = 8}, {.end = kEnd});
+  EXPECT_EQ(data.layout(), Layout::whole);
+  EXPECT_EQ(data.left_out(), 1);  // its completion is behind the context
+  EXPECT_EQ(data.documents(), 6);
+  EXPECT_TRUE(data.training().isolates());
+  // The longest first, each where the least room is left: 8 alone; 4, 3 and 1 together; 2.
+  EXPECT_EQ(all_of(data.training()),
+            (std::vector<std::string>{"efghijkl fghijkl| 00000000", "ABcdopqv .cd|pq|| 00004447",
+                                      "Mn...... n|...... 00222222"}));
+  EXPECT_EQ(all_of(data.validation()), std::vector<std::string>{"rstuvwxy stuvwxyz 00000000"});
+  EXPECT_EQ(data.cut(), 1);
+  EXPECT_EQ(data.cut_tokens(), 1);
+}
+
+TEST_F(DataTest, ATextThatIsLongerThanAWindowGoesOnInTheNext) {
+  const Data data(put(line("abcdefghijk") + line("XY"), "notes.jsonl"),
+                  {.context = 4, .layout = Layout::whole}, {.end = kEnd});
+  EXPECT_EQ(data.cut(), 0);
+  std::vector<std::string> found = all_of(data.training());
+  std::sort(found.begin(), found.end());
+  EXPECT_EQ(found, (std::vector<std::string>{"abcd bcde 0000", "efgh fghi 0000", "ijk. jk|. 0003"}));
+}
+
+TEST_F(DataTest, WholeAndPaddedSayTheSameOfEveryDocument) {
+  std::string lines;
+  for (int i = 0; i < 400; ++i) {
+    const std::string text(1 + random_bits(3, 0, static_cast<std::uint64_t>(i)) % 30,
+                           static_cast<char>('A' + i % 26));
+    lines += i % 3 == 0 ? line(text, "zz") : line(text);
+  }
+  put(lines, "notes.jsonl");
+  // Each document as "tokens targets", in no order.
+  const auto documents = [&](const Windows& windows) {
+    std::multiset<std::string> found;
+    for (std::int64_t w = 0; w < windows.count(); ++w) {
+      const Window window = read(windows, w);
+      for (std::size_t i = 0; i < window.tokens.size();) {
+        std::size_t end = i + 1;
+        while (end < window.tokens.size() && window.starts[end] == window.starts[i]) ++end;
+        std::string tokens = shown({window.tokens.begin() + static_cast<std::ptrdiff_t>(i),
+                                    window.tokens.begin() + static_cast<std::ptrdiff_t>(end)});
+        std::string targets = shown({window.targets.begin() + static_cast<std::ptrdiff_t>(i),
+                                     window.targets.begin() + static_cast<std::ptrdiff_t>(end)});
+        const std::size_t last = tokens.find_last_not_of('.') + 1;  // padding
+        if (last > 0) {
+          tokens.resize(last), targets.resize(last);
+          if (tokens.back() == '|') tokens.pop_back(), targets.pop_back();  // padded windows show the end too
+          found.insert(tokens + " " + targets);
+        }
+        i = end;
+      }
+    }
+    return found;
+  };
+  const Data whole(path("notes.jsonl"), {.context = 40, .layout = Layout::whole}, {.end = kEnd});
+  const Data alone(path("notes.jsonl"), padded(40), {.end = kEnd});
+  EXPECT_EQ(documents(whole.training()), documents(alone.training()));
+  EXPECT_EQ(documents(whole.validation()), documents(alone.validation()));
+  EXPECT_EQ(alone.training().count(), 380);
+  std::int64_t places = 0;
+  for (std::int64_t w = 0; w < whole.training().count(); ++w) {
+    const Window window = read(whole.training(), w);
+    places += std::count_if(window.tokens.begin(), window.tokens.end(), [](auto t) { return t != 0; });
+  }
+  EXPECT_GT(static_cast<double>(places) / (40.0 * static_cast<double>(whole.training().count())), 0.98);
 }
 
 // ---- Validation ----
@@ -317,19 +458,26 @@ TEST_F(DataTest, TheValidationShareIsTheLast) {
   const std::string text(1000, 'x');
   Cutting cutting = packed(10);
   cutting.validation_share = 0.3;
-  EXPECT_EQ(Data(put(text, "text"), cutting).validation().count(), 300 - 10);
+  EXPECT_EQ(Data(put(text, "text"), cutting).validation().places(), 300 - 10);
   cutting.validation_share = 0.001;
-  EXPECT_EQ(Data(path("text"), cutting).validation().count(), 1);
+  EXPECT_EQ(Data(path("text"), cutting).validation().places(), 1);
   cutting.validation_share = 0.995;
-  expect_refused("leaves 5 tokens to train on, and --context 10 takes at least 11", path("text"), cutting);
-  for (const double share : {0.0, 1.0, -1.0, std::nan("")}) {
+  expect_refused("leaves 5 bytes to train on, and --context 10 takes at least 11", path("text"), cutting);
+  for (const double share : {1.0, -1.0, std::nan("")}) {
     cutting.validation_share = share;
-    expect_refused("is not between 0 and 1", path("text"), cutting);
+    expect_refused("is not 0 or more and below 1", path("text"), cutting);
   }
+  cutting.validation_share = 0;  // then one window is enough
+  EXPECT_EQ(Data(path("text"), cutting).training().places(), 1000 - 10);
+  EXPECT_FALSE(Data(path("text"), cutting).has_validation());
+  cutting.context = 999;
+  EXPECT_EQ(Data(path("text"), cutting).training().count(), 1);
+  cutting.context = 1000;
+  expect_refused("text has 1000 bytes, and it takes at least 1001 at --context 1000", path("text"), cutting);
   // For every size the default is what it has always been.
   for (const int size : {22, 39, 40, 41, 219, 220, 221, 240, 1999, 2000})
     EXPECT_EQ(
-        Data(put(std::string(static_cast<std::size_t>(size), 'x'), "text"), packed(10)).validation().count(),
+        Data(put(std::string(static_cast<std::size_t>(size), 'x'), "text"), packed(10)).validation().places(),
         std::max(size / 20, 11) - 10)
         << size;
 }
@@ -387,9 +535,9 @@ TEST_F(DataTest, ATokenizersTextIsTokensAndAnEnd) {
   // A prompt has what stands before a text, the completion goes on without a mark of its own.
   const std::string file = put(line("a", "b a") + line("a", " b</s>") + line("b"), "notes.jsonl");
   const Data notes(file, {.context = 6}, reading);
-  EXPECT_EQ(read(notes.training(), 0).tokens, (Numbers{7, 4, 3, 4, 8, 0}));
+  EXPECT_EQ(read(notes.training(), 0).tokens, (Numbers{7, 4, 3, 4, 0, 0}));  // an end is predicted, not shown
   EXPECT_EQ(read(notes.training(), 0).targets, (Numbers{-1, 3, 4, 8, -1, -1}));
-  EXPECT_EQ(read(notes.training(), 1).tokens, (Numbers{7, 4, 5, 8, 0, 0}));
+  EXPECT_EQ(read(notes.training(), 1).tokens, (Numbers{7, 4, 5, 0, 0, 0}));
   EXPECT_EQ(read(notes.training(), 1).targets, (Numbers{-1, 5, 8, -1, -1, -1}));
   EXPECT_EQ(read(notes.validation(), 0).targets, (Numbers{5, 8, -1, -1, -1, -1}));
   Reading small = reading;
@@ -514,8 +662,10 @@ TEST_F(DataTest, ALineThatIsNoDocumentIsNamed) {
       {R"({"text": "a", "completion": "b"})", "it has \"text\" and \"completion\""},
       {R"({"prompt": "a"})", "it has a \"prompt\" and no \"completion\""},
       {R"({"completion": "a"})", "it has a \"completion\" and no \"prompt\""},
-      {R"({"messages": [], "id": 1})",
-       "it has \"messages\", \"id\"; a line must be {\"text\": ...} or {\"prompt\""},
+      {R"({"messages": [], "id": 1})", "it has messages, and bytes have no chat template"},
+      {R"({"tools": [], "id": 1})",
+       "it has \"tools\", \"id\"; a line must be {\"text\": ...}, {\"prompt\": ..., \"completion\": ...} or "
+       "{\"messages\""},
       {R"({"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1})",
        "it has \"a\", \"b\", \"c\", \"d\", \"e\", ...; a line must be"},
       {"{}", "it has no members"},

@@ -42,8 +42,8 @@ endif()
 
 # Two minutes of compiling and a short run of each target; a long one is `fuzz/run.sh FOLDER 600`.
 if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
-  add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 8 checkpoint
-                             $<$<BOOL:${nlohmann_json_FOUND}>:config> $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
+  add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 10 checkpoint
+                             $<$<BOOL:${nlohmann_json_FOUND}>:config> $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:chat> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
            COMMAND_EXPAND_LISTS)
   set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
 endif()
@@ -83,6 +83,8 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                                     $<TARGET_FILE:scruple_cli>)
   add_test(NAME runs_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/runs_test.py
                                   $<TARGET_FILE:scruple_cli>)
+  add_test(NAME loop_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/loop_test.py
+                                  $<TARGET_FILE:scruple_cli>)
   set_tests_properties(train_test compare_test PROPERTIES COST 100)  # the longest begin first
 
   add_executable(logits ${CMAKE_CURRENT_SOURCE_DIR}/logits.cpp)
@@ -102,8 +104,12 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                    $<TARGET_FILE:safetensors_test>)
   add_test(NAME tokenizer_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/tokenizer_test.py
                                        $<TARGET_FILE:scruple_cli>)
-  set_tests_properties(logits_test gradients_test folders_test models_test safetensors_interop tokenizer_test PROPERTIES
-                       SKIP_RETURN_CODE 77)
+  add_executable(chats ${CMAKE_CURRENT_SOURCE_DIR}/chats.cpp)
+  target_link_libraries(chats PRIVATE train Threads::Threads)
+  add_test(NAME chats_test COMMAND ${SCRUPLE_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/chats_test.py
+                                   $<TARGET_FILE:scruple_cli> $<TARGET_FILE:chats>)
+  set_tests_properties(logits_test gradients_test folders_test models_test safetensors_interop tokenizer_test chats_test
+                       PROPERTIES SKIP_RETURN_CODE 77)
   if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")  # which Python cannot load
     add_test(NAME newcomer_test COMMAND ${SCRUPLE_PYTHON} -W ignore ${CMAKE_CURRENT_SOURCE_DIR}/newcomer_test.py
                                         ${CMAKE_BINARY_DIR})
@@ -111,7 +117,7 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   endif()
   # In a sanitizer build each of their many processes would look for leaks for seconds; compare_report and
   # train_report do it. They are of the commands, whatever trains, and of limits and engines of the CPU.
-  set_tests_properties(train_test compare_test resume_test runs_test logits_test gradients_test folders_test models_test
-                       safetensors_interop tokenizer_test
+  set_tests_properties(train_test compare_test resume_test runs_test loop_test logits_test gradients_test folders_test models_test
+                       safetensors_interop tokenizer_test chats_test
                        PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0;SCRUPLE_DEVICE=cpu" TIMEOUT 1800)
 endif()

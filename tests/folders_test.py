@@ -215,9 +215,6 @@ class Folders(command.Case):
         self.refused("--out is the folder of --model", "train", "--model", model, "--data", self.text, "--out", model, "--force")
         self.refused("--out is the folder of --model", "train", "--model", model / "config.json", "--data", self.text, "--out", model)
         self.refused("which is to be read", "tokenize", "--model", model, self.text, "--out", self.text)
-        lines = self.root / "notes.jsonl"
-        lines.write_text('{"text": "one"}\n')
-        self.refused("is JSON lines", "tokenize", "--model", model, lines, "--out", self.root / "notes.bin")
         self.assertEqual({path.name: path.read_bytes() for path in model.iterdir()}, before)
         self.assertEqual(self.text.read_text(), TEXT)
 

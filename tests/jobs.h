@@ -114,7 +114,9 @@ struct Passes {
   explicit Passes(const Job& job)
       : backend(job.backend(job.threads)),
         optimizer(job.optimizer()),
-        state(*backend, parameters_of(job.shape), optimizer, optimizer, job.describe, ledger),
+        state(
+            *backend, parameters_of(job.shape), [this](auto) -> const Optimizer& { return optimizer; },
+            job.describe, ledger),
         sink(backend->engine(), state.table(), job.gradients),
         network(backend->network(job, state.visible(), job.gradients.policy, ledger)) {
     state.start(job.initial, ledger);

@@ -103,7 +103,9 @@ class LongRuns : public scruple_tests::Files {
 
   // On documents where they are isolated, else on completions.
   std::vector<Phase> phases(const Job& job) const {
-    const Cutting cutting = {.context = job.shape.context, .isolate = job.isolates};
+    const Cutting cutting = {.context = job.shape.context,
+                             .layout = job.isolates ? Layout::packed : Layout::padded,
+                             .isolate = job.isolates};
     const Reading reading = {.end = '\n'};
     const Data letters(put(lines('a', !job.isolates), "letters.jsonl"), cutting, reading);
     const Data digits(put(lines('0', !job.isolates), "digits.jsonl"), cutting, reading);

@@ -53,8 +53,9 @@ class Case(command.Case):
         os.rename(self.step_of(out, last), self.path(f"away{last}"))
 
     def same_run(self, a, b):
-        for name in ("model.safetensors", "config.json", "metrics.jsonl"):
+        for name in ("model.safetensors", "config.json"):
             self.assertEqual(content(self.path(a, name)), content(self.path(b, name)), name)
+        self.assertEqual(self.metrics(a), self.metrics(b))
 
     def ends_as_if_left_alone(self, *more, resume=()):
         """Run a goes on, and ends with the files of one that nothing befell."""
@@ -229,6 +230,22 @@ class Train(Case):
         self.assertIn("going on after step 60", self.resumed("d"))
         self.same_run("c", "d")
 
+    def test_more_epochs(self):
+        """As many steps as see the data so often, whatever their number was; more of them make a run longer."""
+        wide = ("--schedule", "constant", "--warmup", "2", "--validate-every", "100", "--context", "64", "--save-every", "99")
+        run = lambda out, *more: self.ends(0, "", "train", "--data", self.data, "--out", self.path(out), *command.tiny(*wide, *more))
+        run("a", "--epochs", "1")
+        stretches, rest = divmod(len(command.TEXT) - len(command.TEXT) // 20 - 1, 33 * 64)
+        windows = 32 * stretches + rest // 64 - 1
+        found = [row["epoch"] for row in self.metrics("a") if "loss" in row]
+        self.assertEqual(found, [4 * (i + 1) / windows for i in range(math.ceil(windows / 4))])
+        self.fails(2, "--epochs makes", "train", "--resume", self.path("a"), "--epochs", "0.5")
+        self.resumed("a", "--epochs", "2.5")
+        run("b", "--steps", str(math.ceil(2.5 * windows / 4)))
+        self.assertEqual(content(self.path("a", "model.safetensors")), content(self.path("b", "model.safetensors")))
+        self.fails(2, "leave one of them out", "train", "--data", self.data, "--out", self.path("c"), "--epochs", "1",
+                   "--steps", "3")
+
     def test_refusals(self):
         self.trained("a", "--save-every", "2")
         a = self.path("a")
@@ -353,9 +370,9 @@ class FullDisk(Case):
     def test_in_the_middle_and_room_again(self):
         steps, every = 3000, 100
         process = start(*self.arguments("a", "--save-every", every, steps=steps), text=True, stderr=subprocess.PIPE,
-                        preexec_fn=full_at(20000))
+                        preexec_fn=full_at(30000))
         said = []
-        for line in process.stderr:  # checkpoints are larger, and the metrics are after some 200 steps
+        for line in process.stderr:  # checkpoints are larger, and the metrics are after some 150 steps
             said.append(line)
             if "lines wait" in line:
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

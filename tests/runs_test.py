@@ -76,9 +76,18 @@ class Case(unittest.TestCase):
             if os.path.exists(folder):
                 os.rename(folder, self.path(f"{out}-{gone}"))
 
+    def losses(self, out):
+        return [row["loss"] for row in self.metrics(out) if "loss" in row]
+
+    def metrics(self, out):
+        """Without the times, which no two runs share."""
+        rows = [json.loads(line) for line in content(self.path(out, "metrics.jsonl")).splitlines()]
+        return [{key: value for key, value in row.items() if key != "time"} for row in rows]
+
     def same_run(self, a, b):
-        for name in ("model.safetensors", "config.json", "metrics.jsonl"):
+        for name in ("model.safetensors", "config.json"):
             self.assertEqual(content(self.path(a, name)), content(self.path(b, name)), name)
+        self.assertEqual(self.metrics(a), self.metrics(b))
 
 
 class Options(Case):
@@ -131,6 +140,18 @@ class Options(Case):
         )
         self.ends(0, "train", "--resume", self.path("a"))
         self.assertEqual(self.notes("a", 6), first)
+
+    def test_older_runs_draw_their_windows_as_before(self):
+        self.trained("a", "--save-every", "2", "--keep", "0")
+        losses = self.losses("a")
+        self.cut_back("a", 6, 4)
+        self.assertEqual(self.notes("a", 4)["order"], "epochs")
+        self.edit_notes("a", 4, lambda notes: {key: value for key, value in notes.items() if key != "order"})
+        self.ends(0, "train", "--resume", self.path("a"))
+        self.assertNotIn("order", self.notes("a", 6))
+        again = self.losses("a")
+        self.assertEqual(losses[:4], again[:4])
+        self.assertNotEqual(losses[4:], again[4:])
 
     def test_what_is_not_known_is_not_ignored(self):
         self.trained("a", "--save-every", "2", "--keep", "0")

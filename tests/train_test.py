@@ -333,8 +333,8 @@ class Train(Case):
                                      ("--batch", "", 1), ("--context", "8x", 1), ("--warmup", "0.1", 0), ("--save-every", "0", 1),
                                      ("--seed", "99999999999999999999", 0), ("--validate-every", "nan", 1)):
             refused(2, f"{option}: '{value}' is not a whole number from {least} to 2^63 - 1", option, value)
-        for share in ("0", "1", "-0.5", "nan"):
-            refused(2, f"--validation: '{share}' is not a number above 0 and below 1", "--validation", share)
+        for share in ("1", "-0.5", "nan"):
+            refused(2, f"--validation: '{share}' is not a number of 0 or more, and below 1", "--validation", share)
         refused(2, "--moments fp32, or use --gradients compressed",
                 "--gradients", "released", "--accumulate", "4", "--accumulation", "adama")
         refused(2, "--batch", "--batch", str(2**62))
@@ -347,7 +347,8 @@ class Train(Case):
     def test_words_of_other_trainers(self):
         refused = lambda message, *arguments: self.fails(2, message, "train", "--data", self.data, *arguments)
         refused("has no option --learning-rate; use --lr", "--learning-rate", "1e-3")
-        refused("has no option --epochs; use --steps N", "--epochs", "3")
+        refused("has no option --num-epochs; use --epochs", "--num-epochs", "3")
+        self.fails(2, "has no option --epochs; use --steps N", "compare", "--epochs", "3")
         refused("has no option --gradient-accumulation-steps; use --accumulate", "--gradient-accumulation-steps", "4")
         self.fails(2, "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B", "train", "--data", self.data,
                    "--out", self.path("no"), "--model", "meta-llama/Llama-3.2-1B")

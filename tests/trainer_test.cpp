@@ -268,7 +268,8 @@ TEST(Validation, IsTheMeanOverTargetsOfIsolatedDocuments) {
 
 // Three documents in batches of two: each counts once.
 TEST(Validation, TakesNoDocumentTwice) {
-  const Data data = documents("few.jsonl", {.context = kSmall.context, .validation_share = 3 / 64.0});
+  const Data data = documents(
+      "few.jsonl", {.context = kSmall.context, .layout = Layout::padded, .validation_share = 3 / 64.0});
   Job job = job_of("fp32");
   job.batch = 2;
   Training training(job);
@@ -287,7 +288,7 @@ TEST(Validation, TakesNoDocumentTwice) {
 
 // Micro-batches with few targets weigh less, or a long answer among short ones would count too little.
 TEST(Accumulation, EveryTargetWeighsTheSame) {
-  const Data data = documents("uneven.jsonl", {.context = kSmall.context});
+  const Data data = documents("uneven.jsonl", {.context = kSmall.context, .layout = Layout::padded});
   const auto train = [&](std::int64_t batch, int parts) {
     Job job = job_of("fp32");
     job.batch = batch;
@@ -300,6 +301,34 @@ TEST(Accumulation, EveryTargetWeighsTheSame) {
   };
   const std::vector<double> whole = train(8, 1), in_parts = train(2, 4);
   for (std::size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(whole[i], in_parts[i], 1e-5) << "step " << i + 1;
+}
+
+// Documents that share windows give the gradients of the same ones, each in a window of its own.
+TEST(Accumulation, WholeDocumentsInAWindowAreAsEachByItself) {
+  const auto step = [&](Layout layout) {
+    const Data data = documents("whole.jsonl", {.context = kSmall.context, .layout = layout});
+    const Windows windows = data.training();
+    Job job = job_of("fp32");
+    job.batch = windows.count();
+    job.isolates = windows.isolates();
+    job.optimizer = [] { return Optimizer("sgd"); };
+    job.schedule = {Annealing::constant, 0.5, 0, 100};
+    job.gradients.max_norm = 0;
+    Training training(job);
+    const Outcome outcome = training.step(windows);
+    std::vector<std::vector<float>> weights;
+    for (std::size_t p = 0; p < training.state().parameters().size(); ++p)
+      weights.push_back(training.state().master(static_cast<int>(p)));
+    return std::tuple(outcome, weights, windows.count());
+  };
+  const auto [alone, one, windows] = step(Layout::padded);
+  const auto [together, other, fewer] = step(Layout::whole);
+  EXPECT_LT(4 * fewer, 3 * windows);
+  EXPECT_NEAR(alone.loss, together.loss, 1e-5);
+  EXPECT_NEAR(alone.norm, together.norm, 1e-5 * alone.norm);
+  for (std::size_t p = 0; p < one.size(); ++p)
+    for (std::size_t i = 0; i < one[p].size(); ++i)
+      ASSERT_NEAR(one[p][i], other[p][i], 1e-5) << p << ", " << i;
 }
 
 TEST(Accumulation, MomentumFoldedInBackwardIsTheMeanGradient) {
@@ -470,21 +499,6 @@ TEST(Rates, OperationsOfAToken) {
   EXPECT_EQ(flops_per_token(model), 6 * (weights + attention));
 }
 
-TEST(Rates, WarmUpThenDown) {
-  const Schedule cosine = {Annealing::cosine, 2.0, 10, 109};
-  EXPECT_DOUBLE_EQ(cosine.at(1), 0.2);
-  EXPECT_DOUBLE_EQ(cosine.at(10), 2.0);
-  EXPECT_DOUBLE_EQ(cosine.at(60), 1.0);
-  EXPECT_GT(cosine.at(109), 0.0);
-  EXPECT_DOUBLE_EQ(cosine.at(110), 0.0);
-  const Schedule linear = {Annealing::linear, 2.0, 0, 99};
-  EXPECT_DOUBLE_EQ(linear.at(25), 1.5);
-  EXPECT_DOUBLE_EQ(linear.at(100), 0.0);
-  const Schedule constant = {Annealing::constant, 2.0, 4, 100};
-  EXPECT_DOUBLE_EQ(constant.at(1), 0.5);
-  EXPECT_DOUBLE_EQ(constant.at(100), 2.0);
-}
-
 // The validations and saves that run() makes after a step are those that seconds_left() counts.
 TEST(Rates, TheTimeLeftHasValidationsAndSaves) {
   for (const std::int64_t every : {0, 1, 2, 3, 5, 7})
@@ -513,10 +527,27 @@ TEST(Rates, TheTimeLeftHasValidationsAndSaves) {
     }
 }
 
+TEST(Rates, ARunIsSavedAfterSoMuchTime) {
+  for (const double seconds : {0.0, 1e-9, 1e9}) {
+    Training training(job_of("fp32"));
+    Span span = {.steps = 4, .validate_every = 100, .validation_windows = 1};
+    span.save_seconds = seconds;
+    std::vector<std::size_t> saved;
+    run(
+        training, text(), text(), span, [](const Record&) {},
+        [&](const Record& record) {
+          saved.push_back(record.steps.size());
+          return true;
+        });
+    const std::vector<std::size_t> each = {1, 2, 3, 4};  // the last too, where one was saved before
+    EXPECT_EQ(saved, seconds == 1e-9 ? each : std::vector<std::size_t>()) << seconds;
+  }
+}
+
 TEST(Windows, ValidationIsSpreadOverTheWholeText) {
   const std::vector<std::uint8_t> bytes(50);
   const Windows few(bytes, 10);  // 40 of them
-  EXPECT_EQ(few.count(), 40);
+  EXPECT_EQ(few.places(), 40);
   EXPECT_EQ(few.even_start(0, 64), 0);
   EXPECT_EQ(few.even_start(32, 64), 19);
   EXPECT_EQ(few.even_start(63, 64), 39);

@@ -43,7 +43,7 @@ ModelConfig config_of(const io::Checkpoint& checkpoint) {
 }
 
 void check_tensors(const io::Checkpoint& checkpoint, const std::vector<Parameter>& parameters) {
-  const std::vector<io::TensorState>& tensors = checkpoint.manifest().tensors;
+  const std::span<const io::TensorState> tensors = trained_of(checkpoint.manifest());
   if (tensors.size() != parameters.size())
     fail(checkpoint.folder(), " has ", tensors.size(), " tensors, and a model of its shape has ",
          parameters.size());
@@ -117,18 +117,30 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
   manifest.library = scruple_version();
   manifest.recipe = recipe;
   manifest.step = position.taken;
-  manifest.groups = {group_of(trainer.decaying()), group_of(trainer.undecayed())};
+  for (std::size_t g = 0; g < trainer.groups().size(); ++g)
+    manifest.groups.push_back(group_of(trainer.groups().at(g)));
   if (const scruple_scaler& scaler = position.scaler; scaler.scale > 0)
     manifest.loss_scale = {scaler.scale, scaler.growth, scaler.backoff, scaler.interval, scaler.clean};
   manifest.trainer = notes;
+  if (trainer.outliers() != nullptr) manifest.trainer[kOutliersNote] = trainer.outliers()->state();
   for (std::size_t p = 0; p < state.parameters().size(); ++p) {
     const Parameter& parameter = state.parameters()[p];
     io::TensorState& tensor =
         manifest.tensors.emplace_back(stored_form(parameter.name, parameter.shape, state.table()[p]));
-    tensor.group = parameter.decays ? 0 : 1;
+    tensor.group = trainer.groups().group_of(p);
     tensor.step = position.steps[p];
     if (position.adagc_norms[p] > 0 && std::isfinite(position.adagc_norms[p]))
       tensor.adagc_norm = position.adagc_norms[p];
+  }
+  std::vector<scruple_tensor> rows = state.table();
+  if (const Average* average = trainer.average()) {
+    manifest.groups.push_back(group_of(average->optimizer()));
+    for (std::size_t p = 0; p < state.parameters().size(); ++p) {
+      const scruple_tensor& row = rows.emplace_back(average->table()[p]);
+      manifest.tensors.push_back(
+          stored_form(kAverage + state.parameters()[p].name, state.parameters()[p].shape, row));
+      manifest.tensors.back().group = manifest.groups.size() - 1;
+    }
   }
   const std::string folder = checkpoints_of(run);
   make_folder(folder);
@@ -136,7 +148,7 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
   for (std::size_t t = 0; t < manifest.tensors.size(); ++t)
     for (std::size_t a = 0; a < manifest.tensors[t].arrays.size(); ++a)
       for (std::size_t p = 0; p < manifest.tensors[t].arrays[a].planes.size(); ++p)
-        for_each_part(trainer.memory(), plane_of(state.table()[t], manifest.tensors[t], a, p),
+        for_each_part(trainer.memory(), plane_of(rows[t], manifest.tensors[t], a, p),
                       [&](std::span<const std::byte> part) { made.write(t, a, p, part); });
   made.finish();
   keep_last(run, keep);

@@ -18,6 +18,9 @@ inline constexpr const char* kProgram = "scruple train";
 // The config.json of a model that was not made of sizes, in the same place.
 inline constexpr const char* kConfigNote = "config";
 
+// What Outliers::state() says, there too.
+inline constexpr const char* kOutliersNote = "outliers";
+
 // A run's checkpoints are in its folder, one folder for each step that was saved.
 std::string checkpoints_of(const std::string& run);
 

@@ -83,6 +83,18 @@ std::string found_of_run(const std::string& run) {
   return fs::exists(fs::symlink_status(checkpoints_of(run))) ? "checkpoints" : "";
 }
 
+// A line of a step; `tokens` so far, which it moves on.
+Outcome step_of(const nlohmann::json& row, double& tokens) {
+  Outcome step = {number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
+                  static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
+  step.outlier = row.value("outlier", false);
+  step.epoch = number_or_nan(row, "epoch");
+  if (const double time = number_or_nan(row, "time"); time > 0) step.time = time;
+  const double before = std::exchange(tokens, number_or_nan(row, "tokens")), taken = tokens - before;
+  step.tokens = taken >= 0 && taken < 0x1p53 ? static_cast<std::int64_t>(taken) : -1;
+  return step;
+}
+
 }  // namespace
 
 RunFolder::RunFolder(const std::string& path) : path_(path) {
@@ -145,13 +157,23 @@ std::string Metrics::next_lines(const Record& record) {
       lines << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
     } else if (steps_ < record.steps.size()) {
       const Outcome& step = record.steps[steps_++];
-      if (std::isnan(step.lr)) continue;
+      if (std::isnan(step.lr)) {
+        tokens_ = -1;
+        continue;
+      }
       ordered_json line = {{"step", steps_},
                            {"loss", step.loss},
                            {"lr", step.lr},
                            {"norm", step.norm},
                            {"loss_scale", step.loss_scale},
                            {"skipped", step.skipped}};
+      if (step.outlier) line["outlier"] = true;
+      skipped_ += step.skipped ? 1 : 0;
+      tokens_ = step.tokens < 0 || tokens_ < 0 ? -1 : tokens_ + step.tokens;
+      line["skipped_steps"] = skipped_;
+      line["tokens"] = tokens_ < 0 ? ordered_json() : ordered_json(tokens_);
+      if (!std::isnan(step.epoch)) line["epoch"] = step.epoch;
+      line["time"] = step.time > 0 ? ordered_json(step.time) : ordered_json();
       if (unmoved_ < record.unmoved.size() &&
           record.unmoved[unmoved_].first == static_cast<std::int64_t>(steps_)) {
         const Unmoved& found = record.unmoved[unmoved_++].second;
@@ -189,12 +211,15 @@ bool Metrics::write(const Record& record) {
 Record unseen(std::int64_t steps) {
   const double unknown = std::nan("");
   Record record;
-  record.steps.resize(static_cast<std::size_t>(steps), {unknown, unknown, unknown, 1, false});
+  Outcome step = {unknown, unknown, unknown, 1, false};
+  step.tokens = -1;
+  record.steps.resize(static_cast<std::size_t>(steps), step);
   return record;
 }
 
 Record read_metrics(const std::string& run, std::int64_t steps) {
   Record record = unseen(steps);
+  double tokens = 0;  // so far; NaN: not known
   std::ifstream file(metrics_path(run));
   for (std::string line; std::getline(file, line);) {
     const nlohmann::json row = parsed(line);
@@ -204,9 +229,7 @@ Record read_metrics(const std::string& run, std::int64_t steps) {
     if (row.contains("val_loss"))
       record.validations.emplace_back(step, number_or_nan(row, "val_loss"));
     else if (step > 0)
-      record.steps[static_cast<std::size_t>(step - 1)] = {
-          number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
-          static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
+      record.steps[static_cast<std::size_t>(step - 1)] = step_of(row, tokens);
     if (row.contains("unmoved"))
       record.unmoved.push_back({step,
                                 {number_or_nan(row, "unmoved"), number_or_nan(row, "unmoved_most"),

@@ -52,6 +52,7 @@ class Metrics {
   std::ofstream file_;
   std::uintmax_t written_ = 0;
   bool made_ = false;
+  std::int64_t skipped_ = 0, tokens_ = 0;  // of the steps that were written; tokens_ below 0: not known
   std::size_t steps_ = 0, validations_ = 0, unmoved_ = 0;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -180,6 +181,31 @@ Tensor load_weight(Engine& engine, const io::Checkpoint& checkpoint, const io::T
   Tensor loaded(engine, row_of(alone, stateless.raw()));
   load(engine, checkpoint, alone, loaded.raw());
   return loaded;
+}
+
+bool is_average(const io::TensorState& tensor) { return tensor.name.starts_with(kAverage); }
+
+std::span<const io::TensorState> trained_of(const io::Manifest& manifest) {
+  const auto end = std::find_if(manifest.tensors.begin(), manifest.tensors.end(), is_average);
+  return {manifest.tensors.begin(), end};
+}
+
+std::span<const io::TensorState> averages_of(const io::Manifest& manifest) {
+  return std::span(manifest.tensors).subspan(trained_of(manifest).size());
+}
+
+void check_averages(const io::Checkpoint& checkpoint) {
+  const auto weights = trained_of(checkpoint.manifest()), averages = averages_of(checkpoint.manifest());
+  if (averages.empty())
+    fail(checkpoint.folder(),
+         " has no averages of the weights: its run was trained without --ema. Leave --ema out here, or train "
+         "with it");
+  const bool fits =
+      std::equal(weights.begin(), weights.end(), averages.begin(), averages.end(),
+                 [](const io::TensorState& weight, const io::TensorState& average) {
+                   return average.name == kAverage + weight.name && average.shape == weight.shape;
+                 });
+  if (!fits) fail(checkpoint.folder(), ": its averages are not those of its weights; it is damaged");
 }
 
 io::Metadata notes_of(const io::Checkpoint& checkpoint) {

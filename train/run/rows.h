@@ -34,6 +34,14 @@ Tensor load_weight(Engine& engine, const io::Checkpoint& checkpoint, const io::T
 void for_each_part(Memory& memory, std::span<const std::byte> bytes,
                    const std::function<void(std::span<const std::byte>)>& take);
 
+// A run's moving averages are tensors of their own, behind all others, by the names of the weights after this.
+inline constexpr const char *kAverage = "ema.", *kAverageFormat = "bf16+8";
+bool is_average(const io::TensorState& tensor);
+std::span<const io::TensorState> trained_of(const io::Manifest& manifest);   // all others
+std::span<const io::TensorState> averages_of(const io::Manifest& manifest);  // may be none
+// Throws where there is not one of each trained tensor.
+void check_averages(const io::Checkpoint& checkpoint);
+
 // What its trainer noted, under the keys of now: earlier versions noted options as they are typed (--steps).
 io::Metadata notes_of(const io::Checkpoint& checkpoint);
 // The checkpoint's, with hyperparameters by their names of now.

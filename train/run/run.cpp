@@ -9,7 +9,9 @@
 namespace scruple::train {
 namespace {
 
-constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite
+constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite, or outliers
+
+using Clock = std::chrono::steady_clock;
 
 // Counts what it takes until it ends.
 class Timer {
@@ -20,10 +22,13 @@ class Timer {
   Timer& operator=(const Timer&) = delete;
 
  private:
-  using Clock = std::chrono::steady_clock;
   double& seconds_;
   Clock::time_point begin_ = Clock::now();
 };
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 // How many steps from `step` to the last are followed by what comes every so many of them, and after the last.
 std::int64_t due_from(std::int64_t step, std::int64_t last, std::int64_t every) {
@@ -54,14 +59,32 @@ std::int64_t Record::skipped() const {
   return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.skipped; });
 }
 
+std::int64_t Record::outliers() const {
+  return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.outlier; });
+}
+
 double Record::first_loss() const { return validations.empty() ? std::nan("") : validations.front().second; }
 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
+
+std::pair<std::int64_t, double> Record::best() const {
+  std::pair<std::int64_t, double> found = {0, std::nan("")};
+  for (const auto& [step, loss] : validations)
+    if (std::isfinite(loss) && !(loss >= found.second)) found = {step, loss};
+  return found;
+}
 
 double Record::mean_unmoved() const {
   double sum = 0;
   for (const auto& [step, found] : unmoved) sum += found.share;
   return sum / static_cast<double>(unmoved.size());
+}
+
+bool has_settled(const Record& record, std::int64_t patience) {
+  if (patience == 0 || record.validations.empty()) return false;
+  const std::int64_t best = record.best().first;
+  return std::count_if(record.validations.begin(), record.validations.end(),
+                       [best](const auto& validation) { return validation.first > best; }) >= patience;
 }
 
 std::int64_t losses_lost(const Record& record) {
@@ -70,6 +93,12 @@ std::int64_t losses_lost(const Record& record) {
        --i)
     ++lost;
   return lost;
+}
+
+std::int64_t outliers_lost(const Record& record) {
+  const auto taken = std::find_if(record.steps.rbegin(), record.steps.rend(),
+                                  [](const Outcome& step) { return !step.outlier; });
+  return taken - record.steps.rbegin();
 }
 
 double seconds_left(const Record& record, const Span& span) {
@@ -84,12 +113,13 @@ double seconds_left(const Record& record, const Span& span) {
 void run(Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
          const Watch& watch, const Save& save) {
   record.resumed = record.steps.size();
+  record.validates = span.validates;
   bool hopeless = false;
   const auto is_due = [&](std::int64_t step) {
     return step == 0 || step == span.steps || (span.validate_every > 0 && step % span.validate_every == 0);
   };
   const auto validate_if_due = [&](std::int64_t step) {
-    if ((!is_due(step) && !hopeless) ||
+    if (!span.validates || (!is_due(step) && !hopeless) ||
         (!record.validations.empty() && record.validations.back().first == step))
       return;
     ++record.validating.times;
@@ -101,7 +131,9 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
     if (span.go_on()) record.validations.emplace_back(step, loss);
   };
   auto saved = static_cast<std::int64_t>(record.resumed);
+  Clock::time_point last_save = Clock::now();
   const auto save_now = [&](std::int64_t step) {
+    last_save = Clock::now();
     if (step == saved || losses_lost(record) > 0) return;
     ++record.saving.times;
     const Timer timer(record.saving.seconds);
@@ -109,7 +141,8 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
   };
   auto step = static_cast<std::int64_t>(record.resumed);
   validate_if_due(step);  // which an earlier session may not have finished
-  while (step < span.steps && !hopeless && span.go_on()) {
+  const auto settled = [&] { return step < span.steps && has_settled(record, span.patience); };
+  while (step < span.steps && !hopeless && !settled() && span.go_on()) {
     trainer.ledger().mark();
     const bool looks = is_due(step + 1);
     const std::vector<std::vector<float>> before =
@@ -120,6 +153,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
       record.steps.push_back(trainer.step(data));
     }
     record.seconds.push_back(seconds);
+    record.steps.back().time = now();
     record.step_seconds += seconds;
     ++step;
     if (looks && !record.steps.back().skipped)
@@ -127,13 +161,21 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
         record.unmoved.emplace_back(step, *found);
     note_memory(step, trainer.ledger(), record.memory);
     watch(record);
-    hopeless = losses_lost(record) >= kHopeless;
+    hopeless = losses_lost(record) >= kHopeless || outliers_lost(record) >= kHopeless;
     validate_if_due(step);
-    if (span.save_every > 0 && step % span.save_every == 0 && step < span.steps) save_now(step);
+    const std::chrono::duration<double> unsaved = Clock::now() - last_save;
+    const bool is_late = span.save_seconds > 0 && unsaved.count() >= span.save_seconds;
+    const bool is_time = span.save_every > 0 && step % span.save_every == 0;
+    if ((is_time || is_late) && step < span.steps) save_now(step);
   }
-  const bool all_taken = step == span.steps || hopeless;
-  record.stopped = !all_taken || record.validations.empty() || record.validations.back().first < step;
-  if (span.save_every > 0 || span.save_last || record.stopped) save_now(step);
+  record.settled = settled();
+  const bool all_taken = step == span.steps || hopeless || record.settled;
+  const bool lacks_last =
+      span.validates && (record.validations.empty() || record.validations.back().first < step);
+  record.stopped = !all_taken || lacks_last;
+  const bool has_saved = saved > static_cast<std::int64_t>(record.resumed);
+  const bool lost_steps = hopeless && outliers_lost(record) > 0;
+  if (span.save_every > 0 || span.save_last || has_saved || record.stopped || lost_steps) save_now(step);
 }
 
 Record run(Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,

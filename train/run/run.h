@@ -16,7 +16,10 @@ struct Span {
   std::function<bool()> go_on = [] { return true; };  // asked before every step and batch of a validation
   std::function<void(std::int64_t done, std::int64_t all)> validating = [](auto, auto) {};  // its batches
   std::int64_t save_every = 0;  // 0: only where go_on ended the run; otherwise also after the last step
+  double save_seconds = 0;      // also after the first step that ends so long after the last save; 0: never
   bool save_last = false;       // after the last step though save_every is 0
+  bool validates = true;
+  std::int64_t patience = 0;  // ends after so many validations in a row that are not the best; 0: never
 };
 
 // What something took, each time.
@@ -42,13 +45,18 @@ struct Record {
   Timed validating, saving;  // of this session
   std::size_t resumed = 0;   // steps of earlier sessions among `steps`
   bool stopped = false;      // before its last step, or its last validation, because it was told to
+  bool validates = true;     // else it has no validations, and never will
+  bool settled = false;      // ended by Span::patience
 
   double ms_per_step() const;
   double tokens_per_second() const;  // of this session's steps
-  std::int64_t skipped() const;      // steps
+  std::int64_t skipped() const;      // steps, for whatever reason
+  std::int64_t outliers() const;     // among them
   // Of the first and of the last validation that was finished; NaN: none was.
   double first_loss() const;
   double final_loss() const;
+  std::pair<std::int64_t, double> best()
+      const;                    // the first validation of the least loss, of those that are finite
   double mean_unmoved() const;  // of the shares; NaN: no step was looked at
 };
 
@@ -56,8 +64,14 @@ struct Record {
 // its mean time in this session.
 double seconds_left(const Record& record, const Span& span);
 
+// Whether so many validations at the end are no better than the best before them; 0: never.
+bool has_settled(const Record& record, std::int64_t patience);
+
 // How many losses at the end of this session are not finite.
 std::int64_t losses_lost(const Record& record);
+
+// How many steps at the end were skipped as outliers.
+std::int64_t outliers_lost(const Record& record);
 
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
@@ -68,6 +82,7 @@ using Save = std::function<bool(const Record&)>;
 // - `save` is called after the steps that the span names. Where it returns false it is called again when the
 //   run ends.
 // - When losses stay not finite the run ends early and does not save: its checkpoints are from before.
+// - When one step after another is an outlier it ends early too, and saves: the weights are from before.
 // - If anything throws, the record ends with the last whole step.
 void run(
     Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,

@@ -54,14 +54,14 @@ std::string visible_format(const scruple_array& weight) {
   return visible_format(info_of(weight.format).name);
 }
 
-State::State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
-             const Optimizer& undecayed, const Describe& describe, Ledger& ledger)
+State::State(Backend& backend, const std::vector<Parameter>& parameters, const OptimizerOf& optimizer_of,
+             const Describe& describe, Ledger& ledger)
     : backend_(backend), parameters_(parameters) {
   const auto plane = [&](const scruple_tensor& row, int array, bool aux, std::int64_t bytes) {
     return planes_.emplace_back(ledger, kind_of(row, array, aux), bytes, backend.memory()).as<void>();
   };
   for (const Parameter& parameter : parameters_) {
-    scruple_tensor row = describe(parameter.decays ? decaying : undecayed, parameter.size());
+    scruple_tensor row = describe(optimizer_of(table_.size()), parameter.size());
     row.id = static_cast<std::uint32_t>(table_.size());
     row.step = 1;
     for (const int a : used_arrays(row)) {

@@ -2,6 +2,7 @@
 // kind. To the model they are visible weights; to the optimizer, table rows.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -36,9 +37,10 @@ struct Unmoved {
 
 class State {
  public:
-  // `decaying` steps the parameters that decay, `undecayed` the others; these and the backend must outlive this.
-  State(Backend& backend, const std::vector<Parameter>& parameters, const Optimizer& decaying,
-        const Optimizer& undecayed, const Describe& describe, Ledger& ledger);
+  // The optimizers, each that of a parameter's number, and the backend must outlive this.
+  using OptimizerOf = std::function<const Optimizer&(std::size_t parameter)>;
+  State(Backend& backend, const std::vector<Parameter>& parameters, const OptimizerOf& optimizer_of,
+        const Describe& describe, Ledger& ledger);
 
   // The weights that `fill` gives, a million at a time, and moments of 0.
   void start(const Fill& fill, Ledger& ledger);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numbers>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -11,11 +11,6 @@
 namespace scruple::train {
 namespace {
 
-scruple_optimizer* with_rate(const Optimizer& optimizer, double lr) {
-  check(scruple_optimizer_set(optimizer.raw(), "lr", lr));
-  return optimizer.raw();
-}
-
 std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
   std::int64_t sum = 0;
   for (const scruple_tensor& row : table)
@@ -23,30 +18,7 @@ std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
   return sum;
 }
 
-std::int64_t token_bytes(const Job& job) {
-  return job.batch * job.shape.context * std::int64_t{sizeof(std::int32_t)};
-}
-
-// `optimizer` for what does not decay.
-Optimizer without_decay(Optimizer optimizer) {
-  double value = 0;
-  if (scruple_optimizer_get(optimizer.raw(), "weight_decay", &value) == SCRUPLE_OK)
-    optimizer.set("weight_decay", 0);
-  return optimizer;
-}
-
 }  // namespace
-
-double Schedule::at(std::int64_t step) const {
-  if (step <= warmup) return peak * static_cast<double>(step) / static_cast<double>(warmup);
-  const double done = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup + 1);
-  switch (annealing) {
-    case Annealing::cosine: return peak * 0.5 * (1 + std::cos(std::numbers::pi * std::min(done, 1.0)));
-    case Annealing::linear: return peak * std::max(1 - done, 0.0);
-    case Annealing::constant: break;
-  }
-  return peak;
-}
 
 scruple_memory Trainer::Accumulators::memory() {
   const auto alloc = [](void* context, std::int64_t bytes) noexcept -> void* {
@@ -69,16 +41,15 @@ scruple_memory Trainer::Accumulators::memory() {
 Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
     : job_(job),
       backend_(job.backend(job.threads)),
-      decaying_(job.optimizer()),
-      undecayed_(without_decay(job.optimizer())),
+      groups_(parameters_of(job.shape), job.optimizer, job.overrides, job.seed),
       accumulators_{ledger, backend_->memory(), {}} {
   if (const std::string problem = problem_with(job.shape); !problem.empty())
     throw std::runtime_error(problem);
-  with_rate(decaying_, job.schedule.peak);  // refused here, if at all
-  decaying_.set_seed(job.seed);
-  undecayed_.set_seed(job.seed);
-  state_ = std::make_unique<State>(*backend_, parameters_of(job.shape), decaying_, undecayed_, job.describe,
-                                   ledger);
+  groups_.set_rate(job.schedule.peak);  // refused here, if at all
+  state_ = std::make_unique<State>(
+      *backend_, parameters_of(job.shape),
+      [this](std::size_t p) -> const Optimizer& { return groups_.of(p); }, job.describe, ledger);
+  if (job.ema > 0) average_.emplace(*backend_, *state_, job.ema, job.seed, ledger);
   Position position;
   if (from != nullptr)
     position = take_up(*from);
@@ -88,12 +59,11 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler, loss_scale_ = job_.scaler.scale;
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
+  if (job.skip_outliers > 0) watch_outliers(from);
   job_.gradients.memory = accumulators_.memory();
   sink_ = std::make_unique<Sink>(engine(), state_->table(), job_.gradients);
   job_.gradients.adagc_norms = nullptr;  // copied
-  tokens_ = Block(ledger, "activations", token_bytes(job));
-  targets_ = Block(ledger, "activations", token_bytes(job));
-  if (job.isolates) starts_ = Block(ledger, "activations", token_bytes(job));
+  batches_.emplace(job, job.isolates, ledger);
   network_ = backend_->network(job, state_->visible(), job.gradients.policy, ledger);
   if (job.gradients.policy == SCRUPLE_COMPRESSED)
     ledger.check_room("gradients", gradient_bytes(state_->table()));
@@ -101,17 +71,40 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
 
 Trainer::~Trainer() = default;
 
+// The sink asks for the squares of other processes once it has its own, and before it steps: of such a step they are
+// infinite. That is decided by the host; a device that computes behind it would have to be waited for.
+void Trainer::watch_outliers(const io::Checkpoint* from) {
+  if (job_.gradients.policy == SCRUPLE_RELEASED || !memory().is_host())
+    throw std::invalid_argument(
+        "outliers are skipped on the CPU, and where gradients are kept until the step (stored, compressed)");
+  const io::Metadata notes = from == nullptr ? io::Metadata() : notes_of(*from);
+  const auto noted = notes.find(kOutliersNote);
+  outliers_.emplace(job_.skip_outliers, noted == notes.end() ? "" : noted->second);
+  job_.gradients.reduce = {this, [](void* context, double* sum) noexcept {
+                             auto& trainer = *static_cast<Trainer*>(context);
+                             auto& deciding = trainer.deciding_;
+                             deciding.norm = std::sqrt(*sum) / static_cast<double>(trainer.loss_scale_);
+                             deciding.outlier = trainer.outliers_->is_outlier(deciding.loss, deciding.norm);
+                             if (deciding.outlier) *sum = std::numeric_limits<double>::infinity();
+                             return 0;
+                           }};
+}
+
 Ledger memory_of(const Job& job) {
   Ledger ledger = Ledger::counter();
   {
     const std::unique_ptr<Backend> backend = job.backend(job.threads);
-    const Optimizer decaying = job.optimizer(), undecayed = without_decay(job.optimizer());
-    const State state(*backend, parameters_of(job.shape), decaying, undecayed, job.describe, ledger);
+    const std::vector<Parameter> parameters = parameters_of(job.shape);
+    const Groups groups(parameters, job.optimizer, job.overrides, job.seed);
+    const auto optimizer_of = [&](std::size_t p) -> const Optimizer& { return groups.of(p); };
+    const State state(*backend, parameters, optimizer_of, job.describe, ledger);
+    std::optional<Average> average;
+    if (job.ema > 0) average.emplace(*backend, state, job.ema, job.seed, ledger);
     const std::unique_ptr<Network> network =
         backend->network(job, state.visible(), job.gradients.policy, ledger);
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
     const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
-    const Block tokens(ledger, "activations", (job.isolates ? 3 : 2) * token_bytes(job));
+    const Batches batches(job, job.isolates, ledger);
   }
   return ledger;
 }
@@ -144,22 +137,31 @@ Position Trainer::take_up(const io::Checkpoint& from) {
   const io::Manifest& manifest = from.manifest();
   const std::vector<Parameter>& parameters = state_->parameters();
   check_tensors(from, parameters);
-  if (manifest.groups.size() != 2)
-    io::fail(from.folder(), " has ", manifest.groups.size(), " groups of tensors, and a run has 2");
+  const std::size_t wanted = groups_.size() + (average_ ? 1 : 0);
+  if (manifest.groups.size() != wanted)
+    io::fail(from.folder(), " has ", manifest.groups.size(), " groups of tensors, and its run has ", wanted);
   const std::vector<io::Group> groups = groups_of(from);
-  check_group(groups[0], group_of(decaying_));
-  check_group(groups[1], group_of(undecayed_));
+  for (std::size_t g = 0; g < groups_.size(); ++g) check_group(groups[g], group_of(groups_.at(g)));
   Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     const io::TensorState& tensor = manifest.tensors[p];
-    if (tensor.group != (parameters[p].decays ? 0u : 1u) || tensor.id != p)
+    if (tensor.group != groups_.group_of(p) || tensor.id != p)
       io::fail(from.folder(), ": tensor \"", tensor.name, "\" is in another group, or has another number");
     load(engine(), from, tensor, state_->table()[p], memory());
     state_->set_step(static_cast<int>(p), tensor.step);
     position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
   }
+  if (average_) take_up_average(from, groups);
   taken_ = position.taken;
   return position;
+}
+
+void Trainer::take_up_average(const io::Checkpoint& from, const std::vector<io::Group>& groups) {
+  check_group(groups.back(), group_of(average_->optimizer()));
+  check_averages(from);
+  const std::span<const io::TensorState> averages = averages_of(from.manifest());
+  for (std::size_t p = 0; p < averages.size(); ++p)
+    load(engine(), from, averages[p], average_->table()[p], memory());
 }
 
 Position Trainer::position() const {
@@ -174,12 +176,12 @@ Position Trainer::position() const {
 
 Outcome Trainer::step(const Windows& data) {
   const std::int64_t parts = job_.gradients.micro_batches;
-  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false, 0};
-  with_rate(decaying_, outcome.lr), with_rate(undecayed_, outcome.lr);
+  Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false};
+  groups_.set_rate(outcome.lr);
   const auto read_part = [&](std::int64_t part) {
-    return read(data, [&](std::int64_t w) {
-      return data.random_start(job_.seed,
-                               static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w));
+    return batches_->read(data, [&](std::int64_t w) -> Window {
+      const auto index = static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w);
+      return {data.drawn(job_.seed, index)};
     });
   };
   // Every target of the step counts the same, although micro-batches may have different numbers of them
@@ -188,21 +190,34 @@ Outcome Trainer::step(const Windows& data) {
   std::int64_t all = 0;
   for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part).targets;
   std::vector<double> weights;
+  const auto mean_loss = [&] {
+    const std::vector<double> losses = network_->losses();
+    double sum = 0;
+    for (std::size_t part = 0; part < weights.size(); ++part)
+      sum += losses[part] * weights[part] / static_cast<double>(parts);
+    return sum;
+  };
   for (std::int64_t part = 0; part < parts; ++part) {
     const Counted counted = read_part(part);
     outcome.tokens += counted.tokens;
     weights.push_back(all == 0 ? 1 : static_cast<double>(counted.targets * parts) / static_cast<double>(all));
-    network_->train(state_->visible(), batch(), *sink_, static_cast<float>(weights.back()));
+    network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
+    if (outliers_ && part + 1 == parts) deciding_ = {mean_loss(), 0, false};
     sink_->end();
   }
+  if (average_) average_->take(taken_ + 1);
   const scruple_sink_report report = sink_->read();  // the step's only wait: the losses have come by then
-  const std::vector<double> losses = network_->losses();
-  for (std::size_t part = 0; part < weights.size(); ++part)
-    outcome.loss += losses[part] * weights[part] / static_cast<double>(parts);
+  outcome.loss = outliers_ ? deciding_.loss : mean_loss();
   if (job_.scaler.scale > 0) loss_scale_ = report.scaler.scale;
   outcome.norm = report.norm;
   outcome.skipped = report.found_inf != 0;
+  if (outliers_) {
+    outcome.norm = deciding_.norm, outcome.outlier = deciding_.outlier;
+    if (!outcome.skipped) outliers_->add(outcome.loss, outcome.norm);
+  }
   ++taken_;
+  if (data.has_epochs())
+    outcome.epoch = static_cast<double>(taken_ * parts * job_.batch) / static_cast<double>(data.count());
   return outcome;
 }
 
@@ -211,48 +226,10 @@ std::int64_t validated_windows(std::int64_t asked, const Windows& data) {
 }
 
 double Trainer::validate(const Windows& data, std::int64_t windows, const GoOn& go_on) {
-  const std::int64_t all = validated_windows(windows, data), batches = (all + job_.batch - 1) / job_.batch;
-  double sum = 0;
-  std::int64_t counted = 0;
-  for (std::int64_t b = 0; b < batches; ++b) {
-    if (!go_on(b, batches)) return std::nan("");
-    const auto start = [&](std::int64_t w) {
-      const std::int64_t window = b * job_.batch + w;
-      return window < all ? data.even_start(window, all) : -1;
-    };
-    const std::int64_t more = read(data, start).targets;
-    sum += network_->loss(state_->visible(), batch()) * static_cast<double>(more);
-    counted += more;
-  }
-  return sum / static_cast<double>(std::max<std::int64_t>(counted, 1));
-}
-
-Trainer::Counted Trainer::read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start) {
-  if (data.isolates() && !job_.isolates)
-    throw std::invalid_argument("the data's documents are isolated; the job must say so too (Job::isolates)");
-  std::int32_t *const tokens = tokens_.as<std::int32_t>(), *const targets = targets_.as<std::int32_t>();
-  std::int32_t* const starts = job_.isolates ? starts_.as<std::int32_t>() : nullptr;
-  Counted counted;
-  for (std::int64_t w = 0; w < job_.batch; ++w) {
-    const std::int64_t at = w * job_.shape.context, from = start(w);
-    if (from < 0) {
-      std::fill_n(tokens + at, job_.shape.context, 0);
-      std::fill_n(targets + at, job_.shape.context, kNoTarget);
-      if (starts != nullptr) std::fill_n(starts + at, job_.shape.context, 0);
-      continue;
-    }
-    data.read(from, tokens + at, targets + at, starts == nullptr ? nullptr : starts + at);
-    std::int64_t last = -1;
-    for (std::int64_t i = 0; i < job_.shape.context; ++i)
-      if (targets[at + i] >= 0) ++counted.targets, last = i;
-    counted.tokens += last + 1;
-  }
-  return counted;
-}
-
-Batch Trainer::batch() const {
-  return {tokens_.as<std::int32_t>(), targets_.as<std::int32_t>(),
-          job_.isolates ? starts_.as<std::int32_t>() : nullptr};
+  const std::int64_t all = validated_windows(windows, data);
+  const auto window = [&](std::int64_t index) -> Window { return {data.even_start(index, all)}; };
+  const Loss loss = loss_over(*network_, state_->visible(), *batches_, job_.batch, data, all, window, go_on);
+  return loss.windows < all ? std::nan("") : loss.mean();
 }
 
 }  // namespace scruple::train

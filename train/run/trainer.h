@@ -4,30 +4,25 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "include/scruple/scruple.hpp"
 #include "io/checkpoint.h"
 #include "train/model/families/gpt2.h"
 #include "train/pass/backend.h"
+#include "train/run/average.h"
+#include "train/run/batches.h"
+#include "train/run/groups.h"
+#include "train/run/outliers.h"
+#include "train/run/schedule.h"
 #include "train/run/state.h"
 #include "train/text/data.h"
 
 namespace scruple::train {
-
-enum class Annealing { cosine, linear, constant };
-inline constexpr const char* kAnnealings[] = {"cosine", "linear", "constant"};  // their names
-
-// The learning rate: a linear rise over `warmup` steps to `peak`, then down to 0 after the last, or
-// constant.
-struct Schedule {
-  Annealing annealing = Annealing::cosine;
-  double peak = 1e-3;
-  std::int64_t warmup = 0, steps = 1000;
-  double at(std::int64_t step) const;  // of step 1, 2...
-};
 
 struct Job : Setup {
   Job() { shape = gpt2({}); }
@@ -38,6 +33,9 @@ struct Job : Setup {
   std::function<Optimizer()> optimizer;
   Describe describe;
   Schedule schedule;
+  std::vector<Override> overrides;  // of the schedule, and of the optimizer's weight decay
+  double skip_outliers = 0;  // deviations above the running mean of losses or norms; 0: none is skipped
+  double ema = 0;            // the decay of an average of the weights; 0: none
   std::uint64_t seed = 1;
   Fill initial;  // the weights to begin with; none: drawn from the seed
   // The gradient policy; `memory` and `scaler` are filled in here.
@@ -63,6 +61,9 @@ struct Outcome {
   double norm;  // of the gradient; NaN where the policy does not know it
   float loss_scale;
   bool skipped;
+  bool outlier = false;  // why it was skipped
+  double time = 0;       // when it was taken, in seconds since 1970; 0: not known
+  double epoch = std::numeric_limits<double>::quiet_NaN();  // after it; NaN: windows are drawn by chance
   std::int64_t tokens = 0;  // in its windows, each up to the last target that counts: padding is none
 };
 
@@ -74,7 +75,6 @@ class Trainer {
   Outcome step(const Windows& data);
   // The mean loss over the targets of validated_windows(windows, data) windows, which are spread evenly over
   // the data. `go_on` is asked before each batch; NaN where it says no.
-  using GoOn = std::function<bool(std::int64_t batches_done, std::int64_t batches)>;
   double validate(
       const Windows& data, std::int64_t windows, const GoOn& go_on = [](auto, auto) { return true; });
   std::int64_t steps_taken() const { return taken_; }
@@ -84,9 +84,9 @@ class Trainer {
   Memory& memory() { return backend_->memory(); }  // where the state's planes are
   const Backend& backend() const { return *backend_; }
   Ledger& ledger() { return accumulators_.ledger; }
-  // The optimizers of what decays and of what does not.
-  const Optimizer& decaying() const { return decaying_; }
-  const Optimizer& undecayed() const { return undecayed_; }
+  const Groups& groups() const { return groups_; }
+  const Outliers* outliers() const { return outliers_ ? &*outliers_ : nullptr; }
+  const Average* average() const { return average_ ? &*average_ : nullptr; }
 
  private:
   // Counts the sink's accumulators.
@@ -96,22 +96,23 @@ class Trainer {
     Memory& from;
     std::map<void*, Block> blocks;
   };
-  // Of a batch that was read: targets that count, and tokens up to the last of them in each window.
-  struct Counted {
-    std::int64_t targets = 0, tokens = 0;
-  };
-  // The window that each `start` names, none where it is below 0.
-  Counted read(const Windows& data, const std::function<std::int64_t(std::int64_t)>& start);
-  Batch batch() const;
   Position take_up(const io::Checkpoint& from);
+  void watch_outliers(const io::Checkpoint* from);
+  void take_up_average(const io::Checkpoint& from, const std::vector<io::Group>& groups);
   Job job_;
   std::unique_ptr<Backend> backend_;
-  Optimizer decaying_, undecayed_;
+  Groups groups_;
   std::unique_ptr<State> state_;
+  std::optional<Average> average_;
+  std::optional<Outliers> outliers_;
+  struct {
+    double loss = 0, norm = 0;
+    bool outlier = false;
+  } deciding_;  // whether the step is taken, while its norm is known and its weights are as before
   std::unique_ptr<Network> network_;
   Accumulators accumulators_;
-  std::unique_ptr<Sink> sink_;       // gives its memory back to accumulators_
-  Block tokens_, targets_, starts_;  // starts_: where documents are isolated
+  std::unique_ptr<Sink> sink_;  // gives its memory back to accumulators_
+  std::optional<Batches> batches_;
   std::int64_t taken_ = 0;
   float loss_scale_ = 1;  // of the next step
 };

@@ -37,11 +37,13 @@ Weights::Weights(const ModelFolder& folder, Backend& backend, Ledger& ledger)
   }
 }
 
-Weights::Weights(const io::Checkpoint& checkpoint, Backend& backend, Ledger& ledger)
+Weights::Weights(const io::Checkpoint& checkpoint, Backend& backend, Ledger& ledger, bool averages)
     : shape_(config_of(checkpoint).shape) {
   check_tensors(checkpoint, parameters_of(shape_));
   Engine engine;
-  for (const io::TensorState& tensor : checkpoint.manifest().tensors) {
+  const io::Manifest& manifest = checkpoint.manifest();
+  if (averages) check_averages(checkpoint);
+  for (const io::TensorState& tensor : averages ? averages_of(manifest) : trained_of(manifest)) {
     const std::string visible = visible_format(tensor.arrays.front().format);
     const bool is_computed_in = visible == "fp32" || visible == "bf16" || visible == "fp16";
     std::optional<Tensor> stored;

@@ -17,7 +17,8 @@ class Weights {
   // Those of a folder; or of a checkpoint of 'scruple train', as its model computes with them, where formats that no
   // model is computed in are decoded to fp32. Reads nothing where the ledger only counts.
   Weights(const ModelFolder& folder, Backend& backend, Ledger& ledger);
-  Weights(const io::Checkpoint& checkpoint, Backend& backend, Ledger& ledger);
+  // `averages`: in place of the weights. Throws where it has none.
+  Weights(const io::Checkpoint& checkpoint, Backend& backend, Ledger& ledger, bool averages = false);
 
   const Description& shape() const { return shape_; }
   Visible visible() const { return rows_; }

@@ -7,6 +7,7 @@
 #include "io/crc32.h"
 #include "train/text/jsonl.h"
 #include "train/text/utf8.h"
+#include "train/text/vocabulary.h"
 
 namespace scruple::train {
 namespace {
@@ -179,6 +180,12 @@ void Documents::read_jsonl(std::string_view content, const std::string& path) {
     const std::string place = lines.place();
     check_fits(lines.line().size(), place);
     const JsonDocument document = lines.document();
+    if (document.chat) {
+      read_chat(*document.chat, place);
+      bytes_done_ = before + static_cast<std::int64_t>(lines.bytes_read());
+      show_progress();
+      continue;
+    }
     const std::int64_t begin = held();
     has_prompts_ |= document.prompt.has_value();
     if (document.prompt) append(*document.prompt, Tokenizer::Part::prompt, place);
@@ -187,7 +194,7 @@ void Documents::read_jsonl(std::string_view content, const std::string& path) {
     if (!document.prompt && document.text.empty())
       leave_out(begin);
     else
-      finish({begin, 0, counted}, place);
+      finish({begin, 0, reading_.train_on == TrainOn::all ? begin : counted}, place);
     bytes_done_ = before + static_cast<std::int64_t>(lines.bytes_read());
     show_progress();
   }
@@ -197,38 +204,91 @@ void Documents::read_jsonl(std::string_view content, const std::string& path) {
 void Documents::read_tokens(const std::string& path) {
   file_.emplace(path);
   tokens_ = tokens_in(file_->bytes(), path);
+  const std::span<const std::uint8_t> flags = flags_in(file_->bytes());
   std::visit(
       [&](auto tokens) {
         for (std::size_t i = 0, begin = 0; i < tokens.size(); ++i) {
           if (tokens[i] >= reading_.vocabulary)
             io::fail(path, ": token ", i, " is number ", tokens[i], ", and the model's vocabulary has ",
                      reading_.vocabulary, "; the file was made for another model, or holds no tokens");
-          if (i + 1 < tokens.size() && reading_.end != Token{tokens[i]}) continue;
-          documents_.push_back({static_cast<std::int64_t>(begin), static_cast<std::int64_t>(i + 1),
-                                static_cast<std::int64_t>(begin)});
+          const bool is_last = i + 1 == tokens.size();
+          if (!is_last && (flags.empty() ? reading_.end != Token{tokens[i]} : (flags[i + 1] & kBegins) == 0))
+            continue;
+          const auto first = static_cast<std::int64_t>(begin);
+          if (flags.empty())
+            documents_.push_back({first, static_cast<std::int64_t>(i + 1), first});
+          else
+            add_flagged(first, flags.subspan(begin, i + 1 - begin));
           begin = i + 1;
         }
       },
       tokens_);
 }
 
-void Documents::append(std::string_view text, Tokenizer::Part part, const std::string& place) {
-  const auto append_all = [&](const auto& tokens) {
-    std::visit(
-        [&](auto& list) {
-          for (const auto token : tokens) {
-            if (token >= reading_.vocabulary)
-              io::fail(place, ": one of its tokens is number ", token, ", and the model's vocabulary has ",
-                       reading_.vocabulary, "; the tokenizer belongs to another model");
-            list.push_back(static_cast<typename std::decay_t<decltype(list)>::value_type>(token));
-          }
-        },
-        held_);
-  };
+// A document that begins at `begin`, and whose tokens have these flags.
+void Documents::add_flagged(std::int64_t begin, std::span<const std::uint8_t> flags) {
+  const auto size = static_cast<std::int64_t>(flags.size());
+  const auto counts = [&](std::int64_t i) { return (flags[static_cast<std::size_t>(i)] & kCounts) != 0; };
+  std::int64_t counted = 0;
+  while (counted < size && !counts(counted)) ++counted;
+  has_prompts_ |= counted > 0;
+  for (std::int64_t i = counted, from; i < size; ++i) {
+    if (counts(i)) continue;
+    for (from = i; i < size && !counts(i);) ++i;
+    gaps_.push_back({begin + from, begin + i});
+    has_prompts_ = true;
+  }
+  documents_.push_back({begin, begin + size, begin + counted});
+}
+
+// As the template writes it, without another end token: turns end in theirs.
+void Documents::read_chat(const Conversation& chat, const std::string& place) {
   if (reading_.tokenizer == nullptr)
-    append_all(std::span(reinterpret_cast<const std::uint8_t*>(text.data()), text.size()));
+    io::fail(place,
+             ": it has messages, and bytes have no chat template; train a chat model's folder with --model, "
+             "or write "
+             "the lines as {\"prompt\": ..., \"completion\": ...}");
+  if (!chat_template_) chat_template_.emplace(chat_template(reading_.chat_folder, reading_.chat_date));
+  has_prompts_ = true;
+  const ChatTemplate::Tokens made =
+      chat_template_->tokens(chat, *reading_.tokenizer, reading_.train_on, place);
+  if (made.counted.empty()) return leave_out(held());
+  const std::int64_t begin = held();
+  append_tokens(made.tokens, place);
+  std::int64_t counted = held(), done = -1;
+  for (const jinja::Span& span : made.counted) {
+    const auto first = begin + static_cast<std::int64_t>(span.begin);
+    if (done < 0)
+      counted = first;
+    else
+      gaps_.push_back({done, first});
+    done = begin + static_cast<std::int64_t>(span.end);
+  }
+  if (done < held()) gaps_.push_back({done, held()});
+  documents_.push_back({begin, held(), counted});
+  check_limit(0, place);
+}
+
+template <class Tokens>
+void Documents::append_tokens(const Tokens& tokens, const std::string& place) {
+  std::visit(
+      [&](auto& list) {
+        for (const auto token : tokens) {
+          if (token >= reading_.vocabulary)
+            io::fail(place, ": one of its tokens is number ", token, ", and the model's vocabulary has ",
+                     reading_.vocabulary, "; the tokenizer belongs to another model");
+          list.push_back(static_cast<typename std::decay_t<decltype(list)>::value_type>(token));
+        }
+      },
+      held_);
+}
+
+void Documents::append(std::string_view text, Tokenizer::Part part, const std::string& place) {
+  if (reading_.tokenizer == nullptr)
+    append_tokens(std::span(reinterpret_cast<const std::uint8_t*>(text.data()), text.size()), place);
   else
-    append_all(reading_.tokenizer->encode(text, part, [&](std::size_t bytes) { show_progress(bytes); }));
+    append_tokens(reading_.tokenizer->encode(text, part, [&](std::size_t bytes) { show_progress(bytes); }),
+                  place);
 }
 
 void Documents::leave_out(std::int64_t begin) {
@@ -287,7 +347,7 @@ std::int64_t Documents::memory() const {
   const auto bytes_of = [](const auto& list) {
     return static_cast<std::int64_t>(list.capacity() * sizeof(*list.data()));
   };
-  return std::visit(bytes_of, held_) + bytes_of(documents_);
+  return std::visit(bytes_of, held_) + bytes_of(documents_) + bytes_of(gaps_);
 }
 
 void Documents::remove_if(const std::function<bool(const Document&)>& is_gone) {
@@ -297,7 +357,8 @@ void Documents::remove_if(const std::function<bool(const Document&)>& is_gone) {
 std::uint32_t Documents::crc32() const {
   const std::uint32_t tokens = std::visit([](auto list) { return io::crc32(std::as_bytes(list)); }, tokens_);
   const bool is_plain = documents_.size() == 1 && documents_[0].counted == 0;
-  return is_plain ? tokens : io::crc32(std::as_bytes(std::span(documents_)), tokens);
+  if (is_plain && gaps_.empty()) return tokens;
+  return io::crc32(std::as_bytes(std::span(gaps_)), io::crc32(std::as_bytes(std::span(documents_)), tokens));
 }
 
 }  // namespace scruple::train

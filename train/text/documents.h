@@ -1,6 +1,7 @@
 // What is trained on, as tokens: a text, a folder of texts, JSON lines, or a file of tokens.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include "io/file.h"
+#include "train/text/chat.h"
 #include "train/text/tokenizer.h"
 #include "train/text/tokens.h"
 
@@ -22,12 +24,39 @@ struct Document {
   std::int64_t begin, end, counted;
 };
 
+// Tokens of a document behind its `counted` that do not count as targets: in a chat, what others say.
+struct Gap {
+  std::int64_t begin, end;
+};
+
+// Calls take(begin, end) for each run of tokens of a document that count as targets, in their order. `gaps`: those of all
+// documents, in order (Documents::gaps).
+template <class Take>
+void each_counted(const Document& document, std::span<const Gap> gaps, Take&& take) {
+  const auto ends_before = [](const Gap& gap, std::int64_t place) { return gap.end <= place; };
+  std::int64_t at = document.counted;
+  for (auto gap = std::lower_bound(gaps.begin(), gaps.end(), at, ends_before);
+       gap != gaps.end() && gap->begin < document.end; at = gap++->end)
+    if (at < gap->begin) take(at, gap->begin);
+  if (at < document.end) take(at, document.end);
+}
+
+// Whether the token at `place` of a document counts as a target.
+inline bool counts(const Document& document, std::span<const Gap> gaps, std::int64_t place) {
+  const auto ends_before = [](const Gap& gap, std::int64_t at) { return gap.end <= at; };
+  const auto gap = std::lower_bound(gaps.begin(), gaps.end(), place, ends_before);
+  return place >= document.counted && (gap == gaps.end() || place < gap->begin);
+}
+
 // How what is read becomes tokens.
 struct Reading {
   Tokenizer* tokenizer = nullptr;  // none: each byte is a token
   std::optional<Token> end = {};   // comes after each document that does not end in it already
   std::int64_t vocabulary = 256;   // of the model: every token must be below it
   bool bare = false;               // texts without the tokens that the model expects around them
+  TrainOn train_on = TrainOn::assistant;
+  std::string chat_folder = {};  // whose chat template messages are written by
+  std::string chat_date = {};    // what that takes for today; "": it has no date
   std::int64_t limit = std::numeric_limits<std::int64_t>::max();           // bytes of memory
   std::function<void(std::int64_t done, std::int64_t all)> progress = {};  // in bytes read
 };
@@ -43,13 +72,15 @@ class Documents {
   static constexpr const char* kStandardInput = "-";
 
   // `path`: a folder (every *.txt, *.md and file of JSON lines below it, in the order of their paths), JSON lines, *.bin (tokens),
-  // "-" or any other file (a text). A text is one document; so is what ends in the end token in a file of tokens.
+  // "-" or any other file (a text). A text is one document; in a file of tokens what its flags say, or what ends in the
+  // end token.
   // Bytes of a single file and tokens of a file stay mapped. Throws std::runtime_error.
   Documents(const std::string& path, const Reading& reading);
 
   TokenSpan tokens() const { return tokens_; }
   std::int64_t size() const;  // of all tokens
   const std::vector<Document>& all() const { return documents_; }
+  const std::vector<Gap>& gaps() const { return gaps_; }  // sorted; none but in chats
   void remove_if(const std::function<bool(const Document&)>& is_gone);
 
   bool has_prompts() const { return has_prompts_; }
@@ -67,8 +98,12 @@ class Documents {
   void read_file(const std::string& path);
   void read_text(std::string_view text, const std::string& place);
   void read_jsonl(std::string_view content, const std::string& path);
+  void read_chat(const Conversation& chat, const std::string& place);
   void read_tokens(const std::string& path);
+  void add_flagged(std::int64_t begin, std::span<const std::uint8_t> flags);
   void append(std::string_view text, Tokenizer::Part part, const std::string& place);
+  template <class Tokens>
+  void append_tokens(const Tokens& tokens, const std::string& place);
   void finish(Document document, const std::string& place);  // its end is here
   void leave_out(std::int64_t begin);                        // all from there on: a document without a text
   void check_limit(std::size_t more, const std::string& place) const;
@@ -81,6 +116,8 @@ class Documents {
   Held held_;
   TokenSpan tokens_;
   std::vector<Document> documents_;
+  std::vector<Gap> gaps_;
+  std::optional<ChatTemplate> chat_template_;  // read with the first chat
   bool has_prompts_ = false;
   std::int64_t empty_ = 0, replaced_ = 0;
   std::int64_t bytes_ = 0, bytes_done_ = 0, bytes_told_ = 0;  // to be read; read; of which progress was shown

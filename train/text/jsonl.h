@@ -1,6 +1,7 @@
-// JSON lines: one document per line, {"text": ...} or {"prompt": ..., "completion": ...}. Other members are passed
-// over. The files may be hostile: nlohmann's parser is read event by event, so that no tree is built of a line, and
-// problems are thrown as std::runtime_error with the file, the line and what was found.
+// JSON lines: one document per line, {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}. Other
+// members are passed over. The files may be hostile: nlohmann's parser is read event by event, so that of a line no tree
+// is built but that of its messages, and problems are thrown as std::runtime_error with the file, the line and what was
+// found.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +9,14 @@
 #include <string>
 #include <string_view>
 
+#include "train/text/chat.h"
+
 namespace scruple::train {
 
 struct JsonDocument {
   std::optional<std::string> prompt;
-  std::string text;  // after a prompt: the completion
+  std::string text;                  // after a prompt: the completion
+  std::optional<Conversation> chat;  // in place of a text
 };
 
 class JsonLines {

@@ -591,14 +591,19 @@ Tokenizer::Tokenizer(std::string_view text, const std::string& path) : parts_(st
 Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
-std::vector<Token> Tokenizer::encode(std::string_view text, Part part, const Progress& progress) {
+std::vector<Token> Tokenizer::encode(std::string_view text, Part part, const Progress& progress,
+                                     std::vector<Added>* all_added) {
   Parts& parts = *parts_;
   const bool begins = part == Part::whole || part == Part::prompt;
   parts.out = begins ? parts.before : std::vector<Token>();
   parts.done = parts.told = 0;
   parts.progress = progress;
   parts.added.split(text, [&](std::string_view stretch, const Token* token) {
-    if (token != nullptr) return parts.out.push_back(*token);
+    if (token != nullptr) {
+      const auto at = static_cast<std::size_t>(stretch.data() - text.data());
+      if (all_added != nullptr) all_added->push_back({at, at + stretch.size(), parts.out.size()});
+      return parts.out.push_back(*token);
+    }
     Place place = stretch.data() != text.data() ? Place::later
                   : part == Part::completion    ? Place::joined
                                                 : Place::first;

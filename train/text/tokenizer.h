@@ -31,8 +31,13 @@ class Tokenizer {
   // that some tokenizers put before a text. bare: a text with nothing around it.
   enum class Part { whole, prompt, completion, bare };
   using Progress = std::function<void(std::size_t bytes)>;  // about how many of the text's are done
+  struct Added {             // a token that a text names itself, such as <|im_end|>
+    std::size_t begin, end;  // bytes of the text
+    std::size_t place;       // among the tokens
+  };
   // The tokens of `text`, which must be valid UTF-8 (train/text/utf8.h). Not for two threads at once.
-  std::vector<Token> encode(std::string_view text, Part part, const Progress& progress = {});
+  std::vector<Token> encode(std::string_view text, Part part, const Progress& progress = {},
+                            std::vector<Added>* added = nullptr);
   std::vector<Token> encode(std::string_view text, bool with_template = true) {
     return encode(text, with_template ? Part::whole : Part::bare);
   }

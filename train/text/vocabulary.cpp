@@ -70,4 +70,37 @@ std::vector<Token> stop_tokens(const std::string& folder, const Tokenizer& token
   return stops;
 }
 
+ChatTemplate chat_template(const std::string& folder, const std::string& date) {
+  constexpr const char *kFile = "chat_template.jinja", *kConfig = "tokenizer_config.json";
+  const json config = object_in(folder, kConfig);
+  ChatTemplate::Source source = {"", (fs::path(folder) / kFile).string(), {}, date};
+  std::error_code ignored;
+  if (fs::exists(source.path, ignored)) {
+    source.text = io::read_text(source.path, kMaxFile);
+  } else {
+    source.path = (fs::path(folder) / kConfig).string();
+    json text = config.value("chat_template", json());
+    if (text.is_array())  // several, by name
+      for (const json& one : json(text))
+        if (one.is_object() && one.value("name", json()) == "default") text = one.value("template", json());
+    if (!text.is_string())
+      fail(folder, " has no chat template (", kFile, ", or chat_template in ", kConfig,
+           "): it may be a base model. Copy ", kFile,
+           " of a chat model with the same tokens into it, or write the lines as {\"prompt\": ..., "
+           "\"completion\": ...}");
+    source.text = text.get<std::string>();
+  }
+  const json map = object_in(folder, "special_tokens_map.json");
+  for (const char* name :
+       {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"})
+    for (const json* root : {&config, &map}) {
+      json token = root->value(name, json());
+      if (token.is_object()) token = json(token.value("content", json()));
+      if (!token.is_string()) continue;
+      source.names.emplace_back(name, jinja::Value(token.get<std::string>()));
+      break;
+    }
+  return ChatTemplate(std::move(source));
+}
+
 }  // namespace scruple::train

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "train/text/chat.h"
 #include "train/text/tokenizer.h"
 
 namespace scruple::train {
@@ -27,5 +28,8 @@ bool has_tokenizer(const std::string& folder);
 std::optional<Token> end_token(const std::string& folder, const Tokenizer& tokenizer);
 // Those that end an answer: that one, and every eos_token_id, of which chat models have several.
 std::vector<Token> stop_tokens(const std::string& folder, const Tokenizer& tokenizer);
+// The folder's chat template: chat_template.jinja, or "chat_template" of tokenizer_config.json. `date`: what it takes
+// for today. Throws where there is none, or one that is not known here.
+ChatTemplate chat_template(const std::string& folder, const std::string& date = "");
 
 }  // namespace scruple::train

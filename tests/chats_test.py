@@ -1,0 +1,636 @@
+"""Chat templates against transformers, token for token and mask for mask. The templates are written here, in the forms of
+ChatML, Qwen 2 and 3, Llama 3, Mistral, Gemma, Zephyr, Phi and plain text; each also with {% generation %} around what the
+assistant says, of which transformers knows the mask.
+
+With files of templates as arguments it compares those as well, by their text alone.
+Usage: chats_test.py SCRUPLE CHATS [TEMPLATE...]   (CHATS: tests/chats.cpp; exit code 77: there is no transformers)"""
+import json
+import os
+import random
+
+
+import subprocess
+import sys
+import unittest
+
+try:
+    import numpy
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+except ImportError as missing:
+    print(f"skipped: {missing}")
+    sys.exit(77)
+
+import command
+from command import content, write
+
+logging.set_verbosity_error()
+CHATS, TEMPLATES = sys.argv.pop(2), [word for word in sys.argv if word.endswith(".jinja")]
+sys.argv = [word for word in sys.argv if word not in TEMPLATES]
+
+# «» stands for {% generation %} and {% endgeneration %}, which the plain form of a template does not have.
+FORMS = {
+    "chatml": """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message.role == 'assistant' %}«{{ message['content'] + '<|im_end|>' }}»{{ '\\n' }}{% else %}{{ message['content'] + '<|im_end|>' + '\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+""",
+    "qwen2": """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] }}
+    {%- else %}
+        {{- 'You answer shortly.' }}
+    {%- endif %}
+    {{- "\\n\\nTools:\\n" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "<|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou answer shortly.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' }}«
+        {%- if message.content %}
+            {{- message.content }}
+        {%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}
+                {%- set tool_call = tool_call.function %}
+            {%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}
+            {{- tool_call.name }}
+            {{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}»{{ '\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}
+        {{- message.content }}
+        {{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+""",
+    "qwen3": """{%- set ns = namespace(looking=true, last_question=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.looking and message.role == "user" and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.looking = false %}
+        {%- set ns.last_question = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role != "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- else %}
+        {%- set text = message.content or '' %}
+        {%- set thought = '' %}
+        {%- if message.reasoning_content is defined and message.reasoning_content is not none %}
+            {%- set thought = message.reasoning_content %}
+        {%- elif '</think>' in text %}
+            {%- set thought = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\\n' }}«
+        {%- if loop.index0 > ns.last_question and (loop.last or thought) %}
+            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + text.lstrip('\\n') }}
+        {%- else %}
+            {{- text }}
+        {%- endif %}
+        {{- '<|im_end|>' }}»{{ '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+""",
+    "llama3": """{% set loop_messages = messages %}{% for message in loop_messages %}{% set head = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' %}{% if loop.index0 == 0 %}{% set head = bos_token + head %}{% endif %}{{ head }}{% if message.role == 'assistant' %}«{{ message['content'] | trim + '<|eot_id|>' }}»{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
+""",
+    "llama3.1": """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "01 Jan 2024" %}
+    {%- endif %}
+{%- endif %}
+{%- if not tools is defined %}{% set tools = none %}{% endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Today: " + date_string + "\\n\\n" }}
+{#- the functions come first #}
+{%- if tools is not none %}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- "\\n\\n" }}
+    {%- endfor %}
+{%- endif %}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {%- if message.role == 'assistant' %}«{{ message['content'] | trim + '<|eot_id|>' }}»
+        {%- else %}
+            {{- message['content'] | trim + '<|eot_id|>' }}
+        {%- endif %}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("One call at a time!") }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}«
+        {{- '{"name": "' + call.name + '", ' }}
+        {{- '"parameters": ' }}
+        {{- call.arguments | tojson }}
+        {{- "}" }}
+        {{- "<|eot_id|>" }}»
+    {%- else %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {%- if message.content is mapping or message.content is iterable %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+        {{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+""",
+    "mistral": """{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must take turns!') }}{% endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}«{{ message['content'] + eos_token }}»{{ ' ' }}{% else %}{{ raise_exception('Only user and assistant speak!') }}{% endif %}{% endfor %}""",
+    "nemo": """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set questions = loop_messages | selectattr("role", "equalto", "user") | list %}
+{%- set ns = namespace() %}
+{%- set ns.index = 0 %}
+{%- for message in loop_messages %}
+    {%- if not (message.role == "tool" or message.tool_calls is defined) %}
+        {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+            {{- raise_exception("Roles must take turns!") }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if tools is not none and (message == questions[-1]) %}
+            {{- "[TOOLS][" }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{' }}
+                {%- for key, val in tool.items() if key != "return" %}
+                    {%- if val is string %}
+                        {{- '"' + key + '": "' + val + '"' }}
+                    {%- else %}
+                        {{- '"' + key + '": ' + val|tojson }}
+                    {%- endif %}
+                    {%- if not loop.last %}{{ ", " }}{% endif %}
+                {%- endfor %}
+                {{- "}" if loop.last else "}, " }}
+            {%- endfor %}
+            {{- "][/TOOLS]" }}
+        {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST]" + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST]" + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message.tool_calls is defined %}«
+        {{- "[TOOL_CALLS][" }}
+        {%- for call in message.tool_calls %}
+            {%- set out = call.function|tojson %}
+            {{- out[:-1] }}
+            {{- ', "id": "' ~ call.id ~ '"}' ~ (']' ~ eos_token if loop.last else ', ') }}
+        {%- endfor %}»
+    {%- elif message["role"] == "assistant" %}«
+        {{- message["content"] + eos_token}}»
+    {%- else %}
+        {{- '[RESULT]{"content": ' + message.content|string + '}[/RESULT]' }}
+    {%- endif %}
+{%- endfor %}
+""",
+    "gemma": """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('There is no system here') }}{% endif %}{% for message in messages %}{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\\n' }}{% if role == 'model' %}«{{ message['content'] | trim + '<end_of_turn>' }}»{{ '\\n' }}{% else %}{{ message['content'] | trim + '<end_of_turn>\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}""",
+    "zephyr": """{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n' }}«{{ message['content'] + eos_token }}»{{ '' }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}""",
+    "phi": """{% for message in messages %}{% if message['role'] == 'system' and message['content'] %}{{'<|system|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\\n' + message['content'] + '<|end|>\\n'}}{% elif message['role'] == 'assistant' %}{{'<|assistant|>\\n' }}«{{ message['content'] + '<|end|>' }}»{{ '\\n'}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}""",
+    "plain": """{%- macro title(role) -%}
+### {{ 'Question' if role == 'user' else role | capitalize }}:
+{% endmacro -%}
+{%- for message in messages if message.role != 'tool' -%}
+{%- if message.role == 'assistant' -%}
+### Answer:
+«{{ message.content + '\\n\\n' }}»{%- else -%}
+{{ title(message.role) }}{{ message.content }}
+
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+### Answer:
+{% endif -%}
+""",
+}
+WITHOUT_SYSTEM, WITH_CALLS = {"mistral", "gemma"}, {"qwen2", "llama3.1", "nemo"}
+MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "[INST]", "[/INST]",
+         "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|system|>", "<|end|>", "<think>", "</think>", "<tool_call>",
+         "</tool_call>", "[TOOL_CALLS]", "<s>", "</s>"]
+TEXTS = ["Hi", "", "  two spaces \n", "Grüße, 你好 😀!", "\n\nlines\n\n", "<think>\nhm\n</think>\n\nYes.", "half</think> of it", "\u3000wide\u00a0",
+         "it's \"quoted\" \\ \t", "<|im_end|>", "1234567 [INST] x", "{\"a\": 1}", "e\u0301 composes", "word " * 40, "<b>html</b> & more", "."]
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Says <b>it</b> & more", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "default": 1}}, "required": ["city"]}}}]
+SAMPLE = "\n".join(TEXTS) + " the quick brown fox answers questions about the weather in Paris and Zürich. " * 20
+
+
+EXPRESSIONS = """{{ t }}|{{ t|trim }}|{{ t.strip() }}|{{ t.lstrip() }}|{{ t.rstrip() }}|{{ t.strip(' T') }}|{{ t | trim(' ,sT') }}
+{{ m }} {{ m.list }} {{ m.map }} {{ [t, 'a\\'b', 'a\\'b"c', '\\n\\t\\\\\\x07é\\u200b'] }} {{ (1,) }} {{ () }} {{ (1, 'a') }} {{ {} }} {{ [] }}
+{{ 1 }} {{ 1.0 }} {{ 1e }}{{ 2.50 }} {{ -3 }} {{ 10 // 3 }} {{ -10 // 3 }} {{ -10 % 3 }} {{ 10 % -3 }} {{ 7 / 2 }} {{ 2 + 3 * 4 - 1 }} {{ m.x + 1 }} {{ m.x * 2 }} {{ 0.1 + 0.2 }} {{ 1_000 }} {{ 123456789.0 * 1000000000 }} {{ 1 / 3 }} {{ 0.00001 / 3 }}
+{{ true }} {{ True and 0 }} {{ '' or 'b' }} {{ not '' }} {{ none }} {{ None or none }} {{ 1 and 2 }} {{ true + 1 }} {{ -true }}
+{{ 1 == 1.0 }} {{ 1 == true }} {{ '1' == 1 }} {{ [1, 2] == [1, 2] }} {{ {'a': 1} == {'a': 1.0} }} {{ none == undefined_one }} {{ undefined_one == undefined_two }} {{ 1 < 2 < 3 }} {{ 1 < 2 > 5 }} {{ 'a' < 'b' }} {{ 2 >= 2 }} {{ 1 != 2 }} {{ (1,) == [1] }}
+{{ 'T' in t }} {{ 'zz' not in t }} {{ 3 in m.list }} {{ 'b' in m.map }} {{ 'z' in m.map }} {{ none in m.list }} {{ 'a' in undefined_one }} {{ 1 in [true] }} {{ 'd' in {'d': 1} and 2 }}
+{{ t[0] }}{{ t[2] }}{{ t[-2] }}{{ t[99] }} {{ t[1:4] }} {{ t[::-1] }} {{ t[:-3] }} {{ t[-4:] }} {{ t[10:2:-3] }} {{ m.list[1:] }} {{ m.list[::-1] }} {{ m.list[-1] }} {{ m.list[:none] }} {{ m.list[5:1] }} {{ t[none:3] }} {{ m.list[-99:2] }} {{ m.list[3:-99:-1] }}
+{{ t.upper() if false else 'x' }} {{ 'x' if false }} {{ 'a' if 1 else 'b' if 1 else 'c' }} {{ ('a' if 0 else 'b') ~ 'c' }}
+{{ 'abc'.upper() }} {{ 'ABC'|lower }} {{ 'hello wOrld'|capitalize }} {{ "they're bill's".title() }} {{ 'hello'.capitalize() }} {{ 'a' ~ 1 ~ none ~ true ~ 1.5 ~ undefined_one }}
+{{ 'a,b,,c'.split(',') }} {{ ' a  b '.split() }} {{ 'a,b,c'.split(',', 1) }} {{ ' a b c '.split(none, 1) }} {{ 'a,b,c'.rsplit(',', 1) }} {{ 'aXbX'.split('X')[-1] }} {{ ''.split(',') }} {{ ''.split() }}
+{{ 'banana'.replace('an', 'x') }} {{ 'banana'.replace('an', 'x', 1) }} {{ 'banana'|replace('a', '') }} {{ 'abc'.startswith('ab') }} {{ 'abc'.endswith(('x', 'bc')) }} {{ 'banana'.count('an') }} {{ 'bänana'.find('n') }} {{ 'x'.find('y') }} {{ 'prefix'.removeprefix('pre') }} {{ 'prefix'.removesuffix('x') }} {{ 'a{}b{}'.format(1, 'z') }} {{ '{x}{{}}'.format(x=t) }} {{ ', '.join(['a', 'b']) }}
+{{ m.map.get('b') }} {{ m.map.get('z') }} {{ m.map.get('z', 'q') }} {{ m.map.items() | list }} {{ m.map.keys() | list }} {{ m.map.values() | list }} {{ m['map']['A'] }} {{ m.map.c[1].d }} {{ m.nothing }} {{ m['nothing'] }}
+{% for k, v in m.map.items() %}{{ k }}={{ v }};{% endfor %}{% for k in m.map %}{{ k }}{% endfor %}{% for c in 'añb' %}<{{ c }}>{% endfor %}{% for k, v in m.map | dictsort %}{{ k }}{% endfor %}{% for k, v in m.map|items %}{{ v }}{% endfor %}
+{{ m.map | tojson }} {{ m.map | tojson(indent=2) }} {{ 'é"<&\\n\\x7f\\u2028😀' | tojson }} {{ 'é😀\\x7f' | tojson(ensure_ascii=true) }} {{ [] | tojson(indent=2) }} {{ {} | tojson }} {{ [1, 2.0, 1e16 if false else m.list[4], none, [[]], {'a': []}] | tojson(indent=1) }} {{ m.map | tojson(sort_keys=true) }} {{ (1, 2) | tojson }} {{ t | tojson }} {{ true | tojson }}
+{{ t | length }} {{ m.list | length }} {{ m.map | count }} {{ '' | length }} {{ undefined_one | length }} {{ undefined_one | default('d') }} {{ '' | default('d') }} {{ '' | default('d', true) }} {{ none | d('x') }} {{ false | default('x', boolean=true) }} {{ m.nothing | default }}
+{{ ['a', 'b'] | join }} {{ [1, none, 'x'] | join(', ') }} {{ [{'n': 1}, {'n': 2}] | join('-', attribute='n') }} {{ 'abc' | join('.') }} {{ [3, 1, 2] | sort }} {{ ['b', 'A', 'c'] | sort }} {{ ['b', 'A'] | sort(reverse=true) }} {{ [{'n': 2}, {'n': 1}] | sort(attribute='n') }} {{ [1, 1, 'a', 'A'] | unique | list }} {{ [1, 2] | reverse | list }} {{ 'abc' | reverse }} {{ [1, 2] | first }} {{ 'ab' | last }} {{ [] | first }} {{ '12' | int }} {{ 5 | string + 'a' }} {{ 'x' | list }} {{ 'a\\nb\\n\\nc' | indent(2) }} {{ 'a\\nb' | indent(width=1, first=true) }} {{ 'x' | safe }}
+{{ messages | map(attribute='role') | list }} {{ [{'a': {'b': 1}}, {}] | map(attribute='a.b', default=0) | list }} {{ ['a ', ' b'] | map('trim') | list }} {{ [1, 'a', 2] | select('number') | list }} {{ [1, 'a'] | reject('string') | list }} {{ [0, 1] | select | list }} {{ [{'r': 'a'}, {'r': 'b'}, {}] | selectattr('r', 'equalto', 'a') | list }} {{ [{'r': 'a'}, {}] | selectattr('r') | list }} {{ [{'r': 'a'}, {}] | rejectattr('r', 'defined') | list }} {{ [{'r': 1}] | selectattr('r', 'in', [1, 2]) | list }} {{ [{'r': 1}] | selectattr('r', '==', 1) | list | length }} {{ none | selectattr('x') | list }}
+{{ t is defined }} {{ undefined_one is defined }} {{ undefined_one is undefined }} {{ t is not undefined }} {{ none is none }} {{ undefined_one is none }} {{ t is string }} {{ m is mapping }} {{ m is iterable }} {{ 1 is iterable }} {{ t is sequence }} {{ 1 is number }} {{ true is number }} {{ 1 is integer }} {{ true is integer }} {{ 1.0 is float }} {{ true is boolean }} {{ true is true }} {{ 1 is true }} {{ false is false }} {{ 3 is odd }} {{ 4 is even }} {{ 9 is divisibleby 3 }} {{ 1 is eq 1 }} {{ 'a' is in 'abc' }} {{ 'a' is in ['a'] }} {{ 'a' is equalto('a') }} {{ not t is none and t is string or false }} {{ 1 is ne(2) }}
+{% set x = 1 %}{% for i in range(3) %}{{ x }}{% set x = i + 5 %}{{ x }},{% endfor %}{{ x }}{% if true %}{% set x = 9 %}{% endif %}{{ x }}
+{% set ns = namespace(a=1, b=[]) %}{% for i in [1, 2] %}{% set ns.a = ns.a + i %}{% set ns.b = ns.b + [i] %}{% endfor %}{{ ns.a }}{{ ns.b }}{{ ns.nothing }}{{ ns['a'] }}
+{% for i in [5, 6, 7] %}{{ loop.index }}{{ loop.index0 }}{{ loop.revindex }}{{ loop.revindex0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }} {% endfor %}{% for i in [] %}x{% else %}none{% endfor %}{% for i in range(9) if i is odd %}{{ i }}{{ loop.index }}{% if i > 4 %}{% break %}{% endif %}{% endfor %}{% for i in range(5, 0, -2) %}{% if i == 3 %}{% continue %}{% endif %}{{ i }}{% endfor %}{% for i in undefined_one %}x{% endfor %}{% for (a, b) in [[1, 2], (3, 4)] %}{{ a }}{{ b }}{% endfor %}{% for i in 1, 2 %}{{ i }}{% endfor %}
+{% macro f(a, b='B', c=none) %}[{{ a }}{{ b }}{{ c }}{{ x }}]{% endmacro %}{{ f(1) }}{% set x = 'X' %}{{ f('p', c=2) }}{{ f() }}{{ f(1, 2, 3) }}{{ f(b=1) | length }}{% set g %} a {{ f(0) }} {% endset %}{{ g }}|{% filter trim %}  q {% endfilter %}
+{% set a, b = 1, 2 %}{{ a }}{{ b }}{% set a = 'x', 'y' %}{{ a }}{{ dict(a=1, b='c') }}{{ {'a': 1, 'b': {'c': 2}}['b'].c }}{{ {'x': {'y': 1}} }}{{ 'a' 'b' }}{{ "it's" }}{{ '\\q\\x41' }}
+a   {%- if true -%}   b   {%- endif %}   c {{- 'd' -}}  e {#- f -#} g
+  {% if true %}  
+  x  
+  {% endif %}  
+  {# note #}
+  {{ 'y' }}
+    {%+ if true %}z{% endif +%}
+ w {% if t == 'no' %}1{% elif 0 %}2{% elif t %}3{% else %}4{% endif %}""".replace("\\\\", "\\").replace("{{ 1e }}", "").split("\n{")
+EXPRESSIONS = [part if number == 0 else "{" + part for number, part in enumerate(EXPRESSIONS)]
+
+
+def byte_level():
+    """As Qwen 2's: NFC, bytes, words by a regular expression."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                                   r"|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.train_from_iterator([SAMPLE], trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    return tokenizer
+
+
+def sentencepiece():
+    """As Llama 2's: a mark before each word and before each text, bytes for what is unknown."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                           decoders.Strip(" ", 1, 0)])
+    tokenizer.train_from_iterator(SAMPLE.split(" "), trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>"] + [f"<0x{byte:02X}>" for byte in range(256)], show_progress=False))
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    return tokenizer
+
+
+def conversation(dice, form):
+    messages = []
+    if form not in WITHOUT_SYSTEM and dice.random() < 0.4:
+        messages.append({"role": "system", "content": dice.choice(TEXTS)})
+    for turn in range(dice.randint(1, 4)):
+        messages.append({"role": "user", "content": dice.choice(TEXTS)})
+        if form in WITH_CALLS and dice.random() < 0.3:
+            calls = [{"id": f"call{turn:05}", "type": "function", "function": {"name": "weather", "arguments": {
+                "city": dice.choice(TEXTS), "days": dice.choice([1, 2.5, -0.0, 1e22, 1e-7, True, None, [], {}, [1, {"a": "é"}]])}}}]
+            messages.append({"role": "assistant", "tool_calls": calls, **({"content": None} if dice.random() < 0.5 else {})})
+            messages.append({"role": "tool", "content": dice.choice(TEXTS), "tool_call_id": calls[0]["id"]})
+        messages.append({"role": "assistant", "content": dice.choice(TEXTS),
+                         **({"reasoning_content": dice.choice(TEXTS)} if dice.random() < 0.2 else {})})
+    if dice.random() < 0.3:
+        messages.pop()
+    return {"messages": messages, **({"tools": TOOLS} if form in WITH_CALLS and dice.random() < 0.4 else {})}
+
+
+class Case(command.Case):
+    @classmethod
+    def setUpClass(cls):
+        cls.kinds = {"bytes": byte_level(), "sentencepiece": sentencepiece()}
+
+    def saved(self, kind, template, **config):
+        """A model's folder, and the same tokenizer in transformers."""
+        folder = self.path(f"{kind}-{abs(hash(template))}")
+        os.makedirs(folder, exist_ok=True)
+        self.kinds[kind].save(os.path.join(folder, "tokenizer.json"))
+        write(os.path.join(folder, "tokenizer_config.json"),
+              json.dumps({"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "chat_template": template, **config}))
+        theirs = PreTrainedTokenizerFast(tokenizer_object=self.kinds[kind], bos_token="<s>", eos_token="</s>")
+        theirs.chat_template = template
+        return folder, theirs
+
+    def ours(self, folder, lines, date=""):
+        """What tests/chats.cpp makes of each line."""
+        done = subprocess.run([CHATS, folder, date], input="".join(json.dumps(line) + "\n" for line in lines),
+                              capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return [json.loads(line) for line in done.stdout.split("\n")[:-1]]
+
+
+def marked(form):
+    return FORMS[form].replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
+
+
+def plain(form):
+    return FORMS[form].replace("«", "").replace("»", "")
+
+
+def mask_of(spans, count):
+    mask = [0] * count
+    for begin, end in spans:
+        mask[begin:end] = [1] * (end - begin)
+    return mask
+
+
+def render(theirs, line, **more):
+    return theirs.apply_chat_template(line["messages"], tools=line.get("tools"), **more)
+
+
+class Templates(Case):
+    def compare(self, form, kind, lines):
+        date = {"date_string": "01 Jan 2024"} if form == "llama3.1" else {}
+        unmarked, theirs = self.saved(kind, plain(form))
+        with_marks, teacher = self.saved(kind, marked(form))
+        refused = compared = 0
+        for line, found, twin in zip(lines, self.ours(unmarked, lines), self.ours(with_marks, lines), strict=True):
+            with self.subTest(form=form, kind=kind, line=line):
+                try:
+                    prompt = render(theirs, line, tokenize=False, add_generation_prompt=True, **date)
+                    wanted = render(theirs, line, **date)["input_ids"]
+                except Exception as error:  # the template's own word
+                    self.assertIn("the chat template", found.get("error", ""), repr(error))
+                    refused += 1
+                    continue
+                self.assertEqual(found.get("prompt"), prompt, found)
+                speaks = any(message["role"] == "assistant" for message in line["messages"])
+                if not speaks:
+                    self.assertEqual((found["tokens"], found["assistant"]), ([], []))
+                    continue
+                self.assertEqual(found["tokens"], wanted)
+                taught = render(teacher, line, return_dict=True, return_assistant_tokens_mask=True, **date)
+                self.assertEqual(taught["input_ids"], twin["tokens"])
+                mask = mask_of(twin["assistant"], len(twin["tokens"]))
+                self.assertEqual(mask, taught["assistant_masks"])
+                if wanted == taught["input_ids"]:  # a mark may take white space away
+                    compared += 1
+                    self.assertEqual(mask_of(found["assistant"], len(wanted)), mask)
+                last = mask_of(found["last"], len(wanted))
+                self.assertLessEqual(sum(last), sum(mask))
+                self.assertTrue(all(a <= b for a, b in zip(last, mask_of(found["assistant"], len(wanted)))))
+        self.assertLess(refused, len(lines) / 2)
+        self.assertGreater(compared, len(lines) / 4, (form, kind))
+
+    def test_every_form(self):
+        dice = random.Random(1)
+        for form in FORMS:
+            lines = [conversation(dice, form) for _ in range(60)]
+            for kind in self.kinds:
+                self.compare(form, kind, lines)
+
+    def test_expressions(self):
+        """Every operator, filter, test and method, and white space around every mark."""
+        line = {"messages": [{"role": "user", "content": " Tëxt, with words ", "n": 7, "x": -2.5, "none": [], "list": [3, "b", None, True, 1e16],
+                              "map": {"b": 1, "A": "two", "c": [1, {"d": False}]}, "name": "weather", "reasoning": "r"},
+                             {"role": "assistant", "content": "é"}]}
+        for source in EXPRESSIONS:
+            template = "{% set m = messages[0] %}{% set t = m.content %}" + source + "{% for m in messages %}{% endfor %}"
+            with self.subTest(source):
+                folder, theirs = self.saved("bytes", template)
+                found, = self.ours(folder, [{"messages": line["messages"][:1]}])
+                wanted = render(theirs, {"messages": line["messages"][:1]}, tokenize=False, add_generation_prompt=True)
+                self.assertEqual(found.get("prompt"), wanted, found)
+
+    def test_the_date(self):
+        folder, theirs = self.saved("bytes", plain("llama3.1"))
+        line = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+        found, = self.ours(folder, [line], "2026-11-09")
+        self.assertEqual(found["tokens"], render(theirs, line, date_string="09 Nov 2026")["input_ids"])
+        folder, theirs = self.saved("bytes", "{{ strftime_now('%Y-%m-%d %A') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+        found, = self.ours(folder, [line])
+        self.assertIn("--chat-date", found["error"])
+        found, = self.ours(folder, [line], "2026-11-09")
+        self.assertEqual(found["prompt"], "2026-11-09 MondayHiHo")
+
+    def test_several_templates_and_a_file_of_one(self):
+        line = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+        named = [{"name": "other", "template": "{{ 1 }}"}, {"name": "default", "template": plain("chatml")}]
+        folder, theirs = self.saved("bytes", plain("chatml"), chat_template=named)
+        wanted = render(theirs, line)["input_ids"]
+        self.assertEqual(self.ours(folder, [line])[0]["tokens"], wanted)
+        folder, _ = self.saved("bytes", "{{ 2 }}")
+        write(os.path.join(folder, "chat_template.jinja"), plain("chatml"))
+        self.assertEqual(self.ours(folder, [line])[0]["tokens"], wanted)
+
+    def test_templates_that_were_given(self):
+        dice = random.Random(2)
+        for path in TEMPLATES:
+            with open(path, encoding="utf-8") as file:
+                template = file.read()
+            try:
+                folder, theirs = self.saved("bytes", template)
+                lines = [conversation(dice, "qwen2") for _ in range(60)]
+                found = self.ours(folder, lines, "2026-11-19")
+            except AssertionError as refused:
+                print(f"{path}: {str(refused)[:300]}")
+                continue
+            same, both, cannot = 0, 0, {}
+            for line, one in zip(lines, found):
+                if all(message["role"] != "assistant" for message in line["messages"]):
+                    continue
+                try:
+                    wanted = render(theirs, line)["input_ids"]
+                except Exception as error:
+                    if "type generator" in str(error):  # lists are lists here
+                        continue
+                    both += "error" in one
+                    self.assertIn("error", one, path)
+                    continue
+                if "error" in one:
+                    cannot[one["error"][one["error"].find(":"):][:100]] = 1
+                else:
+                    same += wanted == one["tokens"]
+                    if wanted != one["tokens"] and "strftime" not in template:
+                        self.fail(f"{path}: {line}")
+            print(f"{os.path.basename(path)}: {same} the same, {both} refused by both; {list(cannot)}")
+
+
+def flags_of(path):
+    """Tokens, whether each counts, and whether it begins a document."""
+    raw = content(path)
+    magic, version, low, high, size = numpy.frombuffer(raw[:20], dtype="<i4").tolist()
+    assert (magic, version, high) == (20261119, 1, 0) and len(raw) == 1024 + low * (size + 1)
+    tokens = numpy.frombuffer(raw[1024:1024 + low * size], dtype=f"<u{size}")
+    flags = numpy.frombuffer(raw[1024 + low * size:], dtype="u1")
+    return tokens.tolist(), (flags & 1).tolist(), (flags >> 1 & 1).tolist()
+
+
+class Commands(Case):
+    def setUp(self):
+        super().setUp()
+        self.model, self.theirs = self.saved("bytes", plain("chatml"), eos_token="<|im_end|>")
+        dice = random.Random(3)
+        lines = [line for line in (conversation(dice, "chatml") for _ in range(40)) if any(m["role"] == "assistant" for m in line["messages"])]
+        self.lines = lines
+        self.chats = self.write("chats.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + '{"messages": []}\n')
+
+    def trained_model(self):
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        torch.manual_seed(1)
+        size = self.kinds["bytes"].get_vocab_size()
+        LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+                                     vocab_size=size, max_position_embeddings=256)).save_pretrained(self.model)
+        return self.model
+
+    def test_files_of_tokens_and_every_train_on(self):
+        """A file of tokens says what the lines say, and the script makes the same one."""
+        out, by_script = self.path("chats.bin"), self.path("script.bin")
+        script = os.path.join(os.path.dirname(__file__), "..", "examples", "chats.py")
+        for train_on in ("all", "assistant", "last"):
+            said = self.done("tokenize", "--model", self.model, self.chats, "--out", out, "--train-on", train_on)
+            self.assertIn(f"wrote {out}", said)
+            tokens, counts, begins = flags_of(out)
+            wanted = [render(self.theirs, line)["input_ids"] for line in self.lines]
+            self.assertEqual(tokens, sum(wanted, []))
+            self.assertEqual(sum(begins), len(wanted))
+            found = self.ours(self.model, self.lines)
+            masks = {"all": [[1] * len(one) for one in wanted]}
+            for name in ("assistant", "last"):
+                masks[name] = [mask_of(a[name], len(b)) for a, b in zip(found, wanted)]
+            self.assertEqual(counts, sum(masks[train_on], []))
+            subprocess.run([sys.executable, script, "--model", self.model, self.chats, "--out", by_script, "--train-on", train_on],
+                           check=True, capture_output=True)
+            self.assertEqual(flags_of(by_script), (tokens, counts, begins))
+
+    def test_lines_of_texts_and_prompts(self):
+        end = self.kinds["bytes"].token_to_id("<|im_end|>")
+        words = self.kinds["bytes"].encode
+        out, texts = self.path("out.bin"), self.write("texts.jsonl", '{"text": "one"}\n{"text": "two words"}\n')
+        self.done("tokenize", "--model", self.model, texts, "--out", out)
+        found = numpy.frombuffer(content(out)[1024:], dtype="<u2").tolist()
+        self.assertEqual(found, words("one").ids + [end] + words("two words").ids + [end])
+        prompts = self.write("prompts.jsonl", '{"prompt": "one", "completion": " two"}\n')
+        self.done("tokenize", "--model", self.model, texts, prompts, "--out", out)
+        tokens, counts, begins = flags_of(out)
+        prompt, completion = words("one").ids, words(" two").ids + [end]
+        self.assertEqual(tokens, found + prompt + completion)
+        self.assertEqual(counts, [1] * len(found) + [0] * len(prompt) + [1] * len(completion))
+        self.assertEqual(sum(begins), 3)
+
+    def test_the_script_by_marks(self):
+        folder, _ = self.saved("bytes", marked("qwen3"))
+        ours, theirs = self.path("a.bin"), self.path("b.bin")
+        script = os.path.join(os.path.dirname(__file__), "..", "examples", "chats.py")
+        for train_on in ("assistant", "last"):
+            self.done("tokenize", "--model", folder, self.chats, "--out", ours, "--train-on", train_on)
+            subprocess.run([sys.executable, script, "--model", folder, self.chats, "--out", theirs, "--train-on", train_on], check=True,
+                           capture_output=True)
+            self.assertEqual(flags_of(ours), flags_of(theirs))
+
+    def test_train_and_sample(self):
+        model = self.trained_model()
+        shape = ["--context", "64", "--batch", "2", "--steps", "3", "--threads", "2", "--lr", "1e-3"]
+        result = command.run("train", "--model", model, "--data", self.chats, "--out", self.path("run"), *shape, "--save-every", "2")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("whole and isolated", result.stdout)
+        self.assertIn("with nothing to learn", result.stderr)
+        tokens = self.path("chats.bin")
+        self.done("tokenize", "--model", model, self.chats, "--out", tokens)
+        other = command.run("train", "--model", model, "--data", tokens, "--out", self.path("other"), *shape)
+        self.assertEqual(other.returncode, 0, other.stderr)
+        self.assertEqual(content(self.path("run", "model.safetensors")), content(self.path("other", "model.safetensors")))
+        last = command.run("train", "--model", model, "--data", self.chats, "--out", self.path("last"), *shape, "--train-on", "last")
+        self.assertEqual(last.returncode, 0, last.stderr)
+        self.assertNotEqual(content(self.path("run", "model.safetensors")), content(self.path("last", "model.safetensors")))
+        fewer = self.write("fewer.jsonl", content(self.chats)[:4000].rsplit(b"\n", 1)[0])
+        self.ends(1, "its length or checksum differs", "train", "--resume", self.path("run"), "--steps", "5", "--data", fewer)
+        self.done("train", "--resume", self.path("run"), "--steps", "4")
+
+        ask = ["sample", self.path("run"), "--chat", "--length", "12", "--temperature", "0"]
+        answer = self.done(*ask, "--prompt", "Hi")
+        self.assertEqual(self.done(*ask, input="Hi\n\n"), answer)
+        two = self.done(*ask, input="Hi\nAnd more?\n")
+        self.assertTrue(two.startswith(answer))
+        self.assertGreater(len(two), len(answer))
+        self.assertNotEqual(self.done(*ask, "--prompt", "Hi", "--system", "Sing. " * 9), "")
+        # The same as going on from the text that the template makes.
+        prompt = render(self.theirs, {"messages": [{"role": "user", "content": "Hi"}]}, tokenize=False, add_generation_prompt=True)
+        plain_words = self.done("sample", self.path("run"), "--length", "12", "--temperature", "0", "--prompt", prompt)
+        self.assertEqual(plain_words, prompt + answer)
+
+    def test_what_is_refused(self):
+        text = self.write("a.txt", "some text " * 9)
+        for code, words, arguments in (
+                (2, "--form", ("tokenize", "--model", self.model, self.chats, "--out", self.path("x.bin"), "--form", "nanogpt")),
+                (2, "no date", ("tokenize", "--model", self.model, self.chats, "--out", self.path("x.bin"), "--chat-date", "2026-02-30")),
+                (2, "is none of", ("train", "--data", self.chats, "--train-on", "user")),
+                (1, "bytes have no chat template", ("train", "--data", self.chats, "--out", self.path("gpt"), *command.tiny())),
+                (2, "for --chat", ("sample", self.path("nowhere"), "--system", "x"))):
+            with self.subTest(arguments):
+                self.assertIn(words, command.run(*arguments).stderr)
+                self.assertEqual(command.run(*arguments).returncode, code)
+        self.done("train", "--data", text, "--out", self.path("gpt"), "--steps", "0", *command.tiny("--context", "4"))
+        self.fails(1, "have no chat template", "sample", self.path("gpt"), "--chat", "--prompt", "x")
+
+
+if __name__ == "__main__":
+    command.main()
