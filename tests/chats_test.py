@@ -17,7 +17,7 @@ try:
     import numpy
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
-    from transformers.utils import logging
+    from transformers.utils import chat_template_utils, logging
 except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
@@ -26,6 +26,8 @@ import command
 from command import content, write
 
 logging.set_verbosity_error()
+# From 5.23 on, or a little before, transformers gives what an assistant thinks all of its names, as we do.
+REASONING = {"reasoning": "r"} if hasattr(chat_template_utils, "_REASONING_FIELDS") else {}
 CHATS, TEMPLATES = sys.argv.pop(2), [word for word in sys.argv if word.endswith(".jinja")]
 sys.argv = [word for word in sys.argv if word not in TEMPLATES]
 
@@ -402,6 +404,7 @@ def mask_of(spans, count):
 
 
 def render(theirs, line, **more):
+    more.setdefault("return_dict", more.get("tokenize", True))  # the default from 5.0 on
     return theirs.apply_chat_template(line["messages"], tools=line.get("tools"), **more)
 
 
@@ -449,7 +452,7 @@ class Templates(Case):
     def test_expressions(self):
         """Every operator, filter, test and method, and white space around every mark."""
         line = {"messages": [{"role": "user", "content": " Tëxt, with words ", "n": 7, "x": -2.5, "none": [], "list": [3, "b", None, True, 1e16],
-                              "map": {"b": 1, "A": "two", "c": [1, {"d": False}]}, "name": "weather", "reasoning": "r"},
+                              "map": {"b": 1, "A": "two", "c": [1, {"d": False}]}, "name": "weather", **REASONING},
                              {"role": "assistant", "content": "é"}]}
         for source in EXPRESSIONS:
             template = "{% set m = messages[0] %}{% set t = m.content %}" + source + "{% for m in messages %}{% endfor %}"
