@@ -64,7 +64,8 @@ for target in "${targets[@]}"; do
   # shellcheck disable=SC2086 # a list of flags
   clang++ $flags -I. "fuzz/$target.cpp" "${sources[@]}" -o "$build/fuzz_$target"
   seeds "$target"
+  # libFuzzer's own code of an error is 77, which would be a skip here.
   # Memory: what a reader takes is a few times the file, and files are at most 16 kB here.
   "$build/fuzz_$target" "$build/corpus_$target" "${more[@]}" -max_total_time="$seconds" -max_len=16384 -rss_limit_mb=1024 \
-    -timeout=10 -print_final_stats=1 -artifact_prefix="$build/$target-"
+    -timeout=10 -error_exitcode=1 -print_final_stats=1 -artifact_prefix="$build/$target-"
 done

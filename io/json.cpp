@@ -1,5 +1,6 @@
 #include "io/json.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <utility>
@@ -30,7 +31,9 @@ void append_utf8(std::string& out, unsigned code) {
 
 std::string shown(std::string_view name) {
   constexpr std::size_t kShown = 80;
-  std::string text = "\"" + std::string(name.substr(0, kShown));
+  std::size_t end = std::min(name.size(), kShown);
+  while (end > 0 && end < name.size() && (name[end] & 0xc0) == 0x80) --end;  // no character is cut
+  std::string text = "\"" + std::string(name.substr(0, end));
   for (char& c : text)
     if (static_cast<unsigned char>(c) < ' ' || c == '\x7f') c = '?';
   return text + (name.size() > kShown ? "...\"" : "\"");

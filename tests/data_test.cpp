@@ -668,6 +668,9 @@ TEST_F(DataTest, ALineThatIsNoDocumentIsNamed) {
        "{\"messages\""},
       {R"({"a":1,"b":1,"c":1,"d":1,"e":1,"f":1,"g":1})",
        "it has \"a\", \"b\", \"c\", \"d\", \"e\", ...; a line must be"},
+      {R"({"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaé": 1})",
+       "it has \"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...\"; a "
+       "line must be"},  // no character is cut
       {"{}", "it has no members"},
       {"[]", "it is a list; a line must be {\"text\""},
       {"17", "it is a number; a line must be"},
