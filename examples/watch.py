@@ -1,6 +1,6 @@
 """Follows a run's metrics.jsonl into TensorBoard or Weights & Biases while `scruple train` writes it.
 
-Usage: python watch.py RUN [--wandb | --print] [--once]      (needs tensorboard and torch, or wandb)
+    python examples/watch.py RUN [--wandb | --print] [--once]      (needs tensorboard and torch, or wandb)
 """
 
 import json
