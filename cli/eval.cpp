@@ -217,11 +217,7 @@ void add_eval(CLI::App& program) {
   command->group("Train a model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  command
-      ->add_option("model", options->folder,
-                   "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder")
-      ->type_name("DIR")
-      ->required();
+  add_model(*command, options->folder);
   OptionTable cutting = options->cutting.options();
   std::erase_if(cutting, [](const Option& row) { return row.name == "--validation"; });
   add_options(

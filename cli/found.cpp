@@ -56,6 +56,13 @@ Found find_model(const std::string& folder, std::int64_t context, bool averages)
   return found;
 }
 
+void add_model(CLI::App& command, std::string& folder) {
+  command
+      .add_option("model", folder, "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder")
+      ->type_name("DIR")
+      ->required();
+}
+
 void check_fits(const std::string& what, const train::Ledger& needed, train::Backend& backend,
                 const std::string& smaller) {
   const bool on_host = backend.memory().is_host();

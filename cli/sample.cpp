@@ -268,11 +268,7 @@ void add_sample(CLI::App& program) {
   command->group("Train a model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  command
-      ->add_option("model", options->folder,
-                   "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder")
-      ->type_name("DIR")
-      ->required();
+  add_model(*command, options->folder);
   add_options(
       *command,
       {{kNone, "--prompt", "", &options->prompt, "TEXT",

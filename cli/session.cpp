@@ -185,7 +185,9 @@ OptionTable TrainOptions::options() {
          "end the run when N validations in a row were no better than the best before them", whole_from(1),
          kMayChange},
         {kRun, "--save-every", "save-every", &save_every, "N",
-         "steps between checkpoints (default: 15 minutes; Ctrl-C saves one too)", whole_from(1), kMayChange},
+         "steps between checkpoints (default: " + std::to_string(kSaveMinutes) +
+             " minutes; Ctrl-C saves one too)",
+         whole_from(1), kMayChange},
         {kRun, "--keep", "keep", &keep, "N", "checkpoints that stay; 0: all", whole_from(0), kMayChange}}});
 }
 

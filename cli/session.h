@@ -19,6 +19,8 @@
 
 namespace scruple::cli {
 
+inline constexpr int kSaveMinutes = 15;  // between checkpoints, where --save-every is not given
+
 struct TrainOptions {
   Choice choice;
   ModelOptions model;

@@ -18,8 +18,6 @@ using train::Data;
 using train::Record;
 using train::Trainer;
 
-constexpr double kSaveSeconds = 15 * 60;  // where --save-every is not given
-
 constexpr const char* kFooter =
     R"(A line of *.jsonl has "text", or "prompt" and "completion": then only the completions are learned.
 
@@ -172,7 +170,7 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   Progress progress(options.choice.recipe, session.job, trainer, session.ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
-  if (options.save_every == 0) span.save_seconds = kSaveSeconds;
+  if (options.save_every == 0) span.save_seconds = 60 * kSaveMinutes;
   // It has a checkpoint, which shall not be older than its weights; or averages, which are nowhere else.
   span.save_last = session.in_place || session.job.ema > 0;
   span.validates = validates(options);
