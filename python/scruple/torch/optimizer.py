@@ -418,7 +418,8 @@ class Optimizer(torch.optim.Optimizer):
             if self._handle is not None:
                 self._handle.before_step()
             tables, clip = self._present(), None
-            found_inf, scale = self._of_scaler("found_inf"), self._of_scaler("grad_scale")
+            given = (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
+            found_inf, scale = (x if isinstance(x, torch.Tensor) else None for x in given)
             if max_norm is not None and tables:
                 self.last_norm, found_inf, clip = self._measure(tables, max_norm, scale, found_inf)
             elif max_norm is not None and self._handle is not None:
@@ -453,10 +454,6 @@ class Optimizer(torch.optim.Optimizer):
         self.last_norm = None
         self.step(max_norm=max_norm)
         return self.last_norm
-
-    def _of_scaler(self, name):
-        value = getattr(self, name, None)
-        return value if isinstance(value, torch.Tensor) else None
 
     def _take(self, tables, scale, found_inf, clip):
         counted = found_inf is not None or any(group.get("capturable") for group in self.param_groups)
@@ -519,9 +516,8 @@ class Optimizer(torch.optim.Optimizer):
     def _contiguous(self, p, entry):
         """Its row over a weight in one run of memory, and that weight: the parameter's own, or a copy."""
         row, weight = _abi.Tensor.from_buffer_copy(entry.row), local(p).detach().contiguous()
-        if form_of(p):
-            return row, weight
-        row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
+        if not form_of(p):
+            row.arrays[_abi.WEIGHT].codes = weight.data_ptr()
         return row, weight
 
     @torch.no_grad()

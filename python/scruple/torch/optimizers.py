@@ -50,9 +50,7 @@ class SGDW(_Decoupled):
 
     rule = "sgdw"
 
-    def __init__(
-        self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=1e-2, nesterov=False, **options
-    ):
+    def __init__(self, params, lr=1e-3, momentum=0, dampening=0, weight_decay=1e-2, nesterov=False, **options):
         super().__init__(params, _hypers(locals()), **options)
 
 
@@ -107,7 +105,5 @@ class RMSprop(Optimizer):
 
     rule = "rmsprop"
 
-    def __init__(
-        self, params, lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0, momentum=0, centered=False, **options
-    ):
+    def __init__(self, params, lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0, momentum=0, centered=False, **options):
         super().__init__(params, _hypers(locals()), **options)

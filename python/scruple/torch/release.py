@@ -37,19 +37,8 @@ SECOND += "handle.flush()), or use handle.paused()"
 
 
 def release_gradients(
-    model,
-    opt,
-    policy="released",
-    *,
-    accumulate=None,
-    reduction=None,
-    accumulation=None,
-    max_norm=None,
-    tensor_norm=None,
-    adagc=None,
-    scaler=None,
-    accumulator="root8",
-    process_group=None,
+    model, opt, policy="released", *, accumulate=None, reduction=None, accumulation=None, max_norm=None,
+    tensor_norm=None, adagc=None, scaler=None, accumulator="root8", process_group=None,
 ):
     """From now on backward() takes the steps of `opt` for the parameters of `model`, until handle.remove().
 
@@ -303,9 +292,8 @@ class Sinks:
         sink, found = next(iter(self.sinks.values())), _abi.SinkReport()
         engine_for(sink.device)
         library.sink_read(sink.handle, byref(found))
-        steps, skipped = found.steps + self.past[0], found.skipped + self.past[1]
-        measured = {"norm": found.norm, "clip": found.clip, "found_inf": bool(found.found_inf)}
-        return {**measured, "steps": steps, "skipped": skipped}
+        counts = {"steps": found.steps + self.past[0], "skipped": found.skipped + self.past[1]}
+        return {"norm": found.norm, "clip": found.clip, "found_inf": bool(found.found_inf), **counts}
 
 
 class Sink:

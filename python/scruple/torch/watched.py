@@ -131,8 +131,7 @@ class State(dict):
             dict.pop(self, plane, None)
         return dict.pop(self, name, *default)
 
-    def __delitem__(self, name):
-        self.pop(name)
+    __delitem__ = pop
 
     def __reduce__(self):
         return dict, (dict(self),)
