@@ -1,6 +1,6 @@
 """Time and memory of training with compress_weights, beside torch's fp32 and `mixed`, in one process.
 
-    python bench/torch_lpmm.py [--models resnet18,resnet50,gpt] [--rounds 7] [--json FILE]
+    python bench/torch_lpmm.py [--models resnet18,resnet50,gpt] [--rounds 7] [--compile] [--json FILE]
 
 Needs a GPU, torch and scruple. fp32: SGD with momentum, fused. mixed: the same, fp32 weights with autocast to bf16.
 lpmm: SGD(recipe="lpmm") and compress_weights, with the same autocast. Images are 224 x 224 (resnet18-32: CIFAR's 32 x 32
@@ -99,7 +99,7 @@ WAYS = ("fp32", "mixed", "lpmm")
 class Run:
     """A model, its optimizer, and a batch of `1 / scale` of the usual size."""
 
-    def __init__(self, name, way, scale=1, accumulate=1):
+    def __init__(self, name, way, scale=1, accumulate=1, compiled=False):
         make, draw = MODELS[name]
         torch.manual_seed(1)
         self.batch, self.way = draw(scale), way
@@ -112,6 +112,8 @@ class Run:
             st.compress_weights(self.model, self.opt, accumulate=accumulate)
         else:
             self.opt = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
+        if compiled:
+            self.model.compile()
 
     def backward(self):
         with torch.autocast("cuda", torch.bfloat16, enabled=self.way != "fp32"):
@@ -142,8 +144,8 @@ def memory(name, way):
     return held / run.count, (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def times(name, rounds, steps=10):
-    runs = {way: Run(name, way) for way in WAYS}
+def times(name, rounds, compiled, steps=10):
+    runs = {way: Run(name, way, compiled=compiled) for way in WAYS}
     seconds, host, losses = {way: [] for way in WAYS}, {way: [] for way in WAYS}, {}
     for turn in range(rounds + 1):
         for way, run in runs.items():
@@ -163,6 +165,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="resnet18,resnet18-32,resnet50,gpt")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--compile", action="store_true", help="time models by torch.compile")
     parser.add_argument("--json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -173,7 +176,7 @@ def main():
     rows = []
     for name in options.models.split(","):
         held = {way: memory(name, way) for way in WAYS}
-        found = times(name, options.rounds)
+        found = times(name, options.rounds, options.compile)
         for way in WAYS:
             (bytes_, peak), (seconds, asked, loss) = held[way], found[way]
             ratio = seconds / found["mixed"][0]
