@@ -201,19 +201,5 @@ TEST(Averages, AreCountedBeforehand) {
   }
 }
 
-TEST(Averages, TakeWhatAStepCanRead) {
-  struct : Memory {
-    void* take(std::int64_t) override { return nullptr; }
-    void give_back(void*) noexcept override {}
-    bool is_host() const override { return false; }
-  } elsewhere;
-  for (const char* format : {"fp32", "bf16", "fp16", "bf16+8", "fp16+16", "int8"})
-    EXPECT_TRUE(can_average(format_named(format), elsewhere)) << format;
-  for (const char* format : {"int9", "int10", "int12"}) {
-    EXPECT_FALSE(can_average(format_named(format), elsewhere)) << format;
-    EXPECT_TRUE(can_average(format_named(format), host_memory())) << format;
-  }
-}
-
 }  // namespace
 }  // namespace scruple::train

@@ -17,6 +17,7 @@
 #include "train/cuda/inputs.h"
 #include "train/cuda/outbox.h"
 #include "train/cuda/products.h"
+#include "train/run/average.h"
 #include "train/run/checkpoint.h"
 #include "train/run/trainer.h"
 
@@ -268,6 +269,21 @@ TEST_F(CudaTrainer, CodedWeightsAreTheirValues) {
         }
 }
 
+// Every byte of weights, moments and accumulators, scales included.
+std::vector<std::vector<char>> bytes_of(Backend& backend, const std::vector<scruple_tensor>& rows) {
+  std::vector<std::vector<char>> all;
+  backend.engine().synchronize();
+  for (const scruple_tensor& row : rows)
+    for (const scruple_array& array : row.arrays) {
+      if (array.format == nullptr || array.codes == nullptr) continue;
+      const PlaneBytes size = plane_bytes(array.format, row.size);
+      for (const auto& [plane, count] : {std::pair{array.codes, size.codes}, std::pair{array.aux, size.aux}})
+        if (count > 0)
+          backend.memory().read(all.emplace_back(static_cast<std::size_t>(count)).data(), plane, count);
+    }
+  return all;
+}
+
 // A job's weights, moments and accumulators on its device, and a sink that is fed by hand.
 struct Fed {
   explicit Fed(const Job& job)
@@ -316,22 +332,7 @@ struct Fed {
     }
     sink->end();
   }
-  // Every byte of weights, moments and accumulators, scales included.
-  std::vector<std::vector<char>> bytes() {
-    std::vector<std::vector<char>> all;
-    for (const scruple_tensor& row : rows)
-      for (const scruple_array& array : row.arrays) {
-        if (array.format == nullptr || array.codes == nullptr) continue;
-        const PlaneBytes size = plane_bytes(array.format, row.size);
-        for (const auto& [plane, count] :
-             {std::pair{array.codes, size.codes}, std::pair{array.aux, size.aux}}) {
-          if (count == 0) continue;
-          backend->engine().synchronize();
-          backend->memory().read(all.emplace_back(static_cast<std::size_t>(count)).data(), plane, count);
-        }
-      }
-    return all;
-  }
+  std::vector<std::vector<char>> bytes() { return bytes_of(*backend, rows); }
 
   Ledger ledger;
   const std::unique_ptr<Backend> backend;
@@ -374,6 +375,40 @@ TEST_F(CudaTrainer, TheSameGradientsGiveTheBitsOfTheCpu) {
           }
           EXPECT_FALSE(host.bytes() == first);
         }
+}
+
+// Of the same weights, whether a step reads them or they are decoded for it, in more than one piece.
+TEST_F(CudaTrainer, AveragesAreTheCpus) {
+  const Description shape = gpt2({1, 64, 2, 16, 4200});
+  for (const char* format : {"fp32", "bf16", "bf16+8", "int8", "int9", "int10", "int11", "int12"}) {
+    const auto averaged = [&](OpenBackend open) {
+      const std::unique_ptr<Backend> backend = open(0);
+      const Optimizer optimizer("adamw");
+      const auto describe = [&](const Optimizer& of, std::int64_t size) {
+        scruple_tensor row = describe_by("scruple")(of, size);
+        check(scruple_tensor_set_format(&row, "weights", format));
+        return row;
+      };
+      Ledger ledger;
+      State state(
+          *backend, parameters_of(shape), [&](auto) -> const Optimizer& { return optimizer; }, describe,
+          ledger);
+      Average average(*backend, state, 0.9, 1, ledger);
+      const Fill first = spread_values(shape);
+      for (std::int64_t step = 1; step <= 5; ++step) {
+        state.start(
+            [&](int which, std::int64_t at, std::int64_t count, float* values) {
+              first(which, at, count, values);
+              for (float& value : std::span(values, static_cast<std::size_t>(count)))
+                value *= static_cast<float>(step);
+            },
+            ledger);
+        average.take(step);
+      }
+      return bytes_of(*backend, average.table());
+    };
+    EXPECT_TRUE(averaged(cuda_backend) == averaged(cpu_backend)) << format;
+  }
 }
 
 // Saved on one device, taken up on the other, and back.
