@@ -59,22 +59,6 @@ bool is_complete(const TrainOptions& options, const Record& record) {
          train::weights_step(options.out) == taken && std::filesystem::exists(options.out + "/report.html");
 }
 
-// Averages are stepped towards the weights, which must be what a step can read.
-void check_average(const train::Job& job) {
-  if (job.ema == 0 || !on_gpu(job)) return;
-  const Optimizer optimizer = job.optimizer();
-  const std::unique_ptr<train::Backend> device = job.backend(job.threads);
-  for (const train::Parameter& parameter : train::parameters_of(job.shape)) {
-    const scruple_tensor row = job.describe(optimizer, parameter.size());
-    const scruple_format* const format = row.arrays[SCRUPLE_WEIGHT].format;
-    if (!train::can_average(format, device->memory()))
-      throw UsageError(std::string("--ema does not average weights in ") + info_of(format).name +
-                       " on a GPU, where no step reads them as a gradient; choose --device cpu, --weights "
-                       "int8, bf16 or fp16, "
-                       "a recipe with 16-bit weights, or leave --ema out");
-  }
-}
-
 void check_outliers(const train::Job& job) {
   if (job.skip_outliers == 0) return;
   if (job.gradients.policy == SCRUPLE_RELEASED)
@@ -111,7 +95,6 @@ Data prepare(Session& session) {
   job.overrides = options.rate.overrides(train::parameters_of(job.shape));
   job.ema = options.ema;
   job.skip_outliers = options.skip_outliers;
-  check_average(job);
   check_outliers(job);
   fit_recompute(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move

@@ -7,13 +7,17 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
+#include "train/cuda/inputs.h"
 #include "train/cuda/outbox.h"
 #include "train/cuda/products.h"
+#include "train/run/average.h"
 #include "train/run/checkpoint.h"
 #include "train/run/trainer.h"
 
@@ -50,6 +54,9 @@ struct Documents {
     }
   }
   Batch batch() const { return {tokens.data(), targets.data(), starts.data()}; }
+  void let_only_last_count(std::int64_t count) {
+    std::fill(targets.begin(), targets.end() - std::min(count, std::ssize(targets)), -1);
+  }
   std::vector<std::int32_t> tokens, targets, starts;
 };
 
@@ -67,13 +74,16 @@ Fill spread_values(const Description& shape) {
 }
 
 Computed gradients_of(const Description& shape, OpenBackend open, Precision activations,
-                      scruple_policy policy, std::int64_t batch = 3) {
+                      scruple_policy policy, std::int64_t batch = 3,
+                      std::int64_t counting = std::numeric_limits<std::int64_t>::max()) {
   Job job = job_of(shape, open, "fp32", activations);
   job.batch = batch;
   job.threads = 0;
   job.initial = spread_values(shape);
   job.gradients.policy = policy;
-  return computed_by(job, Documents(shape, batch).batch());
+  Documents documents(shape, batch);
+  documents.let_only_last_count(counting);
+  return computed_by(job, documents.batch());
 }
 
 double norm_of(const std::vector<float>& values) {
@@ -141,6 +151,33 @@ TEST_F(CudaTrainer, GradientsAreTheCpusWhereTheyComeInParts) {
     // Of 40 rows each: at most one row for each column, or more; 128 rows of logits at once, or 256 where they are small.
     for (const std::int64_t batch : {1, 5}) check(Precision::fp32, batch, 1e-6, 1e-4, 0);
     check(Precision::bf16, 7, 3e-3, 3e-2, kSmall);
+  }
+}
+
+// The head leaves rows without a target out: most, some, all or none; where its gradient is a sum and where not.
+TEST_F(CudaTrainer, GradientsAreTheCpusForAnyNumberOfTargets) {
+  for (const Description& shape : {gpt2({2, 64, 4, kFamilyContext, 257}), llama(2)})
+    for (const std::int64_t rows : {0, 1, 9, 40, 3 * static_cast<int>(kFamilyContext)}) {
+      SCOPED_TRACE(std::to_string(rows));
+      const Computed want = gradients_of(shape, cpu_backend, Precision::fp32, SCRUPLE_STORED, 3, rows);
+      expect_alike(gradients_of(shape, cuda_backend, Precision::fp32, SCRUPLE_STORED, 3, rows), want, shape,
+                   1e-6, 1e-4);
+      expect_alike(gradients_of(shape, cuda_backend, Precision::bf16, SCRUPLE_RELEASED, 3, rows), want, shape,
+                   3e-3, 3e-2, kSmall);
+    }
+}
+
+// Products have few shapes, with room for a row that counts for nothing.
+TEST(CudaPlan, TheHeadHasAFewNumbersOfRows) {
+  for (const std::int64_t rows : {1, 8, 24, 120, 1000, 16384}) {
+    std::set<std::int64_t> shapes;
+    for (std::int64_t counted = 0; counted <= rows; ++counted) {
+      const std::int64_t found = cuda::Inputs::head_rows(rows, counted);
+      EXPECT_TRUE(found == rows || (found > counted && found < rows && found % 8 == 0));
+      EXPECT_LE(found, counted + (rows + 63) / 64 * 8);
+      shapes.insert(found);
+    }
+    EXPECT_LE(shapes.size(), 8u);
   }
 }
 
@@ -232,6 +269,21 @@ TEST_F(CudaTrainer, CodedWeightsAreTheirValues) {
         }
 }
 
+// Every byte of weights, moments and accumulators, scales included.
+std::vector<std::vector<char>> bytes_of(Backend& backend, const std::vector<scruple_tensor>& rows) {
+  std::vector<std::vector<char>> all;
+  backend.engine().synchronize();
+  for (const scruple_tensor& row : rows)
+    for (const scruple_array& array : row.arrays) {
+      if (array.format == nullptr || array.codes == nullptr) continue;
+      const PlaneBytes size = plane_bytes(array.format, row.size);
+      for (const auto& [plane, count] : {std::pair{array.codes, size.codes}, std::pair{array.aux, size.aux}})
+        if (count > 0)
+          backend.memory().read(all.emplace_back(static_cast<std::size_t>(count)).data(), plane, count);
+    }
+  return all;
+}
+
 // A job's weights, moments and accumulators on its device, and a sink that is fed by hand.
 struct Fed {
   explicit Fed(const Job& job)
@@ -280,22 +332,7 @@ struct Fed {
     }
     sink->end();
   }
-  // Every byte of weights, moments and accumulators, scales included.
-  std::vector<std::vector<char>> bytes() {
-    std::vector<std::vector<char>> all;
-    for (const scruple_tensor& row : rows)
-      for (const scruple_array& array : row.arrays) {
-        if (array.format == nullptr || array.codes == nullptr) continue;
-        const PlaneBytes size = plane_bytes(array.format, row.size);
-        for (const auto& [plane, count] :
-             {std::pair{array.codes, size.codes}, std::pair{array.aux, size.aux}}) {
-          if (count == 0) continue;
-          backend->engine().synchronize();
-          backend->memory().read(all.emplace_back(static_cast<std::size_t>(count)).data(), plane, count);
-        }
-      }
-    return all;
-  }
+  std::vector<std::vector<char>> bytes() { return bytes_of(*backend, rows); }
 
   Ledger ledger;
   const std::unique_ptr<Backend> backend;
@@ -338,6 +375,40 @@ TEST_F(CudaTrainer, TheSameGradientsGiveTheBitsOfTheCpu) {
           }
           EXPECT_FALSE(host.bytes() == first);
         }
+}
+
+// Of the same weights, whether a step reads them or they are decoded for it, in more than one piece.
+TEST_F(CudaTrainer, AveragesAreTheCpus) {
+  const Description shape = gpt2({1, 64, 2, 16, 4200});
+  for (const char* format : {"fp32", "bf16", "bf16+8", "int8", "int9", "int10", "int11", "int12"}) {
+    const auto averaged = [&](OpenBackend open) {
+      const std::unique_ptr<Backend> backend = open(0);
+      const Optimizer optimizer("adamw");
+      const auto describe = [&](const Optimizer& of, std::int64_t size) {
+        scruple_tensor row = describe_by("scruple")(of, size);
+        check(scruple_tensor_set_format(&row, "weights", format));
+        return row;
+      };
+      Ledger ledger;
+      State state(
+          *backend, parameters_of(shape), [&](auto) -> const Optimizer& { return optimizer; }, describe,
+          ledger);
+      Average average(*backend, state, 0.9, 1, ledger);
+      const Fill first = spread_values(shape);
+      for (std::int64_t step = 1; step <= 5; ++step) {
+        state.start(
+            [&](int which, std::int64_t at, std::int64_t count, float* values) {
+              first(which, at, count, values);
+              for (float& value : std::span(values, static_cast<std::size_t>(count)))
+                value *= static_cast<float>(step);
+            },
+            ledger);
+        average.take(step);
+      }
+      return bytes_of(*backend, average.table());
+    };
+    EXPECT_TRUE(averaged(cuda_backend) == averaged(cpu_backend)) << format;
+  }
 }
 
 // Saved on one device, taken up on the other, and back.
@@ -479,8 +550,8 @@ TEST_F(SeveralHandings, ARefusalLeavesNothingBehind) {
   for (const bool offloads : {false, true}) EXPECT_EQ(run(true, offloads), want) << offloads;
 }
 
-// Every batch is another one, with validations between them, whole gradients and such that come in pieces, clipped one by
-// one: what is replayed computes what is not.
+// Every batch is another one, of few targets and many in turn, with validations between them, whole gradients and such that
+// come in pieces, clipped one by one: what is replayed computes what is not.
 TEST_F(CudaTrainer, ReplayedPassesAreThoseOfTheirBatch) {
   Description large = llama(1);
   large.vocabulary = 1 << 20, large.width = 40, large.head_width = 10;
@@ -496,8 +567,9 @@ TEST_F(CudaTrainer, ReplayedPassesAreThoseOfTheirBatch) {
         job.gradients.tensor_norm = tensor_norm;
         Passes passes(job);
         std::vector<double> losses;
-        for (int i = 0; i < 5; ++i) {
-          const Documents documents(shape, job.batch, i);
+        for (int i = 0; i < 8; ++i) {
+          Documents documents(shape, job.batch, i);
+          if (i % 2 == 1) documents.let_only_last_count(30);
           Batch batch = documents.batch();
           if (i == 3) batch.starts = nullptr;
           passes.train(batch);
@@ -508,7 +580,7 @@ TEST_F(CudaTrainer, ReplayedPassesAreThoseOfTheirBatch) {
         return losses;
       };
       const std::vector<double> with = run(true), without = run(false);
-      EXPECT_EQ(with.size(), 7u);
+      EXPECT_EQ(with.size(), 10u);
       EXPECT_EQ(with, without) << shape.vocabulary << ", " << tensor_norm;
       EXPECT_NE(with[1], with[2]) << "batches that are alike show nothing";
     }

@@ -91,6 +91,8 @@ Target Matrix::open(Index row, Index column, Index columns, float* scratch) {
   return {scratch, columns};
 }
 
+void Matrix::clear() { std::fill_n(memory_.as<std::byte>(), memory_.bytes(), std::byte{0}); }
+
 // Overflow must stay visible to loss scaling: no saturation, and a NaN is written as one that survives
 // rounding.
 void Matrix::keep(Index row, Index rows, Index column, Index columns, Target values) {
@@ -250,13 +252,13 @@ void linear_residual(const Workers& workers, const Source& x, const Linear& laye
   });
 }
 
-void norm_forward(const Workers& workers, const Normed& x, Index rows, Matrix& hidden) {
+void norm_forward(const Workers& workers, const Normed& x, Counted rows, Matrix& hidden) {
   const Index width = hidden.columns();
-  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
-    const View values = x.read(first, count, 0, width, arena.floats(count * width));
+  workers.chunks(rows.count, [&](Index first, Index count, Arena& arena) {
+    float* scratch = arena.floats(width);
     const Target out = hidden.open(first, 0, width, arena.floats(count * width));
     for (Index r = 0; r < count; ++r)
-      std::copy_n(values.data + r * values.stride, width, out.data + r * out.stride);
+      std::copy_n(x.read(rows.at[first + r], 1, 0, width, scratch).data, width, out.data + r * out.stride);
     hidden.keep(first, count, 0, width, out);
   });
 }
@@ -273,7 +275,7 @@ double sum_in_order(const double* chunk_losses, Index rows) {
 
 double head(const Workers& workers, const Head& head, Matrix& logits, double* chunk_losses) {
   const Index width = head.hidden.columns(), vocabulary = head.vocabulary;
-  workers.chunks(head.rows, [&](Index first, Index count, Arena& arena) {
+  workers.chunks(head.rows.count, [&](Index first, Index count, Arena& arena) {
     const View in = head.hidden.read(first, count, 0, width, arena.floats(count * width));
     const Target out = logits.open(first, 0, vocabulary, arena.floats(count * vocabulary));
     product(count, vocabulary, width, 1, in, transposed({head.table, width}), 0, out);
@@ -281,7 +283,6 @@ double head(const Workers& workers, const Head& head, Matrix& logits, double* ch
     float* line = arena.floats(vocabulary);
     double loss = 0;
     for (Index r = first; r < first + count; ++r) {
-      if (head.targets[r] < 0) continue;
       const float* row = logits.read(r, 1, 0, vocabulary, line).data;
       const float top = largest_of(row, vocabulary);
       const float sum = sum_of(vocabulary, [&](Index i) { return exp_of(row[i] - top); });
@@ -291,7 +292,7 @@ double head(const Workers& workers, const Head& head, Matrix& logits, double* ch
     }
     chunk_losses[first / kChunk] = loss;
   });
-  return sum_in_order(chunk_losses, head.rows);
+  return sum_in_order(chunk_losses, head.rows.count);
 }
 
 namespace {
@@ -314,18 +315,13 @@ struct Running {
   double log_sum() const { return static_cast<double>(top) + std::log(static_cast<double>(sum)); }
 };
 
-// The weighted mean of rows of a table, less that of the target; 0 where there is none, not even a NaN.
-void off_target(const float* sum, float inverse, const float* target, Index width, float* to) {
-  for (Index i = 0; i < width; ++i) to[i] = target == nullptr ? 0.0f : sum[i] * inverse - target[i];
-}
-
 }  // namespace
 
 // The gradient of `hidden` is softmax(hidden table^T) table - table[target]. That is attention with the table
 // as keys and values, so it is computed in the same pass over the logits, piece by piece.
 double head_in_pieces(const Workers& workers, const Head& head, Matrix* g, double* chunk_losses) {
   const Index width = head.hidden.columns(), vocabulary = head.vocabulary;
-  workers.chunks(head.rows, [&](Index first, Index count, Arena& arena) {
+  workers.chunks(head.rows.count, [&](Index first, Index count, Arena& arena) {
     const std::int32_t* targets = head.targets + first;
     const View in = head.hidden.read(first, count, 0, width, arena.floats(count * width));
     const Target logits = {arena.floats(count * kHeadColumns), kHeadColumns};
@@ -349,18 +345,21 @@ double head_in_pieces(const Workers& workers, const Head& head, Matrix* g, doubl
     for (Index r = 0; r < count; ++r) {
       const double log_sum = rows[r].log_sum();
       head.log_sums[first + r] = static_cast<float>(log_sum);
-      if (targets[r] >= 0) loss += log_sum - static_cast<double>(rows[r].at_target);
+      loss += log_sum - static_cast<double>(rows[r].at_target);
     }
     chunk_losses[first / kChunk] = loss;
     if (g == nullptr) return;
-    const Target out = g->open(first, 0, width, arena.floats(count * width));
+    float* scratch = arena.floats(width);
     for (Index r = 0; r < count; ++r) {
-      const float* target = targets[r] < 0 ? nullptr : head.table + targets[r] * width;
-      off_target(mean.data + r * width, 1.0f / rows[r].sum, target, width, out.data + r * out.stride);
+      const float *target = head.table + targets[r] * width, *sum = mean.data + r * width;
+      const float inverse = 1.0f / rows[r].sum;
+      const Index row = head.rows.at[first + r];
+      const Target out = g->open(row, 0, width, scratch);
+      for (Index i = 0; i < width; ++i) out.data[i] = sum[i] * inverse - target[i];
+      g->keep(row, 1, 0, width, out);
     }
-    g->keep(first, count, 0, width, out);
   });
-  return sum_in_order(chunk_losses, head.rows);
+  return sum_in_order(chunk_losses, head.rows.count);
 }
 
 // ---- Backward ----
@@ -384,29 +383,25 @@ void norm_row(NormKind kind, const float* __restrict x, float mean, float rstd,
   for (Index i = 0; i < width; ++i) dx[i] += rstd * (g[i] * weight[i] - mean_a - h(i) * mean_ah);
 }
 
-// `out` gets the gradient of the norm's input, on top of what it holds where `add`.
-void norm_rows(const Normed& x, Index first, Index count, View g, bool add, Matrix& out, float* sums,
-               Arena& arena) {
+// `out` gets the gradient of the norm's input, on top of what it holds where `add`; of row at[r] where rows are `at`.
+void norm_rows(const Normed& x, Index first, Index count, const std::int32_t* at, View g, bool add,
+               Matrix& out, float* sums, Arena& arena) {
   const Index width = out.columns();
-  const View in = x.matrix.read(first, count, 0, width, arena.floats(count * width));
-  float* scratch = arena.floats(count * width);
-  out.read(first, count, 0, width, scratch);
-  const Target to = out.open(first, 0, width, scratch);  // the same place
+  float *in = arena.floats(width), *scratch = arena.floats(width);
   float* own = sums + first / kChunk * 2 * width;
   std::fill_n(own, 2 * width, 0.0f);
-  for (Index r = 0; r < count; ++r)
-    norm_row(x.statistics.kind, in.data + r * in.stride, x.statistics.mean()[first + r],
-             x.statistics.rstd()[first + r], x.norm.weight, g.data + r * g.stride, width, add,
-             to.data + r * to.stride, own);
-  out.keep(first, count, 0, width, to);
+  for (Index r = 0; r < count; ++r) {
+    const Index row = at == nullptr ? first + r : at[first + r];
+    out.read(row, 1, 0, width, scratch);
+    const Target to = out.open(row, 0, width, scratch);  // the same place
+    norm_row(x.statistics.kind, x.matrix.read(row, 1, 0, width, in).data, x.statistics.mean()[row],
+             x.statistics.rstd()[row], x.norm.weight, g.data + r * g.stride, width, add, to.data, own);
+    out.keep(row, 1, 0, width, to);
+  }
 }
 
-// values = (softmax - [target]) scale, where `target` may be none of them; 0 where the row counts for nothing.
-void softmax_gradient(Index count, Index target, bool counts, float scale, float log_sum, float* values) {
-  if (!counts) {  // not even a NaN
-    std::fill_n(values, count, 0.0f);
-    return;
-  }
+// values = (softmax - [target]) scale, where `target` may be none of them.
+void softmax_gradient(Index count, Index target, float scale, float log_sum, float* values) {
   const bool here = target >= 0 && target < count;
   const float at_target = here ? (exp_of(values[target] - log_sum) - 1.0f) * scale : 0.0f;
   for (Index i = 0; i < count; ++i) values[i] = exp_of(values[i] - log_sum) * scale;
@@ -418,33 +413,32 @@ void softmax_gradient(Index count, Index target, bool counts, float scale, float
 void head_backward(const Workers& workers, const Head& head, float scale, Matrix& logits, const Normed& x,
                    Matrix& g, float* sums) {
   const Index width = g.columns(), vocabulary = head.vocabulary;
-  workers.chunks(head.rows, [&](Index first, Index count, Arena& arena) {
+  workers.chunks(head.rows.count, [&](Index first, Index count, Arena& arena) {
     float* line = arena.floats(vocabulary);
     for (Index r = first; r < first + count; ++r) {
       logits.read(r, 1, 0, vocabulary, line);
       const Target out = logits.open(r, 0, vocabulary, line);  // the same place
-      const Index target = head.targets[r];
-      softmax_gradient(vocabulary, target, target >= 0, scale, head.log_sums[r], out.data);
+      softmax_gradient(vocabulary, head.targets[r], scale, head.log_sums[r], out.data);
       logits.keep(r, 1, 0, vocabulary, out);
     }
     const View part = logits.read(first, count, 0, vocabulary, arena.floats(count * vocabulary));
     const Target dh = {arena.floats(count * width), width};
     product(count, width, vocabulary, 1, part, View{head.table, width}, 0, dh);
-    norm_rows(x, first, count, dh, false, g, sums, arena);
+    norm_rows(x, first, count, head.rows.at, dh, false, g, sums, arena);
   });
 }
 
-void head_in_pieces_backward(const Workers& workers, Index rows, float scale, const Normed& x, Matrix& g,
+void head_in_pieces_backward(const Workers& workers, Counted rows, float scale, const Normed& x, Matrix& g,
                              float* sums) {
   const Index width = g.columns();
-  workers.chunks(rows, [&](Index first, Index count, Arena& arena) {
+  workers.chunks(rows.count, [&](Index first, Index count, Arena& arena) {
     float* scratch = arena.floats(count * width);
-    const View unscaled = g.read(first, count, 0, width, scratch);
     for (Index r = 0; r < count; ++r) {
-      float* to = in_scratch(unscaled, r, width, scratch);
+      float* to = scratch + r * width;
+      in_scratch(g.read(rows.at[first + r], 1, 0, width, to), 0, width, to);
       for (Index i = 0; i < width; ++i) to[i] *= scale;
     }
-    norm_rows(x, first, count, {scratch, width}, false, g, sums, arena);
+    norm_rows(x, first, count, rows.at, {scratch, width}, false, g, sums, arena);
   });
 }
 
@@ -503,7 +497,7 @@ void normed_backward(const Workers& workers, const Matrix& g, std::span<const Li
       product(count, width, layer.out, 1, dy, weight_transposed(layer), beta, dh);
       beta = 1;
     }
-    norm_rows(x, first, count, dh, true, residual, sums, arena);
+    norm_rows(x, first, count, nullptr, dh, true, residual, sums, arena);
   });
 }
 
@@ -524,6 +518,7 @@ Index tile_height(Index rows) { return rows < 4 * kTileRows ? kTileRows / 2 : kT
 void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index tokens, Index first,
                      Index rows, float* tile) {
   const Index columns = b.columns, most = tile_height(rows);
+  if (tokens == 0) std::fill_n(tile, rows * columns, 0.0f);
   const Index across = (columns + kTileColumns - 1) / kTileColumns, down = (rows + most - 1) / most;
   workers.pieces(across * down, [&](Index piece, Arena& arena) {
     const Index row = piece / across * most, column = piece % across * kTileColumns;
@@ -542,19 +537,18 @@ void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index
 void head_gradient(const Workers& workers, const Head& head, float scale, Index first, Index rows,
                    float* tile) {
   const Index width = head.hidden.columns(), most = tile_height(rows);
+  if (head.rows.count == 0) std::fill_n(tile, rows * width, 0.0f);
   workers.pieces((rows + most - 1) / most, [&](Index piece, Arena& arena) {
     const Index row = piece * most, height = std::min(most, rows - row), word = first + row;
     const Target logits = {arena.floats(kDepth * height), height};
     float* scratch = arena.floats(kDepth * width);
-    for (Index token = 0; token < head.rows; token += kDepth) {
-      const Index depth = std::min(kDepth, head.rows - token);
+    for (Index token = 0; token < head.rows.count; token += kDepth) {
+      const Index depth = std::min(kDepth, head.rows.count - token);
       const View hidden = head.hidden.read(token, depth, 0, width, scratch);
       product(depth, height, width, 1, hidden, transposed({head.table + word * width, width}), 0, logits);
-      for (Index r = 0; r < depth; ++r) {
-        const Index target = head.targets[token + r];
-        softmax_gradient(height, target - word, target >= 0, scale, head.log_sums[token + r],
+      for (Index r = 0; r < depth; ++r)
+        softmax_gradient(height, head.targets[token + r] - word, scale, head.log_sums[token + r],
                          logits.data + r * height);
-      }
       product(height, width, depth, 1, transposed(logits), hidden, token == 0 ? 0.0f : 1.0f,
               {tile + row * width, width});
     }

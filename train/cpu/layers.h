@@ -78,6 +78,7 @@ class Matrix {
   View read(Index row, Index rows, Index column, Index columns, float* scratch) const;
   // A block to be written in full, and then kept.
   Target open(Index row, Index column, Index columns, float* scratch);
+  void clear();
   void keep(Index row, Index rows, Index column, Index columns, Target values);
 
  private:
@@ -184,16 +185,21 @@ struct Cache {
 void attend_cached(const Workers& workers, const Attention& shape, const Matrix& qkv, const Cache& cache,
                    Matrix& y);
 
-// The final norm, into `hidden`.
-void norm_forward(const Workers& workers, const Normed& x, Index rows, Matrix& hidden);
+// Rows of the model that have a target: the head computes with these alone.
+struct Counted {
+  const std::int32_t* at;  // ascending
+  Index count;
+};
+// The final norm of these rows, one after the other into `hidden`.
+void norm_forward(const Workers& workers, const Normed& x, Counted rows, Matrix& hidden);
 
-// The output head: logits = hidden table^T. Targets below 0 count for nothing.
+// The output head: logits = hidden table^T.
 struct Head {
   const Matrix& hidden;
   const float* table;  // [vocabulary, width]
   Index vocabulary;
   const std::int32_t* targets;
-  Index rows;
+  Counted rows;
   float* log_sums;  // log sum exp(logits), per row
 };
 // Small vocabularies keep their logits for backward. For larger ones [rows, vocabulary] values never exist at
@@ -201,17 +207,17 @@ struct Head {
 inline bool keeps_logits(const Description& model) { return model.vocabulary <= kHeadColumns; }
 // The sum of -log softmax(logits)[target] over the rows; logits are rounded before the loss sees them.
 double head(const Workers& workers, const Head& head, Matrix& logits, double* chunk_losses);
-// The same without `logits`. Leaves the gradient of each row's loss in `g`, if there is one to write to.
+// The same without `logits`. Leaves the gradient of each row's loss in its row of `g`, if there is one to write to.
 double head_in_pieces(const Workers& workers, const Head& head, Matrix* g, double* chunk_losses);
 
 // ---- Backward ----
 
-// logits = (softmax(logits) - [target]) scale, then `g` = the gradient of the norm's input; the norm's own
-// gradient is left in `sums`.
+// logits = (softmax(logits) - [target]) scale, then `g` = the gradient of the norm's input, in rows that count; the norm's
+// own gradient is left in `sums`, for each chunk of these.
 void head_backward(const Workers& workers, const Head& head, float scale, Matrix& logits, const Normed& x,
                    Matrix& g, float* sums);
 // From what head_in_pieces left in `g`, times `scale`, to the same.
-void head_in_pieces_backward(const Workers& workers, Index rows, float scale, const Normed& x, Matrix& g,
+void head_in_pieces_backward(const Workers& workers, Counted rows, float scale, const Normed& x, Matrix& g,
                              float* sums);
 // dx = g w^T.
 void linear_backward(const Workers& workers, const Matrix& g, const Linear& layer, Index rows, Matrix& dx);

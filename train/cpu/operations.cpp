@@ -28,9 +28,10 @@ Operations::Operations(const Setup& setup, Index rows, bool caches, Threads& thr
       ledger_(ledger),
       sequences_(setup.batch),
       rows_(rows),
-      hidden_(ledger, precision_, rows, model_.width),
+      hidden_(ledger, precision_, caches ? 1 : rows, model_.width),
       tokens_(ledger, "activations", rows * 4),
       positions_(ledger, "activations", rows * 4),
+      at_(ledger, "activations", (caches ? 1 : rows) * 4),
       matrix_(ledger, "workspace", largest_matrix(model_) * 4),
       vector_(ledger, "workspace", (biases_at(model_) + widest_outputs(model_)) * 4),
       rotation_(ledger, "workspace", rope_floats(model_) * 4),
@@ -138,6 +139,7 @@ void Operations::feed(const std::int32_t* tokens, Index count) {
   rows_ = count;
   std::copy_n(tokens, count, this->tokens());
   std::iota(positions(), positions() + count, static_cast<std::int32_t>(length));
+  *at_.as<std::int32_t>() = static_cast<std::int32_t>(count - 1);
 }
 
 void Operations::embed(Tensor& x) {
@@ -179,17 +181,28 @@ void Operations::up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor&
 }
 
 void Operations::final_norm(const NormPlace& at, const Tensor& x) {
-  norm_forward(workers_, read_normed(at, x), rows_, hidden_);
+  norm_forward(workers_, read_normed(at, x), counted(), hidden_);
 }
 
 // ---- The head ----
 
+void Operations::set_targets(const std::int32_t* targets) {
+  counted_ = 0;
+  for (Index row = 0; row < rows_; ++row) {
+    if (targets[row] < 0) continue;
+    at_.as<std::int32_t>()[counted_] = static_cast<std::int32_t>(row);
+    targets_.as<std::int32_t>()[counted_++] = targets[row];
+  }
+}
+
 Head Operations::head() {
-  return {hidden_, head_table(), model_.vocabulary, targets(), rows_, log_sums_.as<float>()};
+  return {hidden_,   head_table(),         model_.vocabulary, targets_.as<std::int32_t>(),
+          counted(), log_sums_.as<float>()};
 }
 
 double Operations::loss(bool for_backward) {
   double* const losses = chunk_losses_.as<double>();
+  if (for_backward && counted_ < rows_) g_.values.clear();  // rows that do not count have no gradient
   if (keeps_logits(model_)) return train::head(workers_, head(), logits_, losses);
   return head_in_pieces(workers_, head(), for_backward ? &g_.values : nullptr, losses);
 }
@@ -199,7 +212,7 @@ void Operations::logits(float* values) {
   const Index width = model_.width, vocabulary = model_.vocabulary;
   workers_.pieces((vocabulary + kHeadColumns - 1) / kHeadColumns, [&](Index piece, Arena& arena) {
     const Index column = piece * kHeadColumns, columns = std::min(kHeadColumns, vocabulary - column);
-    const View in = hidden_.read(rows_ - 1, 1, 0, width, arena.floats(width));
+    const View in = hidden_.read(0, 1, 0, width, arena.floats(width));
     product(1, columns, width, 1, in, transposed({table + column * width, width}), 0,
             {values + column, vocabulary});
   });
@@ -207,17 +220,18 @@ void Operations::logits(float* values) {
 
 void Operations::head_backward(const NormPlace& at, const Tensor& x) {
   const Normed in = read_normed(at, x);
+  std::fill_n(norm_sums_.as<float>(), norm_sums_.bytes() / 4, 0.0f);  // of chunks of which no row counts
   if (keeps_logits(model_))
     train::head_backward(workers_, head(), scale_, logits_, in, g_.values, norm_sums_.as<float>());
   else
-    head_in_pieces_backward(workers_, rows_, scale_, in, g_.values, norm_sums_.as<float>());
+    head_in_pieces_backward(workers_, counted(), scale_, in, g_.values, norm_sums_.as<float>());
 }
 
 FillRows Operations::fill_head() {
   if (keeps_logits(model_))
     return [this](Index first, Index count, float* tile) {
       const Stored outputs(logits_), inputs(hidden_);
-      weight_gradient(workers_, {outputs, 0, model_.vocabulary}, {inputs, 0, model_.width}, rows_, first,
+      weight_gradient(workers_, {outputs, 0, model_.vocabulary}, {inputs, 0, model_.width}, counted_, first,
                       count, tile);
     };
   return [this, head = head()](Index first, Index count, float* tile) {

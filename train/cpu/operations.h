@@ -30,11 +30,12 @@ class Operations {
   void set_scale(float scale) { scale_ = scale; }      // of the gradient of each target's loss
   void feed(const std::int32_t* tokens, Index count);  // the rows of the next pass, in generation
   std::int32_t* tokens() const { return tokens_.as<std::int32_t>(); }
-  std::int32_t* targets() const { return targets_.as<std::int32_t>(); }
   std::int32_t* positions() const { return positions_.as<std::int32_t>(); }
   const Places& places() const { return places_; }
 
-  // The sum of the losses of rows whose target counts.
+  // What follows each row; of those below 0 the head computes nothing.
+  void set_targets(const std::int32_t* targets);
+  // The sum of the losses of the others.
   double loss(bool for_backward);
   void take_embeddings();
   // After the last row.
@@ -80,6 +81,7 @@ class Operations {
   void read(const Tensor& x, const std::function<void(const Source&)>& reader);
   Attention attention(const LayerPlaces& at);
   Cache cache_of(std::size_t layer) const;
+  Counted counted() const { return {at_.as<std::int32_t>(), counted_}; }
   Head head();
   FillRows fill_head();
 
@@ -90,9 +92,11 @@ class Operations {
   const bool caches_;
   Ledger& ledger_;
   Index sequences_, rows_;
-  Matrix hidden_;  // the last residual, normed
+  Matrix hidden_;  // the last residual, normed, in rows that count
   Matrix logits_;  // backward turns them into their gradients; empty where they are not kept
   Block log_sums_, tokens_, targets_, positions_;
+  Block at_;  // rows that count: those with a target; of generation the last
+  Index counted_ = 1;
   Tensor g_, dattended_, dqkv_, dup_;  // gradients; g is that of the residual
   Block norm_sums_, head_norm_sums_, chunk_losses_, cache_;
   float scale_ = 1;

@@ -25,7 +25,7 @@ struct Transformer::State {
     ready = false;
     counted = read_batch(model, rows, batch, on.positions());
     std::copy_n(batch.tokens, rows, on.tokens());
-    std::copy_n(batch.targets, rows, on.targets());
+    on.set_targets(batch.targets);
     on.start(weights, nullptr);
     pass.forward();
     const double sum = on.loss(for_backward);

@@ -14,6 +14,12 @@ Inputs::Inputs(const Description& model, std::int64_t rows, const Stream& stream
       stream_(stream),
       device_(ledger, "activations", (kParts * stride_ + 1) * std::int64_t{sizeof(std::int32_t)}, memory) {}
 
+std::int64_t Inputs::head_rows(std::int64_t rows, std::int64_t counted) {
+  constexpr std::int64_t kShapes = 8, kAligned = 8;  // as cuBLAS wants it
+  const std::int64_t step = (rows + kShapes * kAligned - 1) / (kShapes * kAligned) * kAligned;
+  return std::min(rows, (counted / step + 1) * step);
+}
+
 Inputs::~Inputs() {
   for (const Copy& copy : copies_)
     if (copy.done != nullptr) cudaEventSynchronize(copy.done), cudaEventDestroy(copy.done);
@@ -26,11 +32,10 @@ std::int64_t Inputs::read(const Batch& batch, float weight) {
   if (copy.done == nullptr)
     check(cudaEventCreateWithFlags(&copy.done, cudaEventDisableTiming), "making an event");
   check(cudaEventSynchronize(copy.done), "waiting for a batch");
-  std::int32_t *const tokens = copy.host.get(), *const targets = tokens + stride_,
-                      *const positions = targets + stride_;
+  std::int32_t *const tokens = copy.host.get(), *const positions = tokens + 2 * stride_;
   const std::int64_t counted = read_batch(model_, rows_, batch, positions);
   std::copy_n(batch.tokens, rows_, tokens);
-  std::copy_n(batch.targets, rows_, targets);
+  gather(batch.targets, counted, tokens);
   const float share = weight / static_cast<float>(std::max<std::int64_t>(counted, 1));
   std::memcpy(tokens + kParts * stride_, &share, sizeof share);
   isolated_ = batch.starts != nullptr;
@@ -44,9 +49,28 @@ std::int64_t Inputs::read(const Batch& batch, float weight) {
   return counted;
 }
 
+void Inputs::gather(const std::int32_t* from, std::int64_t counted, std::int32_t* host) {
+  std::int32_t *const targets = host + stride_, *const rows = host + 3 * stride_,
+                      *const places = rows + stride_;
+  head_rows_ = head_rows(rows_, counted);
+  if (head_rows_ == rows_) {
+    std::copy_n(from, rows_, targets);
+    return;
+  }
+  std::int32_t next = 0;
+  for (std::int64_t row = 0; row < rows_; ++row) {
+    places[row] = static_cast<std::int32_t>(from[row] < 0 ? counted : next);
+    if (from[row] < 0) continue;
+    targets[next] = from[row];
+    rows[next++] = static_cast<std::int32_t>(row);
+  }
+  std::fill(targets + next, targets + head_rows_, -1);
+  std::fill(rows + next, rows + head_rows_, next > 0 ? rows[0] : 0);
+}
+
 // Rows in the order of what they read, those that read the same in their own order.
 void Inputs::sort(const std::int32_t* read_from, std::int64_t table_rows, int table, std::int32_t* host) {
-  std::int32_t* const target = host + (3 + 3 * table) * stride_;
+  std::int32_t* const target = host + (kFirstTable + 3 * table) * stride_;
   std::int32_t *const begin = target + stride_, *const order = begin + stride_;
   counts_.assign(static_cast<std::size_t>(table_rows), 0);
   for (std::int64_t i = 0; i < rows_; ++i) ++counts_[static_cast<std::size_t>(read_from[i])];
@@ -70,7 +94,7 @@ Occurrences Inputs::occurrences(int table, std::int64_t first, std::int64_t rows
   const auto from = std::lower_bound(all.begin(), all.end(), first);
   const auto to = std::lower_bound(from, all.end(), first + rows);
   const std::int64_t skipped = from - all.begin();
-  const int target = 3 + 3 * table;
+  const int target = kFirstTable + 3 * table;
   return {part(target) + skipped, part(target + 1) + skipped, part(target + 2), to - from};
 }
 

@@ -144,7 +144,7 @@ void Operations::reserve_for_training() {
   row_losses_ = floats("activations", rows_);
   factor_ = floats("workspace", 1);
   g_ = tensor(m.width);
-  inner_ = values("activations", rows_ * std::max(m.inner, m.qkv_width()));
+  inner_ = values("activations", rows_ * std::max({m.inner, m.qkv_width(), m.width}));
   outer_ = values("activations", rows_ * std::max(m.width, m.query_width()));
   dqkv_ = alias(inner_, m.qkv_width()), dactivated_ = alias(inner_, m.inner);
   dattended_ = alias(outer_, m.query_width()), dnormed_ = alias(outer_, m.width);
@@ -312,6 +312,17 @@ void Operations::up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor&
 
 // ---- The head ----
 
+// to[i] = from[which[i]], in rows of the model's width.
+void Operations::gather(const void* from, const std::int32_t* which, Index rows, void* to) const {
+  const Values table = {const_cast<void*>(from), precision_};
+  cuda::embed(precision_, which, nullptr, rows, model_.width, table, {}, to, stream_);
+}
+
+void Operations::final_norm(const NormPlace& at, Tensor& x) {
+  norm(at, x, gathers() ? dnormed_ : hidden_);
+  if (gathers()) gather(dnormed_.data, inputs_->rows_of_head(), inputs_->head_rows(), hidden_.data);
+}
+
 // The head's matrix with a row for every column of the logits.
 const void* Operations::head_table() {
   if (padded_table_.bytes() == 0) return matrix(places_.head);
@@ -323,10 +334,11 @@ const void* Operations::head_table() {
 
 void Operations::head(const float* loss_scale) {
   if (loss_scale != nullptr) multiply(loss_scale, inputs_->share(), factor_.as<float>(), stream_);
-  const Index stride = logit_stride(model_);
+  const Index stride = logit_stride(model_), rows = inputs_->head_rows();
   const void* const table = head_table();
-  for (Index first = 0; first < rows_; first += part_rows_) {
-    const Index count = std::min(part_rows_, rows_ - first);
+  const Tensor dhidden = gathers() ? alias(inner_, model_.width) : alias(outer_, model_.width);
+  for (Index first = 0; first < rows; first += part_rows_) {
+    const Index count = std::min(part_rows_, rows - first);
     products_.run({.rows = count,
                    .columns = stride,
                    .depth = model_.width,
@@ -343,7 +355,7 @@ void Operations::head(const float* loss_scale) {
                    .depth = stride,
                    .a = {logits_.as<void>(), stride},
                    .b = {table, model_.width},
-                   .d = at(dnormed_, first * model_.width),
+                   .d = at(dhidden, first * model_.width),
                    .stride = model_.width});
     if (table_gradient_.bytes() > 0)
       products_.run({.rows = stride,
@@ -356,6 +368,10 @@ void Operations::head(const float* loss_scale) {
                      .c = first == 0 ? nullptr : table_gradient_.as<void>(),
                      .wide = true});
   }
+  if (!gathers()) return;
+  const auto left_out = static_cast<std::size_t>(rows_ - rows) * sizeof(float);
+  check(cudaMemsetAsync(row_losses_.as<float>() + rows, 0, left_out, stream_), "clearing losses");
+  if (loss_scale != nullptr) gather(dhidden.data, inputs_->places_in_head(), rows_, dnormed_.data);
 }
 
 void Operations::logits(float* values) {
@@ -382,7 +398,7 @@ void Operations::take_head() {
   outbox_->take(places_.head, [&](Index first, Index count, Values to) {
     products_.run({.rows = count,
                    .columns = model_.width,
-                   .depth = rows_,
+                   .depth = inputs_->head_rows(),
                    .a = {logits_.as<std::byte>() + first * bytes_of(precision_), logit_stride(model_), true},
                    .b = {hidden_.data, model_.width},
                    .d = to.data,

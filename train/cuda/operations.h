@@ -39,7 +39,8 @@ class Operations {
   void feed(const std::int32_t* tokens, Index count);  // the rows of the next pass, in generation
   const Places& places() const { return places_; }
 
-  // The losses of all rows and, for backward, the gradient of `hidden` and that of the head, times *loss_scale.
+  // The losses of all rows (0 where there is no target; in any order) and, for backward, the gradient of the last residual,
+  // normed, and that of the head, times *loss_scale.
   void head(const float* loss_scale);
   const float* row_losses() const { return row_losses_.as<float>(); }
   void take_embeddings();
@@ -66,7 +67,7 @@ class Operations {
     product(at, x, y, residual.data);
   }
   void up(const LinearPlaces& at, const Tensor& x, Tensor& up, Tensor& activated);
-  void final_norm(const NormPlace& at, Tensor& x) { norm(at, x, hidden_); }
+  void final_norm(const NormPlace& at, Tensor& x);
 
   void head_backward(const NormPlace& at, const Tensor& x);  // to g
   Tensor& up_backward(const LinearPlaces& at, Tensor& up);
@@ -104,6 +105,9 @@ class Operations {
   bool has_rope() const { return model_.rotary.base > 0 || model_.head_norms; }
   bool fuses_gelu() const;
   bool caches() const { return inputs_ == nullptr; }
+  // Whether the head leaves rows without a target out.
+  bool gathers() const { return !caches() && inputs_->head_rows() < rows_; }
+  void gather(const void* from, const std::int32_t* which, Index rows, void* to) const;
   const std::int32_t* tokens() const;
   const std::int32_t* positions() const;
   const void* head_table();
@@ -130,7 +134,7 @@ class Operations {
   Visible weights_;
   bool for_backward_ = false;
 
-  Tensor hidden_;  // the last residual, normed
+  Tensor hidden_;  // the last residual, normed, in rows of the head
   Block logits_, row_losses_, factor_;
   Block table_gradient_;  // of the head, in fp32, where it is a sum; else none
   // Gradients. Some share memory: what is inside a layer, and what goes in or out of it.

@@ -19,7 +19,7 @@ void Recording::end_part(SinkCall how, std::span<const scruple_piece> pieces) {
   const cudaError_t error = cudaGraphInstantiate(&ready, graph, 0);
   cudaGraphDestroy(graph);
   check(error, "making a graph");
-  parts_.push_back({ready, how, {pieces.begin(), pieces.end()}});
+  parts_->push_back({ready, how, {pieces.begin(), pieces.end()}});
   check(cudaGraphLaunch(ready, stream_), "launching a graph");
 }
 
@@ -47,12 +47,12 @@ void Recording::cancel() noexcept {
 }
 
 void Recording::clear() noexcept {
-  for (const Part& part : parts_) cudaGraphExecDestroy(part.graph);
-  parts_.clear();
+  for (const Part& part : *parts_) cudaGraphExecDestroy(part.graph);
+  parts_->clear();
 }
 
 void Recording::replay(Sink& sink) const {
-  for (const Part& part : parts_) {
+  for (const Part& part : *parts_) {
     check(cudaGraphLaunch(part.graph, stream_), "launching a graph");
     if (part.how != nullptr) (sink.*part.how)(part.pieces);
   }

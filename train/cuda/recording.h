@@ -2,6 +2,7 @@
 // of hundreds of kernels. Gradients are handed to the sink between two graphs, since a sink decides on the host.
 #pragma once
 
+#include <map>
 #include <vector>
 
 #include "train/cuda/device.h"
@@ -14,11 +15,15 @@ using SinkCall = void (Sink::*)(std::span<const scruple_piece>);
 
 class Recording {
  public:
-  explicit Recording(const Stream& stream) : stream_(stream) {}
-  ~Recording() { clear(); }
+  explicit Recording(const Stream& stream) : stream_(stream) { choose(0); }
+  ~Recording() {
+    for (auto& [shape, parts] : recorded_) parts_ = &parts, clear();
+  }
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
+  // There is one recording for each shape of work; the others below are about the one that is chosen.
+  void choose(std::int64_t shape) { parts_ = &recorded_[shape]; }
   // What is queued from begin() to finish() is recorded, and runs as well.
   void begin();
   bool is_running() const { return running_; }
@@ -27,7 +32,7 @@ class Recording {
   void cancel() noexcept;  // after an exception: nothing is recorded
   void clear() noexcept;
 
-  bool is_there() const { return !running_ && !parts_.empty(); }
+  bool is_there() const { return !running_ && !parts_->empty(); }
   void replay(Sink& sink) const;
 
  private:
@@ -42,7 +47,8 @@ class Recording {
 
   const Stream& stream_;
   bool running_ = false;
-  std::vector<Part> parts_;
+  std::map<std::int64_t, std::vector<Part>> recorded_;
+  std::vector<Part>* parts_ = nullptr;
 };
 
 }  // namespace scruple::train::cuda

@@ -1,6 +1,7 @@
 #include "train/cuda/transformer.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "train/cuda/operations.h"
@@ -50,7 +51,7 @@ struct Transformer::State {
   Operations on;
   Pass<Operations> pass;
   Block loss_sum;
-  // What the last successful pass was made with. A recording holds these pointers as kernel arguments, so it
+  // What the last successful pass of a shape was made with. A recording holds these pointers as kernel arguments, so it
   // can be replayed only while they are the same.
   struct RecordedWith {
     const scruple_tensor* weights = nullptr;
@@ -60,9 +61,9 @@ struct Transformer::State {
     const std::int32_t* documents = nullptr;
     bool operator==(const RecordedWith&) const = default;
   };
-  RecordedWith last;
-  std::vector<Index> counted;  // targets, of the losses that the host has not taken yet
-  Pinned<double> host_sums;    // of these: each is copied there as soon as it is computed
+  std::map<Index, RecordedWith> last;  // by rows of the head
+  std::vector<Index> counted;          // targets, of the losses that the host has not taken yet
+  Pinned<double> host_sums;            // of these: each is copied there as soon as it is computed
   std::vector<double> taken;
 };
 
@@ -74,12 +75,14 @@ void Transformer::State::run(Sink& sink) {
   outbox.close();
 }
 
-// The first pass runs as it is: algorithms are chosen then, and missing memory is taken. The second pass is
-// recorded as CUDA graphs, and later ones replay it.
+// The first pass of a shape runs as it is: algorithms are chosen then, and missing memory is taken. The second is recorded
+// as CUDA graphs, and later ones replay it.
 void Transformer::State::run_recorded(Visible weights, Sink& sink) {
   const RecordedWith now = {weights.data(), weights.front().arrays[SCRUPLE_WEIGHT].codes, sink.loss_scale(),
                             sink.measures(), inputs.documents()};
-  const bool again = now == std::exchange(last, {});  // one that fails is none
+  recording.choose(inputs.head_rows());
+  RecordedWith& before = last[inputs.head_rows()];
+  const bool again = now == std::exchange(before, {});  // one that fails is none
   if (again && recording.is_there()) {
     recording.replay(sink);
   } else {
@@ -89,7 +92,7 @@ void Transformer::State::run_recorded(Visible weights, Sink& sink) {
     else
       run(sink);
   }
-  last = now;
+  before = now;
 }
 
 void Transformer::State::record(Sink& sink) {

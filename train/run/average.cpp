@@ -1,7 +1,6 @@
 #include "train/run/average.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "train/run/rows.h"
 
@@ -17,10 +16,6 @@ bool is_gradient(const scruple_format* format) {
 }
 
 }  // namespace
-
-bool can_average(const scruple_format* weight, Memory& memory) {
-  return memory.is_host() || is_gradient(format_named(visible_format(info_of(weight).name).c_str()));
-}
 
 Average::Average(Backend& backend, const State& state, double decay, std::uint64_t seed, Ledger& ledger)
     : backend_(backend),
@@ -50,9 +45,7 @@ Average::Average(Backend& backend, const State& state, double decay, std::uint64
       most = std::clamp(row.size, most, kPiece);
     }
   }
-  if (most > 0 && !backend.memory().is_host())
-    throw std::invalid_argument("averages of weights that no step can read as a gradient are for the CPU");
-  if (most > 0) decoded_ = Block(ledger, "workspace", most * std::int64_t{sizeof(float)});
+  if (most > 0) decoded_ = Block(ledger, "workspace", most * std::int64_t{sizeof(float)}, backend.memory());
 }
 
 double Average::decay_at(double decay, std::int64_t step) {
@@ -71,7 +64,7 @@ void Average::take(std::int64_t step) {
       scruple_tensor into = {}, from = {};
       check(scruple_tensor_view(&average, first, size, &into));
       check(scruple_tensor_view(&weight, first, size, &from));
-      check(scruple_decode(engine, &from, SCRUPLE_WEIGHT, decoded_.as<float>()));
+      check(scruple_decode_as(engine, &from, SCRUPLE_WEIGHT, format_named("fp32"), decoded_.as<void>()));
       into.step = step;
       into.arrays[SCRUPLE_GRADIENT] = {format_named("fp32"), decoded_.as<void>(), nullptr, SCRUPLE_NEAREST,
                                        0};

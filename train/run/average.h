@@ -15,7 +15,7 @@ namespace scruple::train {
 // Rounded by fair coins: to nearest it would stand still as soon as a step is below half of its last bit.
 class Average {
  public:
-  // The state must outlive it. Throws where can_average() says no.
+  // The state must outlive it.
   Average(Backend& backend, const State& state, double decay, std::uint64_t seed, Ledger& ledger);
 
   // After this step of the run, 1, 2... Nothing waits for the device.
@@ -32,14 +32,11 @@ class Average {
   double decay_;
   Optimizer optimizer_;
   std::vector<scruple_tensor> table_;
-  std::vector<scruple_tensor> direct_;                            // where a step reads the weight as it is
-  std::vector<std::pair<scruple_tensor, scruple_tensor>> coded_;  // and the others: average, weight
+  std::vector<scruple_tensor> direct_;  // where a step reads the weight as it is
+  // The others, which are decoded for it, a piece at a time: average, weight.
+  std::vector<std::pair<scruple_tensor, scruple_tensor>> coded_;
   Block decoded_;
   std::vector<Block> planes_;
 };
-
-// Whether weights of this format can be averaged: what a step can read as a gradient (32 and 16 bits, and int8); on the
-// host also what is decoded for it, a piece at a time.
-bool can_average(const scruple_format* weight, Memory& memory);
 
 }  // namespace scruple::train
