@@ -156,7 +156,7 @@ std::string heading(const Comparison& found, const CompareOptions& options) {
          (found.floor ? "; the grammar that makes the text, which no model beats but by chance, has a "
                         "validation loss of " +
                             fixed(*found.floor, 4) + " nats per byte."
-                      : " of " + options.data + ".");
+                      : " of " + name_of(options.data) + ".");
 }
 
 // By what it was stopped, and where: "" where it was not.

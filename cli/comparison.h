@@ -19,7 +19,8 @@ struct CompareOptions {
   ChosenModel chosen;
   GradientOptions gradients;
   CuttingOptions cutting;
-  std::string recipes, data, out;  // recipes "": all that the device serves
+  std::vector<std::string> data;
+  std::string recipes, out;  // recipes "": all that the device serves
   double lr = 1e-2, sgd_lr = 0.3, weight_decay = 0.1;
   int seeds = 0;  // 0: one, and fp32 from a second
   int micro_batches = 1;

@@ -67,7 +67,7 @@ std::string resume_command(const TrainOptions& options) {
   const std::string program = "scruple";
 #endif
   return program + " train --resume " + quoted(options.out) +
-         (options.data == train::Data::kStandardInput ? " --data FILE (the same bytes)" : "");
+         (reads_input(options.data) ? " --data FILE (the same bytes)" : "");
 }
 
 std::int64_t taken(const Record& record) { return static_cast<std::int64_t>(record.steps.size()); }

@@ -30,7 +30,8 @@ Examples:
   scruple eval run1/checkpoints/step-00000500 --data held-out.txt --windows 100 --json)";
 
 struct Options {
-  std::string folder, data, device = kDevices[0], activations;
+  std::vector<std::string> data;
+  std::string folder, device = kDevices[0], activations;
   std::int64_t context = 0, batch = 16, windows = 0;
   CuttingOptions cutting;
   int threads = 0;
@@ -38,10 +39,10 @@ struct Options {
 };
 
 // How many bytes of text each token stands for; empty: not known. End tokens are no text.
-std::vector<std::int64_t> bytes_of_tokens(const std::string& folder, const std::string& data,
+std::vector<std::int64_t> bytes_of_tokens(const std::string& folder, bool are_tokens,
                                           std::int64_t vocabulary) {
   const Vocabulary words = vocabulary_of(folder);
-  const bool are_bytes = !data.ends_with(".bin") || train::tokens_are_bytes(vocabulary);
+  const bool are_bytes = !are_tokens || train::tokens_are_bytes(vocabulary);
   if (!words.tokenizer) return std::vector<std::int64_t>(are_bytes ? 256 : 0, 1);
   std::vector<std::int64_t> bytes(static_cast<std::size_t>(vocabulary));
   for (std::size_t token = 0; token < bytes.size(); ++token) {
@@ -145,7 +146,7 @@ void print_json(const Options& options, const Figures& figures, std::int64_t all
   const double bits = figures.bits_per_byte();
   nlohmann::ordered_json object = {{"model", options.folder},
                                    {"ema", options.ema},
-                                   {"data", options.data},
+                                   {"data", joined(options.data, " ")},
                                    {"device", device},
                                    {"context", on.setup.shape.context},
                                    {"loss", loss.mean()},
@@ -174,6 +175,9 @@ void eval(const Options& options) {
   const std::string tokenizer = train::has_tokenizer(found.folder) ? found.folder : "";
   CuttingOptions cutting = options.cutting;
   cutting.validation = 0;  // all of it is read
+  const std::vector<train::Share> shares = train::shares_of(options.data);
+  if (shares.size() > 1 || shares[0].weight != 1)
+    throw UsageError("eval reads all of --data once, and weights change nothing; leave them out");
   const train::Data data = open_data(options.data, cutting, model, tokenizer);
   const train::Windows windows = data.training();
   const train::Setup setup = setup_of(options, found, *backend);
@@ -194,7 +198,7 @@ void eval(const Options& options) {
   const std::int64_t all = train::count_of_all(windows);
   const std::int64_t asked = options.windows == 0 ? all : std::min(options.windows, all);
   const Figures figures =
-      evaluate(on, windows, asked, bytes_of_tokens(tokenizer, options.data, setup.shape.vocabulary));
+      evaluate(on, windows, asked, bytes_of_tokens(tokenizer, train::are_tokens(shares), setup.shape.vocabulary));
   if (figures.loss.windows < asked) {
     std::cerr << "scruple: stopped by " << Interrupts::name() << " after "
               << plural(figures.loss.windows, "window") << " of " << grouped(asked)

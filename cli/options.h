@@ -31,6 +31,7 @@ struct Option {
   CLI::Validator check = {};
   bool may_change = false;         // from session to session of a run
   const char* variable = nullptr;  // of the environment, that may have the value
+  bool takes_many = false;         // values behind one name
 };
 using OptionTable = std::vector<Option>;
 inline constexpr bool kMayChange = true;

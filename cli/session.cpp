@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "io/crc32.h"
@@ -16,15 +17,79 @@ namespace {
 
 // Notes that are no option's. Old checkpoints have no kArithmetic.
 constexpr const char *kProgramNote = "program", *kDataTokens = "data_tokens", *kDataChecksum = "data_crc32",
-                     *kArithmetic = "arithmetic", *kValidationChecksum = "validation_crc32",
+                     *kDataSources = "data_sources",  // where there are several, or a large one
+                         *kArithmetic = "arithmetic", *kValidationChecksum = "validation_crc32",
                      *kOrder =
                          "order";  // of windows; older runs, which have no such note, drew them by chance
 constexpr const char* kByEpochs = "epochs";
 
-io::Metadata data_notes(const std::string& path, const train::Data& data) {
-  return {{"data", path == train::Data::kStandardInput ? path : std::filesystem::absolute(path).string()},
-          {kDataTokens, std::to_string(data.size())},
-          {kDataChecksum, io::hex(data.crc32())}};
+// Of each: its path, tokens, checksum, and the part of the mixture that it is in, with its weight.
+nlohmann::json sources_of(const train::Data& data) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const train::Data::Source& source : data.sources())
+    list.push_back({source.path == train::Data::kStandardInput
+                        ? source.path
+                        : std::filesystem::absolute(source.path).string(),
+                    source.tokens, (source.is_sample ? "sample " : "") + io::hex(source.crc32), source.part,
+                    source.weight});
+  return list;
+}
+
+io::Metadata data_notes(const std::vector<std::string>& arguments, const train::Data& data) {
+  std::vector<std::string> paths = arguments;
+  for (std::string& path : paths)
+    if (path != train::Data::kStandardInput) path = std::filesystem::absolute(path).string();
+  io::Metadata notes = {{"data", joined(paths, "\n")}, {kDataTokens, std::to_string(data.size())}};
+  const std::vector<train::Data::Source> sources = data.sources();
+  if (sources.size() == 1 && !sources[0].is_sample)
+    notes[kDataChecksum] = io::hex(sources[0].crc32);
+  else
+    notes[kDataSources] =
+        sources_of(data).dump(-1, ' ', /*ensure_ascii=*/true, nlohmann::json::error_handler_t::replace);
+  return notes;
+}
+
+// A run that began with several files, or large ones: names the first that is another now.
+void check_sources(const std::string& noted, const train::Data& data) {
+  const nlohmann::json before = nlohmann::json::parse(noted, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json now = sources_of(data);
+  const auto words = [](const nlohmann::json& source) {
+    return grouped(source.at(1).get<std::int64_t>()) + " tokens, CRC-32 " + source.at(2).get<std::string>() +
+           ", weight " + shortest(source.at(4).get<double>());
+  };
+  const auto is_among = [](const nlohmann::json& source, const nlohmann::json& list) {
+    return std::any_of(list.begin(), list.end(), [&](const nlohmann::json& other) {
+      return other.at(1) == source.at(1) && other.at(2) == source.at(2);
+    });
+  };
+  try {
+    if (before.size() != now.size()) {
+      const bool is_less = now.size() < before.size();
+      for (const nlohmann::json& source : is_less ? before : now)
+        if (!is_among(source, is_less ? now : before))
+          throw std::runtime_error(
+              source.at(0).get<std::string>() + " (" + words(source) + ") " +
+              (is_less ? "is missing in --data, and the run was started with it; put it back, or "
+                         "name all files with --data"
+                       : "is new in --data, and the run was started without it; take it out, or "
+                         "name the right files with --data"));
+    }
+    if (before.size() != now.size())
+      throw std::runtime_error("--data names " + plural(static_cast<std::int64_t>(now.size()), "file") +
+                               ", and the run was started with " +
+                               grouped(static_cast<std::int64_t>(before.size())) + "; name the same ones");
+    for (std::size_t i = 0; i < now.size(); ++i) {
+      const nlohmann::json &was = before.at(i), &is = now.at(i);
+      if (std::equal(was.begin() + 1, was.end(), is.begin() + 1, is.end())) continue;
+      throw std::runtime_error(is.at(0).get<std::string>() + " (" + words(is) +
+                               ") is not what the run was started with: there was " +
+                               was.at(0).get<std::string>() + " (" + words(was) +
+                               "); put it back as it was, or name the right files with --data");
+    }
+  } catch (const nlohmann::json::exception&) {
+    throw std::runtime_error(std::string("the checkpoint's note '") + kDataSources +
+                             "' is no list of files; was it changed by hand?");
+  }
 }
 
 // What was not said, filled in.
@@ -59,8 +124,8 @@ TrainOptions changed(TrainOptions noted, const CLI::App& command, TrainOptions g
 void check_known(const Session& session, const OptionTable& table) {
   io::Metadata unknown = session.before;
   for (const Option& option : table) unknown.erase(option.key);
-  for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kValidationChecksum, kArithmetic, kOrder,
-                          train::kConfigNote, train::kOutliersNote})
+  for (const char* key : {kProgramNote, kDataTokens, kDataChecksum, kDataSources, kValidationChecksum,
+                          kArithmetic, kOrder, train::kConfigNote, train::kOutliersNote})
     unknown.erase(key);
   if (!unknown.empty())
     throw std::runtime_error(session.from->folder() + " has a setting '" + unknown.begin()->first +
@@ -134,7 +199,7 @@ Session resumed(const CLI::App& command, const TrainOptions& given) {
         "--data; leave it out");
   if (session.in_place) session.options.out = given.resume, session.saved = session.from->manifest().step;
   if (command.count("--steps") > 0) extend(session, noted.model.steps);
-  if (session.options.data == train::Data::kStandardInput && command.count("--data") == 0)
+  if (reads_input(session.options.data) && command.count("--data") == 0)
     throw UsageError(
         "the run has read standard input, which is gone; give the same bytes again with --data FILE or "
         "--data -");
@@ -148,8 +213,11 @@ OptionTable TrainOptions::options() {
   OptionTable formats = choice.options();
   row_named(formats, "--recipe").help = "formats of weights, moments and gradients (default: scruple)";
   return joined(
-      {{{kData, "--data", "data", &data, "PATH",
-         "text, folder of texts, *.jsonl, *.bin (tokens), or - for standard input", anything(), kMayChange}},
+      {{{kData, "--data", "data", &data, "PATH ...",
+         "texts, folders of texts, *.jsonl, *.bin (tokens), patterns, - for standard input; with PATH:WEIGHT "
+         "each "
+         "is mixed in by its weight",
+         anything(), kMayChange, nullptr, /*takes_many=*/true}},
        cutting.options(),
        {{kData, "--validation-data", "validation-data", &validation_data, "PATH",
          "validate on this, and train on all of --data", anything(), kMayChange}},
@@ -262,13 +330,19 @@ void count_epochs(Session& session, const train::Windows& data) {
 }
 
 void check_data(const Session& session, const train::Data& data) {
-  const io::Metadata now = data_notes(session.options.data, data);
-  for (const char* key : {kDataTokens, kDataChecksum})
-    if (const auto found = session.before.find(key);
-        found == session.before.end() || found->second != now.at(key))
-      throw std::runtime_error(now.at("data") +
+  if (const auto sources = session.before.find(kDataSources); sources != session.before.end()) {
+    check_sources(sources->second, data);
+  } else {
+    const auto is_noted = [&](const char* key, const std::string& value) {
+      const auto found = session.before.find(key);
+      return found != session.before.end() && found->second == value;
+    };
+    if (!is_noted(kDataTokens, std::to_string(data.size())) ||
+        !is_noted(kDataChecksum, io::hex(data.crc32())))
+      throw std::runtime_error(name_of(session.options.data) +
                                " is not the file that the run was started with: its length or checksum "
                                "differs; name the right one with --data");
+  }
   const auto validated = session.before.find(kValidationChecksum);
   if (session.validation && validated != session.before.end() &&
       validated->second != io::hex(session.validation->crc32()))

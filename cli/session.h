@@ -27,7 +27,8 @@ struct TrainOptions {
   GradientOptions gradients;
   CuttingOptions cutting;
   RateOptions rate;
-  std::string data, validation_data, out, activations, memory_limit, resume;
+  std::vector<std::string> data;
+  std::string validation_data, out, activations, memory_limit, resume;
   double ema = 0, epochs = 0, skip_outliers = 0;
   std::int64_t validate_every = 0, save_every = 0, keep = 2, stop_when = 0;
   bool force = false;

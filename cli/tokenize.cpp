@@ -1,19 +1,22 @@
-// `scruple tokenize`: texts into a file of tokens, by a model's tokenizer.json, and back.
+// `scruple tokenize`: texts into files of tokens, by a model's tokenizer.json, and back.
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <span>
+#include <thread>
 
 #include "commands.h"
 #include "io/file.h"
 #include "memory.h"
 #include "names.h"
 #include "options.h"
+#include "progress.h"
 #include "text.h"
 #include "train/model/model.h"
-#include "train/text/documents.h"
+#include "train/text/stream.h"
 #include "train/text/vocabulary.h"
 #include "training.h"
 
@@ -21,15 +24,18 @@ namespace scruple::cli {
 namespace {
 
 constexpr const char* kFooter =
-    R"(Each file is one document. Its tokens are those of Hugging Face's library `tokenizers`, with the
-ones that the model expects around a text and the end token. Bytes that are no UTF-8 become U+FFFD.
+    R"(Each file is one document, and of a folder each text below. Its tokens are those of Hugging Face's
+library `tokenizers`, with the ones that the model expects around a text and the end token. Bytes that
+are no UTF-8 become U+FFFD. Texts may be of any size: they are never held whole.
+
 A token takes 16 bits, or 32 where the vocabulary has more than 65,536. A line of JSON lines is a
 document; where it has a prompt or messages, the file says which tokens count (--form scruple).
 
 Examples:
   scruple tokenize --model ./SmolLM2-135M book.txt --out tokens.bin
   scruple tokenize --model ./SmolLM2-135M --decode tokens.bin > book.txt
-  cat *.py | scruple tokenize --model ./SmolLM2-135M - --out code.bin --end none)";
+  cat *.py | scruple tokenize --model ./SmolLM2-135M - --out code.bin --end none
+  zstdcat web.jsonl.zst | scruple tokenize --model ./SmolLM2-135M --json - --out web --shard-tokens 100000000)";
 
 constexpr const char* kForms[] = {"llm.c", "nanogpt", "scruple"};  // of train::TokenFile
 
@@ -37,7 +43,9 @@ struct Options {
   std::string model, out, end, decode, form;
   std::string train_on = train::kTrainOn[static_cast<int>(train::Reading().train_on)], chat_date;
   std::vector<std::string> texts;
-  bool bare = false;
+  std::int64_t shard_tokens = 0;
+  int threads = 0;
+  bool bare = false, json = false;
 };
 
 // A model's tokenizer, and the token after each document.
@@ -57,25 +65,25 @@ Words words_of(const Options& options) {
   return words;
 }
 
-// What would be lost, or not what it seems.
-void refuse(const std::string& path, const std::string& out) {
+// The files that are named; of folders those below. Throws where something would be lost, or is not what it seems.
+std::vector<std::string> files_of(const Options& options) {
+  std::vector<std::string> files;
   std::error_code ignored;
-  if (std::filesystem::is_directory(path, ignored))
-    throw std::runtime_error(path + " is a folder; name the files in it");
-  if (std::filesystem::equivalent(path, out, ignored))
-    throw UsageError("--out is " + path + ", which is to be read; name another file");
-  if (path.ends_with(".bin"))
-    throw UsageError(path + " is a file of tokens by its name, not a text; read it with --decode");
-}
-
-// Of a document's tokens: which of them count, and which begin one.
-void add_flags(const train::Documents& documents, std::span<std::uint8_t> flags) {
-  for (const train::Document& document : documents.all()) {
-    flags[static_cast<std::size_t>(document.begin)] |= train::kBegins;
-    train::each_counted(document, documents.gaps(), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t at = begin; at < end; ++at) flags[static_cast<std::size_t>(at)] |= train::kCounts;
-    });
+  for (const std::string& path : options.texts) {
+    if (path != train::Documents::kStandardInput && std::filesystem::is_directory(path, ignored))
+      for (std::string& file : train::files_below(path)) files.push_back(std::move(file));
+    else
+      files.push_back(path);
   }
+  for (const std::string& path : files) {
+    if (std::filesystem::equivalent(path, options.out, ignored))
+      throw UsageError("--out is " + path + ", which is to be read; name another file");
+    if (train::is_token_file(path))
+      throw UsageError(path + " is a file of tokens by its name, not a text; read it with --decode");
+    if (path != train::Documents::kStandardInput && !std::filesystem::exists(path, ignored))
+      throw std::runtime_error("cannot open " + path + ": there is no such file; check the path");
+  }
+  return files;
 }
 
 void encode(const Options& options) {
@@ -92,41 +100,51 @@ void encode(const Options& options) {
       .chat_folder = train::folder_of_model(options.model),
       .chat_date = options.chat_date,
       .limit = free_memory()};
-  std::vector<train::Token> tokens;
-  std::vector<std::uint8_t> flags;
-  bool has_prompts = false;
-  std::int64_t bytes = 0, replaced = 0, left_out = 0;
-  const auto begin = std::chrono::steady_clock::now();
-  for (const std::string& path : options.texts) {
-    refuse(path, options.out);
-    const train::Documents document(path, reading);  // as 'scruple train' reads it
-    std::visit([&](auto list) { tokens.insert(tokens.end(), list.begin(), list.end()); }, document.tokens());
-    flags.resize(tokens.size());
-    add_flags(document, std::span(flags).last(static_cast<std::size_t>(document.size())));
-    has_prompts |= document.has_prompts();
-    left_out += document.empty();
-    bytes += document.bytes();
-    replaced += document.replaced();
-    if (options.texts.size() > 1) std::cerr << path << ": " << grouped(document.size()) << " tokens\n";
-  }
-  if (bytes == 0) throw std::runtime_error("the files have no text; nothing was written");
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  const train::TokenFile usual = has_prompts ? train::TokenFile::scruple : train::TokenFile::llm_c;
-  const train::TokenFile form = value_named<train::TokenFile>(kForms, options.form).value_or(usual);
-  if (form != train::TokenFile::scruple && has_prompts && options.train_on != train::kTrainOn[0])
-    throw UsageError("--form " + options.form +
-                     " cannot say which tokens count, and there are prompts or messages; leave it "
-                     "out, or add --train-on all");
-  if (form != train::TokenFile::scruple) flags.clear();
-  train::write_tokens(options.out, form, tokens, words.tokenizer.size(), flags);
-  const auto count = static_cast<std::int64_t>(tokens.size());
-  std::cout << "wrote " << options.out << ": " << grouped(count) << " tokens of " << grouped(bytes)
-            << " bytes (" << fixed(static_cast<double>(bytes) / static_cast<double>(count), 2)
-            << " bytes per token), vocabulary " << grouped(words.tokenizer.size()) << "; "
-            << fixed(static_cast<double>(bytes) / 1e6 / seconds, 1) << " MB/s\n";
-  if (left_out > 0)
-    std::cerr << "scruple: " << plural(left_out, "document") << " with nothing to learn: left out\n";
-  if (replaced > 0) std::cerr << "scruple: " << replaced_words(replaced) << '\n';
+  const std::vector<std::string> files = files_of(options);
+  const std::optional<train::TokenFile> form = value_named<train::TokenFile>(kForms, options.form);
+  train::TokenWriter writer(
+      {.path = options.out,
+       .form = form,
+       .vocabulary = words.tokenizer.size(),
+       .shard_tokens = options.shard_tokens,
+       .has_flags = options.json || std::any_of(files.begin(), files.end(), train::is_json_lines)});
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  const auto speed = [&](const train::Encoded& encoded) {
+    const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+    return fixed(static_cast<double>(encoded.bytes) / 1e6 / seconds, 1) + " MB/s, " +
+           grouped(static_cast<std::int64_t>(static_cast<double>(encoded.tokens) / seconds)) + " tokens/s";
+  };
+  const Interrupts interrupts;
+  StatusLine status;
+  const train::Encoded encoded = train::encode_texts(
+      files, options.json, reading, [&] { return train::read_tokenizer(options.model); },
+      options.threads > 0 ? options.threads
+                          : static_cast<int>(std::max(std::thread::hardware_concurrency(), 1u)),
+      writer,
+      [&](const train::Encoded& so_far) {
+        if (Interrupts::asked()) throw Stopped{Interrupts::signal()};
+        if (form.value_or(train::TokenFile::scruple) != train::TokenFile::scruple && so_far.has_prompts &&
+            options.train_on != train::kTrainOn[0])
+          throw UsageError("--form " + options.form +
+                           " cannot say which tokens count, and there are prompts or messages; leave it "
+                           "out, or add --train-on all");
+        if (status.is_due())
+          status.put("tokenize  " + grouped(so_far.tokens) + " tokens of " +
+                     fixed(static_cast<double>(so_far.bytes) / 1e6, 0) + " MB  " + speed(so_far));
+      });
+  status.clear();
+  if (encoded.bytes == 0) throw std::runtime_error("the files have no text; nothing was written");
+  writer.finish();
+  const std::vector<std::string>& paths = writer.paths();
+  std::cout << "wrote " << paths.front() << (paths.size() > 1 ? " to " + paths.back() : "") << ": "
+            << grouped(encoded.tokens) << " tokens of " << grouped(encoded.bytes) << " bytes ("
+            << fixed(static_cast<double>(encoded.bytes) / static_cast<double>(encoded.tokens), 2)
+            << " bytes per token), vocabulary " << grouped(words.tokenizer.size()) << "; " << speed(encoded)
+            << '\n';
+  if (encoded.empty > 0)
+    std::cerr << "scruple: " << plural(encoded.empty, "document") << " with nothing to learn: left out\n";
+  if (encoded.replaced > 0) std::cerr << "scruple: " << replaced_words(encoded.replaced) << '\n';
 }
 
 // Without what encode() puts around a text, so that one document comes back as it was.
@@ -157,7 +175,8 @@ void add_tokenize(CLI::App& program) {
   command->group("Train a model");
   command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  command->add_option("texts", options->texts, "the files to read; -: standard input")->type_name("FILE");
+  command->add_option("texts", options->texts, "files and folders to read; -: standard input")
+      ->type_name("PATH");
   add_options(
       *command,
       {{kNone, "--model", "", &options->model, "DIR", "folder with a tokenizer.json, or that file"},
@@ -172,6 +191,11 @@ void add_tokenize(CLI::App& program) {
         "what counts: all, the assistant's turns, or its last one", one_of(train::kTrainOn)},
        {kNone, "--chat-date", "", &options->chat_date, "DATE",
         "today, such as 2026-11-19, for chat templates that ask for it", a_date()},
+       {kNone, "--json", "", &options->json, "", "what is read are JSON lines, whatever its name"},
+       {kNone, "--shard-tokens", "", &options->shard_tokens, "N",
+        "write OUT-00000.bin, OUT-00001.bin ..., each of at most so many tokens", whole_from(1)},
+       {kNone, "--threads", "", &options->threads, "N",
+        "CPU threads; 0: one per core; the files are the same", whole_from(0, 1024)},
        {kNone, "--decode", "", &options->decode, "FILE", "file of tokens to turn back into text"}});
   command->get_option("--model")->required();
   command->callback([options] {

@@ -83,7 +83,7 @@ Data prepare(Session& session) {
   Data data = open_data(options.data, options.cutting, session.model, session.tokenizer);
   if (!options.validation_data.empty())
     session.validation = std::make_unique<Data>(
-        open_data(options.validation_data, options.cutting, session.model, session.tokenizer));
+        open_data({options.validation_data}, options.cutting, session.model, session.tokenizer));
   if (session.from) check_data(session, data);
   count_epochs(session, data.training());
   const Choice choice = options.chosen();

@@ -242,15 +242,23 @@ train::Cutting CuttingOptions::cutting(std::int64_t context) const {
           .by_chance = by_chance};
 }
 
-std::string name_of(const std::string& data) {
-  return data == train::Data::kStandardInput ? "standard input" : data;
+std::string name_of(const std::vector<std::string>& data) {
+  if (data.empty()) return "";
+  const std::string first = data[0] == train::Data::kStandardInput ? "standard input" : data[0];
+  return first +
+         (data.size() > 1 ? " and " + grouped(static_cast<std::int64_t>(data.size()) - 1) + " more" : "");
 }
 
-train::Data open_data(const std::string& path, const CuttingOptions& options, const ChosenModel& model,
-                      const std::string& tokenizer) {
+bool reads_input(const std::vector<std::string>& data) {
+  return std::find(data.begin(), data.end(), train::Data::kStandardInput) != data.end();
+}
+
+train::Data open_data(const std::vector<std::string>& arguments, const CuttingOptions& options,
+                      const ChosenModel& model, const std::string& tokenizer) {
+  const std::vector<train::Share> shares = train::shares_of(arguments);
   const train::Cutting cutting = options.cutting(model.config.shape.context);
   Vocabulary words = vocabulary_of(tokenizer);
-  const bool of_tokens = path.ends_with(".bin");
+  const bool of_tokens = train::are_tokens(shares);
   const std::int64_t vocabulary = model.config.shape.vocabulary;
   const bool unknown = !words.tokenizer && !of_tokens && !train::tokens_are_bytes(vocabulary);
   if (unknown && model.has_weights())
@@ -274,7 +282,7 @@ train::Data open_data(const std::string& path, const CuttingOptions& options, co
   const auto start = std::chrono::steady_clock::now();
   std::size_t shown = 0;
   train::Data data(
-      path, cutting,
+      shares, cutting,
       {.tokenizer = words.tokenizer ? &*words.tokenizer : nullptr,
        .end = words.end,
        .vocabulary = vocabulary,
@@ -285,7 +293,8 @@ train::Data open_data(const std::string& path, const CuttingOptions& options, co
        .progress = [&](std::int64_t done, std::int64_t all) {
          if (!terminal || all == 0 || std::chrono::steady_clock::now() - start < std::chrono::seconds(1))
            return;
-         const std::string line = "reading " + name_of(path) + ": " + std::to_string(100 * done / all) + " %";
+         const std::string line =
+             "reading " + name_of(arguments) + ": " + std::to_string(100 * done / all) + " %";
          std::cerr << '\r' << line << std::flush;
          shown = line.size();
        }});

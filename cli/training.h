@@ -83,10 +83,11 @@ struct CuttingOptions {
   train::Cutting cutting(std::int64_t context) const;
 };
 
-std::string name_of(const std::string& data);  // what is read, for people
-// What --data names, in the tokens of the model, whose tokenizer is in the folder `tokenizer` ("": none). What takes a
+std::string name_of(const std::vector<std::string>& data);  // what is read, for people
+bool reads_input(const std::vector<std::string>& data);     // standard input is among it
+// What --data names (train::shares_of), in the tokens of the model, whose tokenizer is in the folder `tokenizer` ("": none). What takes a
 // while says so on a terminal; what is not used as it is, or has no effect, is said on stderr.
-train::Data open_data(const std::string& path, const CuttingOptions& options, const ChosenModel& model,
+train::Data open_data(const std::vector<std::string>& arguments, const CuttingOptions& options, const ChosenModel& model,
                       const std::string& tokenizer);
 CLI::Validator a_date();
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Builds the fuzz targets with libFuzzer and the sanitizers and runs them from corpora of good files.
 # usage: fuzz/run.sh BUILD_FOLDER [SECONDS [TARGET...]]; the targets share the seconds: chat, checkpoint, config, jsonl,
-# tokenizer.
+# tokenizer, tokens.
 # Skips (77) where there is no clang++ with libFuzzer.
 set -euo pipefail
 source_folder=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$(mkdir -p "$1" && cd "$1" && pwd) seconds=${2:-10}
 targets=("${@:3}")
-if [ ${#targets[@]} -eq 0 ]; then targets=(chat checkpoint config jsonl tokenizer); fi
+if [ ${#targets[@]} -eq 0 ]; then targets=(chat checkpoint config jsonl tokenizer tokens); fi
 seconds=$(((seconds + ${#targets[@]} - 1) / ${#targets[@]}))
 flags="-std=c++20 -O1 -gline-tables-only -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all"
 if ! command -v clang++ >/dev/null ||
@@ -40,6 +40,7 @@ seeds() {
       for file in "$source_folder"/fuzz/seeds/*.json; do
         { cat "$file" && printf '\0 cab ab  12\n\xc3\xa9<s> cab<|end|>'; } >"$corpus/$(basename "$file" .json)"
       done ;;
+    tokens) SCRUPLE_FUZZ_SEEDS=$corpus "$build/fuzz_tokens" ;;
   esac
 }
 
@@ -58,7 +59,8 @@ for target in "${targets[@]}"; do
     tokenizer)
       sources=(train/text/{bpe,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
       more=(-dict=fuzz/tokenizer.dict -malloc_limit_mb=32) ;;
-    *) echo "there is no fuzz target $target; there are chat, checkpoint, config, jsonl and tokenizer" >&2 && exit 2 ;;
+    tokens) sources=(train/text/tokens.cpp io/file.cpp) ;;
+    *) echo "there is no fuzz target $target; there are chat, checkpoint, config, jsonl, tokenizer and tokens" >&2 && exit 2 ;;
   esac
   echo "fuzz target $target, $seconds s"
   # shellcheck disable=SC2086 # a list of flags

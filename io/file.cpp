@@ -123,6 +123,17 @@ bool swap_names(const std::string& a, const std::string& b) {
 #endif
 }
 
+void read_at(int file, const std::string& path, std::uint64_t offset, std::span<std::byte> to) {
+  while (!to.empty()) {
+    const ssize_t done = ::pread(file, to.data(), to.size(), static_cast<off_t>(offset));
+    if (done < 0 && errno == EINTR) continue;
+    if (done < 0) fail("cannot read ", path, ": ", words_of(errno));
+    if (done == 0) fail(path, " was shortened while it was read");
+    to = to.subspan(static_cast<std::size_t>(done));
+    offset += static_cast<std::uint64_t>(done);
+  }
+}
+
 }  // namespace
 
 // ---- Reading ----
@@ -160,14 +171,7 @@ MappedFile::MappedFile(MappedFile&& other) noexcept
       size_(std::exchange(other.size_, 0)) {}
 
 void MappedFile::read(std::uint64_t offset, std::span<std::byte> to) const {
-  while (!to.empty()) {
-    const ssize_t done = ::pread(descriptor_, to.data(), to.size(), static_cast<off_t>(offset));
-    if (done < 0 && errno == EINTR) continue;
-    if (done < 0) fail("cannot read ", path_, ": ", words_of(errno));
-    if (done == 0) fail(path_, " was shortened while it was read");
-    to = to.subspan(static_cast<std::size_t>(done));
-    offset += static_cast<std::uint64_t>(done);
-  }
+  read_at(descriptor_, path_, offset, to);
 }
 
 // ---- Writing ----
@@ -175,7 +179,7 @@ void MappedFile::read(std::uint64_t offset, std::span<std::byte> to) const {
 NewFile::NewFile(const std::string& path) : path_(path) {
   constexpr mode_t kMode = 0666;  // less what the user's umask takes away
   const int error = under_partial_name(path, partial_, [&](const std::string& name) {
-    descriptor_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kMode);
+    descriptor_ = ::open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, kMode);
     return descriptor_ >= 0;
   });
   if (error != 0) fail("cannot create ", path, ": ", words_of(error), hint_for(error));
@@ -206,6 +210,10 @@ void NewFile::write(std::uint64_t offset, std::span<const std::byte> bytes) {
     bytes = bytes.subspan(static_cast<std::size_t>(done));
     offset += static_cast<std::uint64_t>(done);
   }
+}
+
+void NewFile::read(std::uint64_t offset, std::span<std::byte> to) {
+  read_at(descriptor_, partial_, offset, to);
 }
 
 void NewFile::finish() {

@@ -64,6 +64,7 @@ class NewFile {
   NewFile& operator=(const NewFile&) = delete;
 
   void write(std::uint64_t offset, std::span<const std::byte> bytes);
+  void read(std::uint64_t offset, std::span<std::byte> to);  // what was written
   void finish();
 
  private:

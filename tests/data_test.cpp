@@ -1,6 +1,8 @@
 // Documents from every kind of file, both layouts to the token, which targets count, and the words of what is refused.
 #include "train/text/data.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -632,6 +634,191 @@ TEST_F(DataTest, WhatDoesNotFitIntoMemoryIsRefused) {
                  {.limit = 1 << 20});
   put("{\"text\": \"" + std::string(1 << 20, 'a') + "\"}", "notes.jsonl");
   expect_refused("notes.jsonl, line 1: a text of 1 MiB", path("notes.jsonl"), packed(4), {.limit = 2 << 20});
+}
+
+// ---- Several sources ----
+
+// All windows of an epoch, in the order in which they are drawn.
+std::vector<Numbers> drawn(const Windows& windows, std::uint64_t count, std::uint64_t seed = 3) {
+  std::vector<Numbers> all;
+  for (std::uint64_t i = 0; i < count; ++i) {
+    const Window window = read(windows, windows.drawn(seed, i));
+    all.push_back(window.tokens);
+    all.back().insert(all.back().end(), window.targets.begin(), window.targets.end());
+    all.back().insert(all.back().end(), window.starts.begin(), window.starts.end());
+  }
+  return all;
+}
+
+TEST_F(DataTest, SourcesFollowEachOtherAsIfTheyWereOne) {
+  std::vector<Token> tokens;
+  std::vector<std::uint8_t> flags;
+  for (std::size_t document = 0; document < 60; ++document)
+    for (std::size_t i = 0; i < 5 + document % 7; ++i) {
+      tokens.push_back(static_cast<Token>(100 + document * 2 + i % 2));
+      flags.push_back(static_cast<std::uint8_t>((i == 0 ? kBegins : 0) | (i > document % 3 ? kCounts : 0)));
+    }
+  const std::pair<TokenFile, Cutting> cases[] = {{TokenFile::nanogpt, packed(8)},
+                                                 {TokenFile::llm_c, isolated(8)},
+                                                 {TokenFile::scruple, packed(8)},
+                                                 {TokenFile::scruple, {.context = 16}},
+                                                 {TokenFile::scruple, padded(6)}};
+  for (const auto& [form, cutting] : cases) {
+    const bool has_flags = form == TokenFile::scruple;
+    for (const std::int64_t shard : {0, 37, 64}) {
+      TokenWriter writer({path("all.bin"), form, 300, shard});
+      writer.write(tokens, flags);
+      writer.finish();
+      std::vector<std::string> paths = writer.paths();
+      EXPECT_EQ(paths.size(), shard == 0 ? 1u : shard == 37 ? 14u : 8u);
+      const Reading reading = {.end = {}, .vocabulary = 300};
+      const Data whole(path("all.bin"), cutting, reading), parts({{paths}}, cutting, reading);
+      EXPECT_EQ(parts.size(), static_cast<std::int64_t>(tokens.size()));
+      EXPECT_EQ(parts.sources().size(), paths.size());
+      if (has_flags) {
+        EXPECT_EQ(parts.documents(), whole.documents());
+      }
+      if (has_flags || !cutting.isolate) {  // without an end token a file is one document
+        EXPECT_EQ(drawn(parts.training(), 50), drawn(whole.training(), 50));
+        EXPECT_EQ(drawn(parts.validation(), 5), drawn(whole.validation(), 5));
+      }
+      for (const std::string& path : paths)
+        if (shard > 0) std::filesystem::remove(path);
+    }
+  }
+  // A text between files of tokens, and standard input's place among them.
+  write_tokens(path("a.bin"), TokenFile::nanogpt, {65, 66, 67}, 256);
+  put("defg", "b.txt");
+  put(line("hij") + line("k"), "c.jsonl");
+  write_tokens(path("d.bin"), TokenFile::nanogpt, {76, 77}, 256);
+  Cutting all = packed(11);
+  all.validation_share = 0;
+  const Data mixed({{{path("a.bin"), path("b.txt"), path("c.jsonl"), path("d.bin")}}}, all);
+  EXPECT_EQ(shown(read(mixed.training(), 0).tokens) + shown(read(mixed.training(), 0).targets),
+            "ABCdefghijkBCdefghijkL");
+  EXPECT_EQ(mixed.documents(), 5);
+  EXPECT_EQ(mixed.sources()[2].crc32, Data(path("c.jsonl"), {.context = 1}).crc32());
+}
+
+TEST_F(DataTest, AMixtureIsEvenAndSeesEachPartWhole) {
+  std::vector<Share> shares;
+  const double weights[] = {0.5, 0.3, 0.15, 0.0499, 0.0001};
+  for (std::size_t i = 0; i < 5; ++i) {
+    const std::string name = "part" + std::to_string(i) + ".jsonl";
+    std::string lines;
+    for (std::size_t d = 0; d < 20 + 10 * i; ++d)
+      lines += line(std::string(1, static_cast<char>('a' + i)) + "xx");
+    shares.push_back({{put(lines, name)}, weights[i]});
+  }
+  Cutting cutting = padded(4);
+  cutting.validation_share = 0.1;
+  const Data data(shares, cutting);
+  const Windows windows = data.training();
+  EXPECT_EQ(windows.count(), 18 + 27 + 36 + 45 + 54);  // an epoch is as many as all parts have
+  EXPECT_EQ(data.validation().count(), 2 + 3 + 4 + 5 + 6);
+  std::vector<std::uint64_t> had(5);
+  std::vector<std::set<std::int64_t>> seen(5);
+  const std::size_t sizes[] = {18, 27, 36, 45, 54};
+  bool is_regular = true;
+  for (std::uint64_t i = 0; i < 20'000; ++i) {
+    const auto [part, number] = windows.turn(7, i);
+    ASSERT_EQ(number, had[part]++);
+    is_regular &= part == windows.turn(8, i).part;
+    // Each part's epochs have all of its windows.
+    const std::int64_t window = windows.drawn(7, i);
+    ASSERT_EQ(read(windows, window).tokens[0], static_cast<std::int32_t>('a' + part));
+    ASSERT_TRUE(seen[part].insert(window).second) << i;
+    if (seen[part].size() == sizes[part]) seen[part].clear();
+    for (std::size_t p = 0; p < 5; ++p)
+      ASSERT_LT(std::abs(static_cast<double>(had[p]) - static_cast<double>(i + 1) * weights[p]), 3) << i;
+  }
+  EXPECT_FALSE(is_regular) << "the seed decides whose turn is first";
+  EXPECT_EQ(windows.turn(7, std::uint64_t{1} << 62).number, windows.turn(7, std::uint64_t{1} << 62).number);
+  // Two parts of the same file have orders of their own.
+  const Data twice({shares[4], shares[4]}, cutting);
+  std::vector<std::int64_t> orders[2];
+  for (std::uint64_t i = 0; i < 108; ++i) {
+    const std::int64_t window = twice.training().drawn(7, i);
+    orders[window / 54].push_back(window % 54);
+  }
+  EXPECT_EQ(orders[0].size(), 54u);
+  EXPECT_NE(orders[0], orders[1]);
+}
+
+TEST_F(DataTest, WhatDataNames) {
+  for (const char* name : {"a-1.bin", "a-2.bin", "b:0.5", "c.txt"}) put("xxxxxxxx", name);
+  const auto names = [&](const std::vector<std::string>& arguments) {
+    std::string text;
+    std::vector<std::string> whole;
+    for (const std::string& argument : arguments) whole.push_back(path(argument));
+    for (const Share& share : shares_of(whole)) {
+      for (const std::string& file : share.paths)
+        text += std::filesystem::path(file).filename().string() + " ";
+      text += std::to_string(share.weight).substr(0, 4) + "; ";
+    }
+    return text;
+  };
+  EXPECT_EQ(names({"c.txt", "a-*.bin", "b:0.5"}), "c.txt a-1.bin a-2.bin b:0.5 1.00; ");
+  EXPECT_EQ(names({"a-?.bin:3", "c.txt:0.25", "b:0.5:1e-1"}),
+            "a-1.bin a-2.bin 3.00; c.txt 0.25; b:0.5 0.10; ");
+  EXPECT_EQ(names({"missing"}), "missing 1.00; ");  // whoever reads it says so
+  EXPECT_EQ(shares_of({"-"})[0].paths[0], "-");
+  for (const char* weight : {"0", "-1", "0.5x", "", "nan", "inf", "1e999"})
+    expect_words(
+        message_of([&] {
+          names({std::string("c.txt:") + weight, "a-1.bin:1"});
+        }),
+        std::string("c.txt:") + weight + ": there is no such file, and '" + weight + "' is no weight above 0",
+        weight);
+  expect_words(message_of([&] {
+                 names({"c.txt:1", "a-1.bin"});
+               }),
+               "a-1.bin has no weight, and others have", "some");
+  expect_words(message_of([&] { names({"z*.bin"}); }), "z*.bin: there is no such file; check the pattern",
+               "pattern");
+}
+
+// ---- Large files ----
+
+TEST_F(DataTest, AFileOfMoreThan4GiBOfTokensIsNotRead) {
+  constexpr std::int64_t kCount = (std::int64_t{1} << 32) + 1000;
+  const std::string name = path("large.bin");
+  {
+    std::ofstream file(name, std::ios::binary);
+    const std::int32_t header[256] = {20261119, 2, static_cast<std::int32_t>(kCount & 0xFFFFFFFF),
+                                      static_cast<std::int32_t>(kCount >> 32), 4};
+    file.write(reinterpret_cast<const char*>(header), sizeof header);
+  }
+  std::filesystem::resize_file(name, 1024 + 4 * static_cast<std::uintmax_t>(kCount));
+  const auto write = [&](std::int64_t at, std::uint32_t token) {
+    std::fstream file(name, std::ios::binary | std::ios::in | std::ios::out);
+    file.seekp(1024 + 4 * at);
+    file.write(reinterpret_cast<const char*>(&token), sizeof token);
+  };
+  write(kCount - 1, 99'999);
+  const Reading reading = {.end = 7, .vocabulary = 100'000};
+  const Data data(name, packed(100), reading);
+  EXPECT_EQ(data.size(), kCount);
+  EXPECT_LT(data.memory(), 1000);
+  EXPECT_EQ(data.validation().places(), kCount / 20 - 100);
+  EXPECT_EQ(read(data.validation(), data.validation().places() - 1).targets.back(), 99'999);
+  EXPECT_GT(data.training().drawn(1, 5), 0);
+  const std::uint32_t crc = data.sources()[0].crc32;
+  EXPECT_TRUE(data.sources()[0].is_sample);
+  write(kCount - 2, 5);  // in the last block of the sample
+  EXPECT_NE(Data(name, packed(100), reading).sources()[0].crc32, crc);
+  rusage used{};
+  getrusage(RUSAGE_SELF, &used);
+  EXPECT_LT(used.ru_maxrss, 2'000'000) << "KiB";  // of 16 GiB
+  // What is out of the vocabulary is found when it is read.
+  write(kCount - 1, 100'000);
+  expect_words(message_of([&] { read(data.validation(), data.validation().places() - 1); }),
+               "large.bin: token 4294968295 is number 100000, and the model's vocabulary has 100000",
+               "vocabulary");
+  // Shortened, it is refused; as is a count that lies.
+  std::filesystem::resize_file(name, 1024 + 4 * static_cast<std::uintmax_t>(kCount - 1));
+  expect_refused("its header counts 4294968296 tokens of 4 bytes, and 17179873180 bytes follow", name,
+                 packed(100), reading);
 }
 
 // ---- What a resumed run compares ----

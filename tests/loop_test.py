@@ -70,6 +70,77 @@ class Schedules(Case):
         self.refused(2, "did you mean 'inverse-sqrt'?", "--schedule", "inverse-sqr")
 
 
+class Sources(Case):
+    """Several files behind --data, one after another or mixed by weights."""
+
+    def setUp(self):
+        super().setUp()
+        lines = [json.dumps({"text": f"{n:03}" + "abcdefghijklmnop"[: n % 9]}) + "\n" for n in range(120)]
+        self.files = [self.write(f"part-{i}.jsonl", "".join(lines[40 * i : 40 * i + 40])) for i in range(3)]
+        self.whole = self.write("all.jsonl", "".join(lines))
+
+    def train(self, out, *data, steps="6", **more):
+        return self.done("train", "--data", *data, "--out", self.path(out), "--recipe", "fp32", "--batch", "4", "--layers", "1",
+                         "--width", "32", "--heads", "2", "--context", "16", "--layout", "whole", "--save-every", "2", "--keep",
+                         "0", "--steps", steps, *more)  # fmt: skip
+
+    def test_files_and_patterns_are_as_one(self):
+        said = self.train("a", self.whole)
+        self.assertIn(f"; {self.whole} has ", said)
+        said = self.train("b", *self.files)
+        self.assertIn(f"; {self.files[0]} and 2 more has ", said)
+        self.train("c", self.path("part-*.jsonl"))
+        for out in "bc":
+            self.assertEqual(self.weights(out), self.weights("a"))
+        # The pattern is what the run goes on with; and a file that has come, gone or changed is named.
+        self.assertEqual(self.manifest("c", 6)["trainer"]["data"], self.path("part-*.jsonl"))
+        resume = ("train", "--resume", self.path("c"), "--steps", "7")
+        new = self.write("part-3.jsonl", json.dumps({"text": "more"}) + "\n")
+        self.fails(1, f"{new} (4 tokens, CRC-32 ", *resume)
+        self.fails(1, "is new in --data, and the run was started without it; take it out", *resume)
+        os.remove(new)
+        os.rename(self.files[1], self.path("away"))
+        self.fails(1, f"{self.files[1]} (", *resume)
+        self.fails(1, "is missing in --data, and the run was started with it; put it back", *resume)
+        changed = content(self.path("away")).replace(b"041a", b"041b")
+        command.write(self.files[1], changed)
+        self.fails(1, "is not what the run was started with: there was ", *resume)
+        os.rename(self.path("away"), self.files[1])
+        os.truncate(self.files[2], os.path.getsize(self.files[2]) // 2)
+        self.fails(1, "part-2.jsonl, line 20: it is no JSON", *resume)
+
+    def test_a_mixture_goes_on_to_the_bit(self):
+        mixed = [f"{path}:{weight}" for path, weight in zip(self.files, (0.7, 0.2, 0.1))]
+        said = self.train("a", *mixed)
+        steps = re.search(r"an epoch is (\d+) steps", said)[1]
+        for step in (2, 4):
+            self.done("train", "--resume", self.step_of("a", step), "--out", self.path(f"from{step}"))
+            self.assertEqual(self.weights(f"from{step}"), self.weights("a"))
+        self.train("e", *self.files, steps="6")
+        self.assertNotEqual(self.weights("e"), self.weights("a"))
+        self.assertGreater(int(steps), 1)
+        # Other weights would be another run.
+        self.fails(1, "weight 0.7) is not what the run was started with", "train", "--resume", self.path("a"), "--steps", "7",
+                   "--data", f"{self.files[1]}:0.7", f"{self.files[0]}:0.2", f"{self.files[2]}:0.1")  # fmt: skip
+        self.fails(1, "weight 0.5) is not what the run was started with", "train", "--resume", self.path("a"), "--steps", "7",
+                   "--data", f"{self.files[0]}:0.5", f"{self.files[1]}:0.2", f"{self.files[2]}:0.1")  # fmt: skip
+
+    def test_refusals(self):
+        a, b, _ = self.files
+        for words, *data in (
+                (f"{a}:0: there is no such file, and '0' is no weight above 0", f"{a}:0", f"{b}:1"),
+                (f"{a}:-1: there is no such file, and '-1' is no weight", f"{a}:-1", f"{b}:1"),
+                (f"{a}:much: there is no such file, and 'much' is no weight", f"{a}:much"),
+                (f"{b} has no weight, and others have", f"{a}:1", b), ("no*.bin: there is no such file", self.path("no*.bin")),
+                ("cannot open " + self.path("no.txt"), a, self.path("no.txt"))):
+            with self.subTest(words):
+                self.fails(1, words, "train", "--data", *data, "--out", self.path("no"), "--steps", "1", "--context", "8")
+        self.trained(steps=1)
+        self.fails(2, "weights change nothing", "eval", self.path("run"), "--data", f"{a}:0.5", "--data", f"{b}:0.5")
+        both = self.json_of("eval", self.path("run"), "--data", a, "--data", b, "--layout", "packed")
+        self.assertEqual(both["data"], f"{a} {b}")
+
+
 class Validation(Case):
     def losses(self, out="run"):
         return [row["val_loss"] for row in self.metrics(out) if "val_loss" in row]

@@ -4,6 +4,9 @@ Usage: tokenizer_test.py SCRUPLE   (exit code 77: there is no `tokenizers`)"""
 import json
 import os
 import random
+import resource
+import signal
+import subprocess
 import sys
 import tempfile
 import unicodedata
@@ -333,6 +336,130 @@ class Files(Case):
                 (("--model", model, "--decode", cut), 1, b"was cut"), (("--model", model, "-", "--out", "x"), 1, b"no text")):
             with self.subTest(arguments):
                 self.fails(code, words, *arguments, input=b"")
+
+
+class Streams(Case):
+    """Inputs of any size: cut into parts, encoded by many threads, written in their order."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.text = make_text(random.Random(11), 100_000)
+        while len(cls.text) < 1_000_000:  # characters; parts are of a MiB
+            cls.text += "x" + cls.text
+
+    def read(self, *paths):
+        """Tokens of files in llm.c's form."""
+        return numpy.concatenate([numpy.frombuffer(content(path)[1024:], dtype="<u2") for path in paths])
+
+    def lines(self, name, count=2000):
+        dice = random.Random(12)
+        text = "".join(json.dumps({"text": self.text[at:at + dice.randrange(1200)]}) + "\n" for at in
+                       (dice.randrange(len(self.text)) for _ in range(count)))
+        write(self.path(name), text)
+        return text
+
+    def test_a_text_in_parts_has_the_tokens_of_the_whole(self):
+        write(self.path("long.txt"), self.text)
+        for name in ("gpt2", "llama3", "qwen2", "llama2", "metaspace"):
+            tokenizer = self.kinds[name]
+            with self.subTest(name):
+                model = self.saved(name, tokenizer)
+                self.done("--model", model, self.path("long.txt"), "--out", self.path("long.bin"), "--end", "none")
+                self.assertTrue((self.read(self.path("long.bin")) == tokenizer.encode(self.text).ids).all())
+
+    def test_any_number_of_threads(self):
+        model = self.saved("llama2", self.kinds["llama2"])
+        folder = self.path("texts")
+        os.makedirs(folder)
+        write(os.path.join(folder, "a.txt"), self.text)
+        write(os.path.join(folder, "b.txt"), "short")
+        write(os.path.join(folder, "c.md"), "")
+        self.lines("texts/d.jsonl")
+        write(os.path.join(folder, "e.jsonl"), json.dumps({"prompt": "p", "completion": "c"}) + "\n")
+        files = {}
+        for threads in ("1", "2", "5"):
+            out = self.path(f"by{threads}.bin")
+            said = self.done("--model", model, folder, "--out", out, "--end", "</s>", "--threads", threads)
+            files[threads] = content(out)
+        self.assertEqual(files["1"][:8], numpy.array([20261119, 1], dtype="<i4").tobytes())
+        self.assertEqual(files["1"], files["2"])
+        self.assertEqual(files["1"], files["5"])
+        self.assertRegex(said.stdout.decode(), r"wrote \S+by5.bin: [0-9,]+ tokens of [0-9,]+ bytes \(.*; [0-9.]+ MB/s, [0-9,]+ tokens/s")
+        self.assertRegex(said.stderr, rb"[1-9] documents? with nothing to learn: left out")
+
+    def test_lines_from_standard_input_and_shards(self):
+        model = self.saved("gpt2", self.kinds["gpt2"])
+        text, whole = self.lines("web.jsonl"), self.path("whole.bin")
+        self.done("--model", model, self.path("web.jsonl"), "--out", whole, "--end", SPECIAL)
+        for more in ((), ("--threads", "1")):
+            out = self.path(f"web{len(more)}.bin")
+            said = self.done("--model", model, "--json", "-", "--out", out, "--end", SPECIAL, "--shard-tokens", "50000", *more,
+                             input=text.encode())
+            shards = sorted(name for name in os.listdir(self.temporary.name) if name.startswith(f"web{len(more)}-"))
+            self.assertEqual(shards, [f"web{len(more)}-{i:05}.bin" for i in range(len(shards))])
+            self.assertGreater(len(shards), 5)
+            self.assertIn(f"web{len(more)}-00000.bin to ".encode(), said.stdout)
+            paths = [self.path(shard) for shard in shards]
+            self.assertTrue((self.read(*paths) == self.read(whole)).all())
+            end = self.kinds["gpt2"].token_to_id(SPECIAL)
+            for path in paths:  # documents are whole
+                tokens = self.read(path)
+                self.assertEqual(tokens[-1], end)
+                self.assertLessEqual(len(tokens), 50_000)
+        self.fails(1, b"web0-00000.bin is there already, and more shards may be", "--model", model, "-", "--json", "--out",
+                   self.path("web0"), "--shard-tokens", "5", input=b"")
+        # A text that is longer than a shard is cut where the shard is full.
+        self.done("--model", model, "-", "--out", self.path("cut"), "--shard-tokens", "7", "--end", "none", input=b"one two three " * 4)
+        self.assertEqual(len(self.read(self.path("cut-00000.bin"))), 7)
+        bad = text.encode() + b'{"text": 1}\n'
+        said = self.fails(1, b'standard input, line 2001: "text" is a number', "--model", model, "--json", "-", "--out",
+                          self.path("bad"), "--shard-tokens", "50000", input=bad)
+        self.assertFalse([name for name in os.listdir(self.temporary.name) if name.startswith("bad")], said)
+
+    def test_memory_is_bounded(self):
+        model = self.saved("gpt2", self.kinds["gpt2"])
+        line = (json.dumps({"text": "the quick brown fox " * 5000}) + "\n").encode()
+
+        def peak(megabytes):
+            """KiB that a process takes which reads so much."""
+            process = subprocess.Popen([command.main.program, "tokenize", "--model", model, "--json", "-", "--threads", "2",
+                                        "--out", self.path("much.bin")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                                       stderr=subprocess.DEVNULL)
+            for _ in range(megabytes * 1_000_000 // len(line)):
+                process.stdin.write(line)
+            process.stdin.close()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = status
+            self.assertEqual(status, 0)
+            return usage.ru_maxrss
+        few = peak(10)
+        self.assertLess(peak(40), few + 10_000)
+
+    def test_what_goes_wrong_is_named_and_leaves_nothing(self):
+        model, out = self.saved("gpt2", self.kinds["gpt2"]), self.path("wrong.bin")
+        write(self.path("long.txt"), self.text)
+        left = lambda: [name for name in os.listdir(self.temporary.name) if name.startswith("wrong")]
+
+        def full():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
+        for more in ((), ("--shard-tokens", "300000")):
+            self.fails(1, b"cannot write", "--model", model, self.path("long.txt"), "--out", out, *more, preexec_fn=full)
+            self.assertEqual(left(), [])
+        # A file that goes while those before it are read.
+        pipe, last = self.path("pipe"), self.path("last.txt")
+        os.mkfifo(pipe)
+        write(last, self.text)
+        process = subprocess.Popen([command.main.program, "tokenize", "--model", model, pipe, last, "--out", out],
+                                   stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        with open(pipe, "w") as writer:
+            writer.write("first")
+            os.remove(last)
+        said = process.communicate()[1]
+        self.assertEqual(process.returncode, 1)
+        self.assertIn(b"cannot open " + last.encode() + b": No such file or directory; nothing was written", said)
+        self.assertEqual(left(), [])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// What is trained on, as tokens: a text, a folder of texts, JSON lines, or a file of tokens.
+// What is trained on, as tokens: texts, folders of texts, JSON lines and files of tokens, one after another.
 #pragma once
 
 #include <algorithm>
@@ -48,6 +48,20 @@ inline bool counts(const Document& document, std::span<const Gap> gaps, std::int
   return place >= document.counted && (gap == gaps.end() || place < gap->begin);
 }
 
+// The tokens of one source: a file, a folder, standard input. Sources follow each other as if they were one.
+struct Stretch {
+  std::string path;
+  TokenSpan tokens;
+  std::int64_t begin;               // of its tokens, among those of all
+  std::span<const std::byte> file;  // of tokens, which is mapped
+  std::int64_t below = 0;  // copy_tokens() checks that they are: of a large file, which nobody has read whole
+
+  std::int64_t size() const;
+};
+// Tokens `begin` to `begin + count - 1`, out of as many stretches as they lie in.
+void copy_tokens(std::span<const Stretch> stretches, std::int64_t begin, std::int64_t count,
+                 std::int32_t* to);
+
 // How what is read becomes tokens.
 struct Reading {
   Tokenizer* tokenizer = nullptr;  // none: each byte is a token
@@ -61,7 +75,8 @@ struct Reading {
   std::function<void(std::int64_t done, std::int64_t all)> progress = {};  // in bytes read
 };
 
-bool is_json_lines(std::string_view path);  // by its name: *.jsonl, *.ndjson
+bool is_json_lines(std::string_view path);    // by its name: *.jsonl, *.ndjson
+bool is_token_file(const std::string& path);  // *.bin
 
 // Throws where a file is known to be no text: a container (Parquet, zip...) by its first bytes, a *.json that is JSON, and,
 // unless its bytes are the tokens, what has a NUL byte among its first, as git tells binary files from text.
@@ -70,36 +85,50 @@ void check_is_text(std::string_view content, const std::string& path, bool bytes
 class Documents {
  public:
   static constexpr const char* kStandardInput = "-";
+  // A file of more bytes is not read whole before it is needed: its tokens are checked as they are taken, and crc32() is
+  // that of a sample.
+  static constexpr std::size_t kLarge = std::size_t{1} << 28;
 
-  // `path`: a folder (every *.txt, *.md and file of JSON lines below it, in the order of their paths), JSON lines, *.bin (tokens),
-  // "-" or any other file (a text). A text is one document; in a file of tokens what its flags say, or what ends in the
-  // end token.
-  // Bytes of a single file and tokens of a file stay mapped. Throws std::runtime_error.
-  Documents(const std::string& path, const Reading& reading);
+  // Each path: a folder (every *.txt, *.md and file of JSON lines below it, in the order of their paths), JSON lines,
+  // *.bin (tokens), "-" or any other file (a text). A text is one document; in a file of tokens what its flags say, or
+  // what ends in the end token.
+  // Bytes of files and tokens of files stay mapped. Throws std::runtime_error.
+  Documents(const std::vector<std::string>& paths, const Reading& reading);
+  Documents(const std::string& path, const Reading& reading) : Documents(std::vector{path}, reading) {}
+  // None yet; they are added.
+  explicit Documents(const Reading& reading);
 
-  TokenSpan tokens() const { return tokens_; }
+  // `begins`, `ends`: the text has all of its document from there, or up to there. `number`: of the lines before.
+  void add_text(std::string_view text, const std::string& place, bool begins = true, bool ends = true);
+  void add_lines(std::string_view content, const std::string& name, std::int64_t number = 0);
+  // The tokens that were added, and a byte of flags for each (train/text/tokens.h). None are left.
+  void take(std::vector<Token>& tokens, std::vector<std::uint8_t>& flags);
+
+  const std::vector<Stretch>& sources() const { return stretches_; }
   std::int64_t size() const;  // of all tokens
   const std::vector<Document>& all() const { return documents_; }
   const std::vector<Gap>& gaps() const { return gaps_; }  // sorted; none but in chats
   void remove_if(const std::function<bool(const Document&)>& is_gone);
+  void split_large();  // finds the documents of large files that have no flags; each is one document before
 
   bool has_prompts() const { return has_prompts_; }
   std::int64_t empty() const { return empty_; }        // documents without a text: they were left out
   std::int64_t replaced() const { return replaced_; }  // places that were no UTF-8 and became U+FFFD
-  std::int64_t bytes() const { return bytes_; }        // that were read; of what is mapped, 0
   std::int64_t memory() const;                         // bytes that are held, without what is mapped
-  // Of the tokens as they are held, and of where documents and completions begin where there are any.
-  std::uint32_t crc32() const;
+  // Of a source's tokens as they are held, and of where documents and completions begin where there are any.
+  std::uint32_t crc32(const Stretch& source) const;
+  // Of 256 blocks of 1 MiB, evenly spread over a large file.
+  static std::uint32_t crc32_of_sample(const Stretch& source);
 
  private:
   using Held =
       std::variant<std::vector<std::uint8_t>, std::vector<std::uint16_t>, std::vector<std::uint32_t>>;
 
   void read_file(const std::string& path);
-  void read_text(std::string_view text, const std::string& place);
-  void read_jsonl(std::string_view content, const std::string& path);
   void read_chat(const Conversation& chat, const std::string& place);
-  void read_tokens(const std::string& path);
+  void map_tokens(const std::string& path);
+  void map_bytes(const std::string& path);
+  void find_documents(const Stretch& source);
   void add_flagged(std::int64_t begin, std::span<const std::uint8_t> flags);
   void append(std::string_view text, Tokenizer::Part part, const std::string& place);
   template <class Tokens>
@@ -110,11 +139,13 @@ class Documents {
   void check_fits(std::size_t bytes, const std::string& place) const;
   void show_progress(std::size_t here = 0);  // `here`: bytes of the text that is being read
   std::int64_t held() const;
+  std::int64_t at() const { return mapped_ + held(); }  // where the next token stands
 
   Reading reading_;
-  std::optional<io::MappedFile> file_;
+  std::vector<io::MappedFile> files_;
+  std::int64_t mapped_ = 0;  // tokens
   Held held_;
-  TokenSpan tokens_;
+  std::vector<Stretch> stretches_;
   std::vector<Document> documents_;
   std::vector<Gap> gaps_;
   std::optional<ChatTemplate> chat_template_;  // read with the first chat
@@ -122,5 +153,8 @@ class Documents {
   std::int64_t empty_ = 0, replaced_ = 0;
   std::int64_t bytes_ = 0, bytes_done_ = 0, bytes_told_ = 0;  // to be read; read; of which progress was shown
 };
+
+// By path, so that the order is the same on every file system.
+std::vector<std::string> files_below(const std::string& folder);
 
 }  // namespace scruple::train

@@ -194,9 +194,10 @@ class Events : public Json::json_sax_t {
 
 }  // namespace
 
-JsonLines::JsonLines(std::string_view content, std::string name) : content_(content), name_(std::move(name)) {
+JsonLines::JsonLines(std::string_view content, std::string name, std::int64_t number)
+    : content_(content), name_(std::move(name)), number_(number) {
   constexpr std::string_view kMark = "\xEF\xBB\xBF";  // a byte order mark
-  if (content_.starts_with(kMark)) at_ = kMark.size();
+  if (number == 0 && content_.starts_with(kMark)) at_ = kMark.size();
 }
 
 std::string JsonLines::place() const { return name_ + ", line " + std::to_string(number_); }

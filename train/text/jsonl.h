@@ -21,8 +21,8 @@ struct JsonDocument {
 
 class JsonLines {
  public:
-  // `name` names the file in messages. `content` must outlive this.
-  JsonLines(std::string_view content, std::string name);
+  // `name` names the file in messages, and `number` counts its lines before these. `content` must outlive this.
+  JsonLines(std::string_view content, std::string name, std::int64_t number = 0);
 
   bool next();  // goes to the next line that is not blank; false: there are no more
   std::string_view line() const { return line_; }
@@ -36,7 +36,7 @@ class JsonLines {
   std::string_view content_, line_;
   std::string name_;
   std::size_t at_ = 0;
-  std::int64_t number_ = 0, replaced_ = 0;
+  std::int64_t number_, replaced_ = 0;
 };
 
 }  // namespace scruple::train

@@ -604,9 +604,8 @@ std::vector<Token> Tokenizer::encode(std::string_view text, Part part, const Pro
       if (all_added != nullptr) all_added->push_back({at, at + stretch.size(), parts.out.size()});
       return parts.out.push_back(*token);
     }
-    Place place = stretch.data() != text.data() ? Place::later
-                  : part == Part::completion    ? Place::joined
-                                                : Place::first;
+    const bool goes_on = part == Part::completion || part == Part::ending;
+    Place place = stretch.data() != text.data() ? Place::later : goes_on ? Place::joined : Place::first;
     parts.added_after.split(parts.normalised(std::string(stretch), place == Place::joined),
                             [&](std::string_view piece, const Token* added) {
                               if (added != nullptr)
@@ -616,7 +615,7 @@ std::vector<Token> Tokenizer::encode(std::string_view text, Part part, const Pro
                               place = Place::later;
                             });
   });
-  if (part == Part::whole) parts.out.insert(parts.out.end(), parts.after.begin(), parts.after.end());
+  if (part == Part::whole || part == Part::ending) parts.out.insert(parts.out.end(), parts.after.begin(), parts.after.end());
   return std::exchange(parts.out, {});
 }
 

@@ -28,8 +28,9 @@ class Tokenizer {
 
   // What a text is part of. whole: with the tokens that the model expects around it, such as Llama's
   // <|begin_of_text|>. prompt: with those before it alone. completion: what goes on from a prompt, without the space
-  // that some tokenizers put before a text. bare: a text with nothing around it.
-  enum class Part { whole, prompt, completion, bare };
+  // that some tokenizers put before a text. ending: the same, with the tokens after a text. bare: a text with nothing
+  // around it.
+  enum class Part { whole, prompt, completion, ending, bare };
   using Progress = std::function<void(std::size_t bytes)>;  // about how many of the text's are done
   struct Added {             // a token that a text names itself, such as <|im_end|>
     std::size_t begin, end;  // bytes of the text
