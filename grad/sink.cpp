@@ -93,7 +93,8 @@ void check_released(const scruple_sink_options& o) {
 void check_kept(const scruple_sink_options& o) {
   if (o.skip != nullptr)
     fail(SCRUPLE_UNSUPPORTED, "policy ", name_of(o.policy),
-         " with skip: it looks at all gradients before a step, and skips it where one is not finite; leave skip "
+         " with skip: it looks at all gradients before a step, and skips it where one is not finite; leave "
+         "skip "
          "NULL, or use policy released");
   if (o.tensor_norm > 0 || o.adagc > 0)
     fail(SCRUPLE_UNSUPPORTED, "policy ", name_of(o.policy), " with tensor_norm ", o.tensor_norm,
