@@ -98,7 +98,11 @@ void print_end(const Session& session, const Record& record, const Ending& endin
       std::cout << grouped(skipped) << " of " << plural(taken(record), "step")
                 << (skipped == 1 ? " was" : " were") << " skipped: " << why << ".\n";
   };
-  tell(record.skipped() - record.outliers(), "a gradient was not finite");
+  const std::int64_t left = record.tensors_skipped();
+  tell(record.skipped() - record.outliers(),
+       left == 0
+           ? "a gradient was not finite"
+           : "the loss was not finite, or the gradients of some tensors, which alone were left as they were");
   tell(record.outliers(), "the loss or the norm was more than " + shortest(options.skip_outliers) +
                               " deviations above its running mean");
   std::cout << validation_words(record, session.job) << "; ";
@@ -225,6 +229,11 @@ void conclude(const Session& session, const Record& record, const Ending& ending
                              "weights are from before them. Choose a smaller --lr, or '" +
                              resume_command(options) + " --skip-outliers Z' with a larger Z than " +
                              shortest(options.skip_outliers));
+  if (const std::int64_t skipped = train::skipped_at_last(record); ended_early && skipped > 0)
+    throw std::runtime_error(
+        "the last " + plural(skipped, "step") +
+        " were skipped because gradients were not finite, and the run ended: what they left "
+        "as it was is from before them. Choose a smaller --lr, or another --loss-scale");
   if (record.stopped) throw Stopped{Interrupts::signal()};
   if (!problem.empty()) throw NoBetter{};
 }

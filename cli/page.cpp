@@ -108,6 +108,8 @@ train::Figures speed_of(const Trained& run) {
   if (before > 0) speed.rows.push_back({"of them in earlier sessions", grouped(before)});
   speed.rows.push_back(
       {"skipped, their gradients not finite", grouped(record.skipped() - record.outliers())});
+  if (record.tensors_skipped() > 0)
+    speed.rows.push_back({"tensors that these left as they were", grouped(record.tensors_skipped())});
   if (record.outliers() > 0)
     speed.rows.push_back({"skipped, their loss or norm an outlier", grouped(record.outliers())});
   if (taken > before) {

@@ -60,6 +60,7 @@ Progress::Progress(std::string label, const train::Job& job, const train::Traine
     : label_(std::move(label)),
       steps_(job.schedule.steps),
       most_tokens_(most_tokens(trainer, job)),
+      tensors_(std::ssize(train::parameters_of(job.shape))),
       ledger_(ledger) {}
 
 StatusLine::StatusLine() : terminal_(isatty(STDERR_FILENO) != 0), last_(Clock::now()) {}
@@ -87,10 +88,17 @@ std::string Progress::line(const train::Record& record, double seconds_left) con
   if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
-  if (last.skipped) text += last.outlier ? "  outlier skipped" : "  skipped";
+  if (last.skipped) text += "  " + skipped_words(last);
   if (!record.unmoved.empty() && record.unmoved.back().second.share >= kUnmovedToTell)
     text += "  unmoved " + share_words(record.unmoved.back().second.share);
   return text;
+}
+
+// Of released gradients some tensors may have been stepped.
+std::string Progress::skipped_words(const train::Outcome& step) const {
+  if (step.outlier) return "outlier skipped";
+  if (step.tensors == 0 || step.tensors == tensors_) return "skipped";
+  return grouped(step.tensors) + " of " + plural(tensors_, "tensor") + " skipped";
 }
 
 bool StatusLine::is_due(bool in_any_case) {

@@ -48,10 +48,12 @@ class Progress {
 
  private:
   std::string line(const train::Record& record, double seconds_left) const;
+  std::string skipped_words(const train::Outcome& step) const;
 
   std::string label_;
   std::int64_t steps_;
   double most_tokens_;
+  std::int64_t tensors_;
   const train::Ledger& ledger_;
   StatusLine status_;
 };

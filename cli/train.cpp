@@ -62,13 +62,11 @@ bool is_complete(const TrainOptions& options, const Record& record) {
 
 void check_outliers(const train::Job& job) {
   if (job.skip_outliers == 0) return;
-  if (job.gradients.policy == SCRUPLE_RELEASED)
+  if (job.gradients.policy == SCRUPLE_RELEASED && job.gradients.micro_batches > 1)
     throw UsageError(
-        "--skip-outliers needs all gradients before the first step of one, and --gradients released steps "
-        "each as it "
-        "comes; use --gradients compressed");
-  if (on_gpu(job))
-    throw UsageError("--skip-outliers is for the CPU so far; leave it out, or use --device cpu");
+        "--skip-outliers judges a step by its loss, which --accumulate " +
+        std::to_string(job.gradients.micro_batches) +
+        " makes known when --gradients released has taken most of it; use --gradients compressed");
   if (job.scaler.growth > 1 && job.scaler.scale > 0)
     throw UsageError(
         "--skip-outliers and a dynamic loss scale do not go together: each skipped step would halve the "

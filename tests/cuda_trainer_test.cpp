@@ -14,6 +14,7 @@
 
 #include "tests/descriptions.h"
 #include "tests/jobs.h"
+#include "train/cuda/guard.h"
 #include "train/cuda/inputs.h"
 #include "train/cuda/outbox.h"
 #include "train/cuda/products.h"
@@ -436,6 +437,124 @@ TEST_F(CudaTrainer, ARunMovesBetweenDevices) {
     EXPECT_TRUE(std::isfinite(third.step().loss)) << recipe;
     std::filesystem::remove_all(folder);
   }
+}
+
+// ---- Steps that are not taken ----
+
+// Losses and norms as they come, some of them outliers, some not finite.
+TEST_F(CudaTrainer, JudgesWithTheBitsOfTheCpu) {
+  const std::unique_ptr<Backend> gpu = cuda_backend(0);
+  Ledger ledger;
+  struct Cells {
+    Guard guard;
+    double loss_sum, sum_squares;
+    float share, loss_scale;
+  };
+  const Block cells(ledger, "workspace", sizeof(Cells), gpu->memory());
+  auto* const there = cells.as<Cells>();
+  const cuda::Stream stream;
+  for (const bool released : {false, true}) {
+    Cells here = {};
+    here.guard.released = released;
+    here.guard.parts = 3;
+    here.guard.limit = 4;
+    here.loss_scale = 8;
+    int outliers = 0, skipped = 0;
+    for (int i = 0; i < 300; ++i) {
+      const double noise = static_cast<double>(i * i * 31 % 97) / 97;
+      here.loss_sum = i % 41 == 40 ? 1e4 : i % 67 == 66 ? std::nan("") : 1000 + 300 * noise;
+      here.share = 1.0f / static_cast<float>(490 + i % 7);
+      here.sum_squares = i % 53 == 52 ? 1e9 : i % 71 == 70 ? INFINITY : 50 + 11 * noise;
+      gpu->memory().write(there, &here, sizeof here);
+      cuda::judge_loss(&there->guard, &there->loss_sum, &there->share, stream);
+      judge_loss(here.guard, here.loss_sum * static_cast<double>(here.share));
+      if (!released && i % 3 == 2) {
+        cuda::judge_step(&there->guard, &there->sum_squares, &there->loss_scale, stream);
+        judge_step(here.guard, here.sum_squares, here.loss_scale);
+      }
+      stream.wait();
+      Cells got = {};
+      gpu->memory().read(&got, there, sizeof got);
+      const auto bits = [](const Cells& c) {
+        const Guard& g = c.guard;
+        std::vector<std::uint64_t> all;
+        for (const double x : {g.losses.mean, g.losses.variance, g.norms.mean, g.norms.variance, g.loss,
+                               g.norm, c.sum_squares, static_cast<double>(g.skip), g.outlier ? 1.0 : 0.0,
+                               static_cast<double>(g.losses.count), static_cast<double>(g.norms.count)})
+          all.push_back(std::isnan(x) ? 1 : std::bit_cast<std::uint64_t>(x));  // NaNs have many bits
+        return all;
+      };
+      ASSERT_EQ(bits(got), bits(here)) << i << (released ? ", released" : "");
+      outliers += here.guard.outlier ? 1 : 0;
+      skipped += here.guard.skip != 0 ? 1 : 0;
+    }
+    EXPECT_GT(outliers, 2);
+    EXPECT_EQ(skipped > outliers, released);
+  }
+}
+
+// The same data with the same weights: what is skipped, and what of it.
+TEST_F(CudaTrainer, SkipsWhatTheCpuSkips) {
+  static const std::vector<std::uint8_t> noise = [] {
+    std::vector<std::uint8_t> all(4096);
+    for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint8_t>(128 + i * i * 31 % 97);
+    return all;
+  }();
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_COMPRESSED, SCRUPLE_RELEASED})
+    for (const int parts : {1, 2})
+      for (const bool graphs : {true, false}) {
+        if (policy == SCRUPLE_RELEASED && parts > 1) continue;
+        SCOPED_TRACE(testing::Message()
+                     << "policy " << policy << ", " << parts << " parts, graphs " << graphs);
+        const Windows strange(noise, llama().context);
+        const auto decisions = [&](OpenBackend open) {
+          Job job = job_of(llama(), open);
+          job.batch = 16, job.graphs = graphs;
+          job.describe = describe_by("fp32", "fp32");
+          job.gradients.policy = policy;
+          job.gradients.micro_batches = parts;
+          job.skip_outliers = 5;
+          Training training(job);
+          std::vector<bool> outliers;
+          for (int i = 0; i < 160; ++i)
+            outliers.push_back(training.step(i == 140 || i == 155 ? strange : training.windows).outlier);
+          return std::pair(outliers, *training.outliers());
+        };
+        const auto [here, seen] = decisions(cpu_backend);
+        const auto [there, seen_there] = decisions(cuda_backend);
+        EXPECT_EQ(there, here);
+        EXPECT_EQ(std::count(here.begin(), here.end(), true), 2);
+        EXPECT_EQ(seen_there.losses.count, seen.losses.count);
+        EXPECT_EQ(seen_there.norms.count, seen.norms.count);
+        EXPECT_NEAR(seen_there.losses.mean, seen.losses.mean, 1e-3 * seen.losses.mean);
+        EXPECT_NEAR(seen_there.norms.mean, seen.norms.mean, 1e-2 * seen.norms.mean);
+      }
+}
+
+// A token that spoils every window it is in: whole steps are skipped on both, the same ones.
+TEST_F(CudaTrainer, SkipsTheLossesThatTheCpuSkips) {
+  const auto decisions = [&](OpenBackend open) {
+    Job job = job_of(llama(), open);
+    job.batch = 1;
+    job.gradients.policy = SCRUPLE_RELEASED;
+    Training training(job);
+    std::vector<float> table = training.state().master(0);
+    std::fill_n(table.begin() + 'k' * 64, 64, INFINITY);
+    training.state().set(0, table.data());
+    std::vector<std::int64_t> tensors;
+    for (int i = 0; i < 40; ++i) {
+      const std::vector<char> before = training.planes();
+      const Outcome outcome = training.step();
+      tensors.push_back(outcome.tensors);
+      EXPECT_EQ(std::isfinite(outcome.loss), outcome.tensors == 0);
+      EXPECT_EQ(training.planes() == before, outcome.tensors > 0);
+    }
+    return tensors;
+  };
+  const std::vector<std::int64_t> cpu = decisions(cpu_backend);
+  EXPECT_EQ(decisions(cuda_backend), cpu);
+  EXPECT_GT(std::count(cpu.begin(), cpu.end(), 0), 0) << "some windows are without it";
+  EXPECT_LT(std::count(cpu.begin(), cpu.end(), 0), 40);
 }
 
 // A model whose gradients fill the outbox's buffer several times in a pass.

@@ -63,13 +63,14 @@ struct Store : WeightValues {
   bool direct = false;
 };
 
-// Keeps every gradient, asking for `tile_rows` rows at a time.
+// Keeps every gradient, asking for `tile_rows` rows at a time, and compares it with its bound.
 struct Keep : Gradients {
   Keep(const Description& shape, std::int64_t rows) : list(parameters_of(shape)), tile_rows(rows) {
     for (const Parameter& p : list)
       all.emplace_back(static_cast<std::size_t>(p.size()), std::numeric_limits<float>::quiet_NaN());
   }
-  void take(int parameter, const FillRows& fill) override {
+  void take(int parameter, const FillRows& fill, const Bound& bound) override {
+    const double most = bound == nullptr ? std::numeric_limits<double>::infinity() : 1.001 * bound();
     const Parameter& p = list[static_cast<std::size_t>(parameter)];
     EXPECT_TRUE(taken.insert(parameter).second) << p.name << " was handed over twice";
     const auto at = static_cast<std::size_t>(parameter);
@@ -81,6 +82,7 @@ struct Keep : Gradients {
       std::vector<float> again(static_cast<std::size_t>(count * width), -1.0f);
       fill(first, count, again.data());
       EXPECT_EQ(std::memcmp(again.data(), tile, again.size() * sizeof(float)), 0) << p.name;
+      for (const float x : again) ASSERT_LE(std::abs(static_cast<double>(x)), most) << p.name;
       if (step_in != nullptr) std::fill_n(step_in->values_of[at].data() + first * width, count * width, 1e9f);
     }
   }

@@ -349,7 +349,8 @@ class Outliers(Case):
         self.assertTrue(self.weights("plain") == self.weights("none"))
 
     def test_refusals(self):
-        self.refused(2, "--skip-outliers needs all gradients", "--skip-outliers", "6", "--gradients", "released")
+        self.refused(2, "--skip-outliers judges a step by its loss, which --accumulate 2", "--skip-outliers", "6", "--gradients",
+                     "released", "--accumulate", "2", "--accumulation", "adama", "--moments", "fp32")  # fmt: skip
         self.refused(2, "--skip-outliers and a dynamic loss scale do not go together", "--skip-outliers", "6",
                      "--activations", "fp16", "--device", "cpu")  # fmt: skip
         self.refused(2, "--skip-outliers: '0' is not a finite number above 0", "--skip-outliers", "0")

@@ -16,8 +16,11 @@ class Transformer final : public Network {
               const Stream& stream, Memory& memory, Ledger& ledger);
   ~Transformer() override;
 
+  void prepare(const Batch& batch, float weight) override;
   void train(Visible weights, const Batch& batch, Sink& sink, float weight) override;
   std::vector<double> losses() override;
+  void watch(Guard* guard) override;
+  void judge(double* sum_squares, const float* loss_scale) override;
   double loss(Visible weights, const Batch& batch) override;
 
  private:

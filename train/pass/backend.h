@@ -12,6 +12,7 @@
 
 #include "include/scruple/scruple.hpp"
 #include "train/model/description.h"
+#include "train/pass/guard.h"
 #include "train/pass/ledger.h"
 
 namespace scruple::train {
@@ -75,6 +76,9 @@ const float* visible_values(Engine& engine, const scruple_tensor& weight, float*
 class Network {
  public:
   virtual ~Network() = default;
+  // The next train() is of this batch, with this weight: what of it needs no weights may be done now, behind work that the
+  // device is still at. loss() makes that vain.
+  virtual void prepare(const Batch& /*batch*/, float /*weight*/) {}
   // A forward and a backward pass. The loss is the mean over the targets that count, in nats, times `weight`
   // times *sink.loss_scale(). Each parameter's gradient goes to the sink once, as soon as it is computed:
   // whole or in pieces, in any format, in the backend's memory. The sink may step the weight before train()
@@ -83,6 +87,11 @@ class Network {
   // The mean loss of each train() since the last call; 0 where no target counted. Waits for their work, so
   // call it after Sink::read(), which waits for the same.
   virtual std::vector<double> losses() = 0;
+  // From now on each train() has its loss judged, before the first of its gradients goes to the sink. The guard
+  // lies in the backend's memory, and outlives this.
+  virtual void watch(Guard* guard) = 0;
+  // judge_step(), in the order of the backend's work. Both lie in its memory.
+  virtual void judge(double* sum_squares, const float* loss_scale) = 0;
   // The mean loss, for validation.
   virtual double loss(Visible weights, const Batch& batch) = 0;
 };

@@ -88,6 +88,7 @@ Outcome step_of(const nlohmann::json& row, double& tokens) {
   Outcome step = {number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
                   static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
   step.outlier = row.value("outlier", false);
+  step.tensors = row.value("skipped_tensors", std::int64_t{0});
   step.epoch = number_or_nan(row, "epoch");
   if (const double time = number_or_nan(row, "time"); time > 0) step.time = time;
   const double before = std::exchange(tokens, number_or_nan(row, "tokens")), taken = tokens - before;
@@ -168,6 +169,7 @@ std::string Metrics::next_lines(const Record& record) {
                            {"loss_scale", step.loss_scale},
                            {"skipped", step.skipped}};
       if (step.outlier) line["outlier"] = true;
+      if (step.tensors > 0) line["skipped_tensors"] = step.tensors;
       skipped_ += step.skipped ? 1 : 0;
       tokens_ = step.tokens < 0 || tokens_ < 0 ? -1 : tokens_ + step.tokens;
       line["skipped_steps"] = skipped_;

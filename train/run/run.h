@@ -49,9 +49,10 @@ struct Record {
   bool settled = false;      // ended by Span::patience
 
   double ms_per_step() const;
-  double tokens_per_second() const;  // of this session's steps
-  std::int64_t skipped() const;      // steps, for whatever reason
-  std::int64_t outliers() const;     // among them
+  double tokens_per_second() const;      // of this session's steps
+  std::int64_t skipped() const;          // steps, for whatever reason; released: in whole or in part
+  std::int64_t outliers() const;         // among them
+  std::int64_t tensors_skipped() const;  // released: of steps that were no outliers
   // Of the first and of the last validation that was finished; NaN: none was.
   double first_loss() const;
   double final_loss() const;
@@ -73,6 +74,10 @@ std::int64_t losses_lost(const Record& record);
 // How many steps at the end were skipped as outliers.
 std::int64_t outliers_lost(const Record& record);
 
+// How many steps at the end of this session were skipped, in whole or in part, at one and the same loss scale: a dynamic
+// one that shrinks finds its way.
+std::int64_t skipped_at_last(const Record& record);
+
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
 
@@ -82,7 +87,8 @@ using Save = std::function<bool(const Record&)>;
 // - `save` is called after the steps that the span names. Where it returns false it is called again when the
 //   run ends.
 // - When losses stay not finite the run ends early and does not save: its checkpoints are from before.
-// - When one step after another is an outlier it ends early too, and saves: the weights are from before.
+// - When one step after another is skipped, as an outlier or because a gradient is not finite, it ends early too, and
+//   saves: the weights are from before.
 // - If anything throws, the record ends with the last whole step.
 void run(
     Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,
