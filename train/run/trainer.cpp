@@ -203,6 +203,8 @@ Outcome Trainer::step(const Windows& data) {
     weights.push_back(all == 0 ? 1 : static_cast<double>(counted.targets * parts) / static_cast<double>(all));
     network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
     if (outliers_ && part + 1 == parts) deciding_ = {mean_loss(), 0, false};
+    if (Copies* const copies = backend_->copies(); copies != nullptr && part + 1 == parts)
+      copies->before_steps();
     sink_->end();
   }
   if (average_) average_->take(taken_ + 1);
