@@ -41,8 +41,11 @@ std::string save_words(const train::Record& record, bool is_saving) {
   if (is_saving) return "  saving";
   if (record.saves.empty()) return "";
   const train::Saved& last = record.saves.back().second;
-  return "  saved step " + grouped(last.step) + " in " + fixed(last.seconds, 1) + " s, waited " +
-         fixed(last.waited, 1) + " s";
+  constexpr double kShort = 0.1;  // seconds that are not worth a word
+  return "  saved step " + grouped(last.step) +
+         (last.seconds < kShort
+              ? ""
+              : " in " + fixed(last.seconds, 1) + " s, waited " + fixed(last.waited, 1) + " s");
 }
 
 }  // namespace

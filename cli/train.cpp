@@ -245,6 +245,9 @@ void train_on(Session& session, const Data& data, Record record) {
   print_start(session, data, trainer);
   if (session.from) print_resumed(session, trainer);
   memory.print(std::cout);
+  if (trainer.copies() != nullptr)
+    std::cout << "\nsaves take " << size_words(session.plan.saved())
+              << " of host memory, from the first one on, so that training goes on meanwhile\n";
   std::cout << std::endl;
 
   train::Metrics metrics(options.out);
