@@ -13,6 +13,7 @@
 #include "tests/failing_disk.h"
 #include "tests/files.h"
 #include "tests/jobs.h"
+#include "tests/support.h"
 
 namespace scruple::train {
 namespace {
@@ -82,9 +83,9 @@ Job job_of(scruple_policy policy = SCRUPLE_STORED, double ema = 0) {
 struct Session {
   explicit Session(const std::string& run, const Job& job = job_of(), const io::Checkpoint* from = nullptr,
                    std::int64_t room = 1 << 30)
-      : training(job, from), host(room), saves(training, "scruple", run, 2, host, [this](const auto& words) {
-          warnings.push_back(words);
-        }) {}
+      : training(job, from),
+        host(room),
+        saves(training, "scruple", run, 2, host, [this](const auto& words) { warnings.push_back(words); }) {}
   void step() {
     training.step();
     saves.add_step(1);
@@ -227,36 +228,37 @@ TEST_F(SavesTest, AKillLosesNothingThatWasSaved) {
     EXPECT_EQ(waitpid(child, &state, 0), child);
     return WIFEXITED(state) ? WEXITSTATUS(state) : -1;
   };
+  if (scruple_tests::kThreadSanitizer) GTEST_SKIP() << "it wants no threads in a forked process";
   text(16);  // once, and not in every child
   ASSERT_EQ(in_a_child([&] { train("whole", nullptr); }), 0);
-  int in_a_save = 0;
-  for (const Failure failure : {Failure::kill_before, Failure::kill_after}) {
-    int status = kKilled;
-    for (int target = 0; status == kKilled; ++target) {
-      std::filesystem::remove_all(path("run"));
-      status = in_a_child([&] {
-        plan = {true, failure, 0, target, 0, {}};
-        train("run", nullptr);
-      });
-      ASSERT_TRUE(status == 0 || status == kKilled) << status;
-      in_a_save += partial("run") > 0 ? 1 : 0;
-      io::remove_partial(path("run/checkpoints"), "step-");
-      const std::vector<std::int64_t> steps = io::saved_steps(path("run/checkpoints"));
-      ASSERT_EQ(in_a_child([&] {
-                  if (steps.empty()) return train("run", nullptr);
-                  const io::Checkpoint from(checkpoint("run", steps.back()));
-                  for (const io::TensorState& tensor : from.manifest().tensors)
-                    for (const io::Array& array : tensor.arrays)
-                      for (const io::Plane& plane : array.planes) from.verify(tensor, array, plane);
-                  train("run", &from);
-                }),
-                0)
-          << target;
-      ASSERT_TRUE(bytes_of("run", 6) == bytes_of("whole", 6)) << target;
-      ASSERT_EQ(partial("run"), 0u);
-    }
+  int in_a_save = 0, status = kKilled;
+  bool was_saved = false;
+  for (int target = 0; status == kKilled; ++target) {
+    std::filesystem::remove_all(path("run"));
+    status = in_a_child([&] {
+      plan = {true, Failure::kill_before, 0, target, 0, {}};
+      train("run", nullptr);
+    });
+    ASSERT_TRUE(status == 0 || status == kKilled) << status;
+    in_a_save += partial("run") > 0 ? 1 : 0;
+    io::remove_partial(path("run/checkpoints"), "step-");
+    const std::vector<std::int64_t> steps = io::saved_steps(path("run/checkpoints"));
+    ASSERT_TRUE(!steps.empty() || !was_saved) << "a kill one call earlier left a checkpoint, " << target;
+    was_saved = !steps.empty();
+    ASSERT_EQ(in_a_child([&] {
+                if (steps.empty()) return train("run", nullptr);
+                const io::Checkpoint from(checkpoint("run", steps.back()));
+                for (const io::TensorState& tensor : from.manifest().tensors)
+                  for (const io::Array& array : tensor.arrays)
+                    for (const io::Plane& plane : array.planes) from.verify(tensor, array, plane);
+                train("run", &from);
+              }),
+              0)
+        << target;
+    ASSERT_TRUE(bytes_of("run", 6) == bytes_of("whole", 6)) << target;
+    ASSERT_EQ(partial("run"), 0u);
   }
-  EXPECT_GT(in_a_save, 40);
+  EXPECT_GT(in_a_save, 20);
 }
 
 TEST_F(SavesTest, WithoutTheMemoryTrainingWaitsAndIsToldOnce) {

@@ -28,8 +28,8 @@ void PinnedCopies::take(std::span<const Plane> planes) {
   try {
     for (std::size_t i = 0; i < planes.size(); ++i) {
       const Plane& plane = planes[i];
-      check(cudaMemcpyAsync(plane.to, plane.from, static_cast<std::size_t>(plane.bytes), cudaMemcpyDeviceToHost,
-                            copies_),
+      check(cudaMemcpyAsync(plane.to, plane.from, static_cast<std::size_t>(plane.bytes),
+                            cudaMemcpyDeviceToHost, copies_),
             kDoing);
       if (i + 1 == planes.size() || planes[i + 1].tensor != plane.tensor)
         check(cudaEventRecord(copied_[plane.tensor].get(), copies_), kDoing);

@@ -54,7 +54,8 @@ struct Record {
   std::vector<std::pair<std::int64_t, Unmoved>> unmoved;  // of steps before validations that were not skipped
   double step_seconds = 0;                                // without the validations
   std::vector<double> seconds;                            // of each step of this session
-  std::vector<std::pair<std::int64_t, Saved>> saves;  // those that succeeded; steps taken when one was known to
+  std::vector<std::pair<std::int64_t, Saved>>
+      saves;                 // those that succeeded; steps taken when one was known to
   std::vector<Held> memory;  // of each step of this session that held other amounts than the last
   Timed validating, saving;  // of this session
   std::size_t resumed = 0;   // steps of earlier sessions among `steps`

@@ -62,7 +62,8 @@ bool Saves::has_room(std::int64_t bytes) {
   } catch (const std::exception&) {
     refused_ = true;
     warn_("the host has no " + std::to_string((bytes >> 20) + 1) +
-          " MiB for copies of a checkpoint, so training waits while one is written; free some, or save more rarely "
+          " MiB for copies of a checkpoint, so training waits while one is written; free some, or save more "
+          "rarely "
           "(--save-every)");
   }
   return !refused_;
@@ -78,7 +79,8 @@ void Saves::copy(Contents& contents) {
     planes.push_back({tensor, to, std::exchange(plane, to), bytes});
     at += aligned(bytes);
   });
-  const std::size_t parameters = trainer_.state().parameters().size();  // averages come behind them, and step last
+  const std::size_t parameters =
+      trainer_.state().parameters().size();  // averages come behind them, and step last
   const auto averages = std::find_if(planes.begin(), planes.end(),
                                      [&](const Copies::Plane& plane) { return plane.tensor >= parameters; });
   std::reverse(planes.begin(), averages);
