@@ -20,7 +20,8 @@ using train::Record;
 using train::Trainer;
 
 constexpr const char* kFooter =
-    R"(A line of *.jsonl has "text", or "prompt" and "completion": then only the completions are learned.
+    R"(A line of *.jsonl has "text"; or "prompt" and "completion", and the completions are learned; or
+"messages", a chat, and the assistant's turns are learned.
 
 --out gets metrics.jsonl (a line per step), report.html (curves, memory), and the model as a Hugging
 Face folder, which transformers and 'scruple sample' load.
@@ -116,7 +117,8 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
             << shortest(job.schedule.peak) << ' ' << schedule_words(job.schedule) << ", seed " << job.seed
             << '\n'
             << plural(options.model.steps, "step") << " of " << step_words(job, data.layout()) << "; "
-            << name_of(options.data) << " has " << grouped(data.size());
+            << name_of(options.data) << (options.data.size() > 1 ? " have " : " has ")
+            << grouped(data.size());
   if (data.layout() == train::Layout::padded || data.documents() > 1)
     std::cout << " in " << plural(data.documents(), "document") << ", "
               << train::kLayouts[static_cast<int>(data.layout())] << (job.isolates ? " and isolated" : "");
