@@ -317,7 +317,7 @@ class Metrics(Case):
 
     def test_saves_are_told(self):
         """Each with its time, also those of an earlier session; training on the CPU waits for all of it."""
-        self.trained("--save-every", "2", "--validation", "0", steps=5)
+        self.trained("--save-every", "2", "--validation", "0", "--device", "cpu", steps=5)
         rows = [row for row in self.metrics(saves=True) if "saved_step" in row]
         self.assertEqual([(row["step"], row["saved_step"]) for row in rows], [(2, 2), (4, 4), (5, 5)])
         for row in rows:
