@@ -1,4 +1,5 @@
 // `scruple train`: a byte-level GPT, or a model of Hugging Face's, on any text.
+#include <chrono>
 #include <filesystem>
 #include <iostream>
 #include <memory>
@@ -195,7 +196,13 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
       saved->problem.empty() ? note_saved(*saved) : note_problem(saved->problem);
     return session.unsaved.empty();
   };
+  const auto begun = std::chrono::steady_clock::now();
+  const auto saves_soon = [&] {
+    const std::chrono::duration<double> trained = std::chrono::steady_clock::now() - begun;
+    return span.save_every > 0 ? span.save_every < span.steps : trained.count() > span.save_seconds / 2;
+  };
   const auto show = [&](const Record&) {
+    if (saves_soon()) saves.prepare();
     saves.add_step(record.seconds.back());
     take_saved();
     write_metrics();
@@ -247,7 +254,7 @@ void train_on(Session& session, const Data& data, Record record) {
   memory.print(std::cout);
   if (trainer.copies() != nullptr)
     std::cout << "\nsaves take " << size_words(session.plan.saved())
-              << " of host memory, from the first one on, so that training goes on meanwhile\n";
+              << " of host memory, so that training goes on meanwhile\n";
   std::cout << std::endl;
 
   train::Metrics metrics(options.out);

@@ -275,6 +275,23 @@ TEST_F(SavesTest, WithoutTheMemoryTrainingWaitsAndIsToldOnce) {
   EXPECT_EQ(io::saved_steps(path("run/checkpoints")), (std::vector<std::int64_t>{1, 2}));
 }
 
+TEST_F(SavesTest, TheMemoryMayBeTakenBefore) {
+  for (const std::int64_t room : {std::int64_t{1} << 30, std::int64_t{1000}}) {
+    Session a(path("run" + std::to_string(room)), job_of(), nullptr, room);
+    a.step();
+    a.saves.prepare();
+    a.saves.prepare();
+    EXPECT_TRUE(a.warnings.empty()) << "nothing is saved yet";
+    a.step();
+    a.saves.save({}, true);
+    EXPECT_EQ(a.warnings.empty(), room > 1000);
+    EXPECT_EQ(a.saves.is_writing(), room > 1000);
+    a.step();
+    a.saves.wait();
+    EXPECT_EQ(a.saves.ended().value().problem, "");
+  }
+}
+
 TEST_F(SavesTest, ALongerStepHasWaited) {
   Session a(path("run"));
   for (int i = 0; i < 5; ++i) a.step();

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <map>
 #include <span>
 #include <vector>
 
@@ -9,6 +11,22 @@
 #include "train/pass/backend.h"
 
 namespace scruple::train::cuda {
+
+// Host memory in large blocks that copies run to beside other work. It is pinned in pieces, which end where an address is a
+// multiple of kPiece: a copy lies in one of them.
+class PinnedMemory final : public Memory {
+ public:
+  static constexpr std::int64_t kPiece = 256 << 20;
+  // Bytes from there to the end of its piece.
+  static std::int64_t rest_of_piece(const void* at) {
+    return kPiece - static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at) % kPiece);
+  }
+  void* take(std::int64_t bytes) override;
+  void give_back(void* memory) noexcept override;
+
+ private:
+  std::map<void*, std::vector<void*>> pinned_;  // pieces of each block
+};
 
 class PinnedCopies final : public Copies {
  public:
@@ -21,6 +39,8 @@ class PinnedCopies final : public Copies {
   void before_steps() override;
 
  private:
+  void queue(const Plane& plane);
+
   const Stream& stream_;
   PinnedMemory memory_;
   Stream copies_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <system_error>
 #include <utility>
 
 #include "train/run/rows.h"
@@ -33,6 +34,12 @@ void for_each_plane(Contents& contents, const Visit& visit) {
   }
 }
 
+std::int64_t room_of(Contents& contents) {
+  std::int64_t room = 0;
+  for_each_plane(contents, [&](std::size_t, void*&, std::int64_t bytes) { room += aligned(bytes); });
+  return room;
+}
+
 double median(std::deque<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
@@ -54,17 +61,30 @@ Saves::~Saves() {
   if (writing_.valid()) writing_.wait();
 }
 
+std::future<Block> Saves::taking(std::int64_t bytes) {
+  return std::async(std::launch::async,
+                    [this, bytes] { return Block(host_, "saves", bytes, trainer_.copies()->memory()); });
+}
+
+void Saves::prepare() {
+  if (trainer_.copies() == nullptr || refused_ || block_.bytes() > 0 || taking_.valid()) return;
+  Contents contents = contents_of(trainer_, recipe_, {});
+  try {
+    taking_ = taking(room_of(contents));
+  } catch (const std::system_error&) {  // no thread: the first save takes it, or says that it cannot
+  }
+}
+
 bool Saves::has_room(std::int64_t bytes) {
   if (trainer_.copies() == nullptr || refused_) return false;
   if (block_.bytes() > 0) return true;
   try {
-    block_ = Block(host_, "saves", bytes, trainer_.copies()->memory());
+    block_ = taking_.valid() ? taking_.get() : taking(bytes).get();
   } catch (const std::exception&) {
     refused_ = true;
     warn_("the host has no " + std::to_string((bytes >> 20) + 1) +
-          " MiB for copies of a checkpoint, so training waits while one is written; free some, or save more "
-          "rarely "
-          "(--save-every)");
+          " MiB free for copies of a checkpoint, so training waits while one is written; free some, or save "
+          "less often (--save-every)");
   }
   return !refused_;
 }
@@ -108,12 +128,8 @@ void Saves::save(const io::Metadata& notes, bool goes_on) {
   writing_ = written.get_future();
   try {
     Contents contents = contents_of(trainer_, recipe_, notes);
-    std::int64_t room = 0;
-    for_each_plane(contents, [&](std::size_t, void*&, std::int64_t bytes) {
-      current_.bytes += bytes;
-      room += aligned(bytes);
-    });
-    if (goes_on && has_room(room)) {
+    for_each_plane(contents, [&](std::size_t, void*&, std::int64_t bytes) { current_.bytes += bytes; });
+    if (goes_on && has_room(room_of(contents))) {
       copy(contents);
       writing_ = std::async(std::launch::async, [this, contents = std::move(contents)] {
         return write(contents, trainer_.copies());

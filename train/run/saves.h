@@ -29,6 +29,9 @@ class Saves {
   Saves(const Saves&) = delete;
   Saves& operator=(const Saves&) = delete;
 
+  // Begins to take the memory for copies, which takes seconds where it is large: training goes on meanwhile. Without it
+  // the first save waits.
+  void prepare();
   // Saves the trainer as it is, after the save before, for which it waits: there is one at a time. `goes_on`: training
   // will, so the checkpoint may still be being written when this returns.
   void save(const io::Metadata& notes, bool goes_on);
@@ -45,6 +48,7 @@ class Saves {
     Clock::time_point at;
     std::string problem;
   };
+  std::future<Block> taking(std::int64_t bytes);
   bool has_room(std::int64_t bytes);
   void copy(Contents& contents);
   Written write(const Contents& contents, Copies* copies) const;
@@ -56,7 +60,8 @@ class Saves {
   const std::function<void(const std::string&)> warn_;
   bool refused_ = false;  // the memory for copies
   Block block_;           // of one checkpoint's copies
-  Saved current_;         // the one that is being written
+  std::future<Block> taking_;
+  Saved current_;  // the one that is being written
   Clock::time_point begun_;
   std::deque<double> steps_;  // seconds of the last ones that waited for nothing
   bool step_waits_ = false;   // the next one
