@@ -184,9 +184,10 @@ Ending finish(Session& session, const Record& record, train::Trainer& trainer, t
   if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
   ending.report = attempt(ending, [&] {
     const std::string kind = options.model.is_gpt() ? "GPT" : kind_words(session.model.config);
-    io::write_text(options.out + "/report.html",
-                   train::to_html(page_of({name_of(options.data), kind, options.choice.recipe, layout,
-                                           session.job, record, trainer, session.ledger, session.plan})));
+    io::write_text(
+        options.out + "/report.html",
+        train::to_html(page_of({name_of(options.data), kind, options.choice.recipe, layout, session.job,
+                                record, trainer, session.ledger, session.host, session.plan})));
   });
   if (!failure) ending.weights = write_weights_somewhere(session, trainer, ending);
   return ending;

@@ -191,14 +191,15 @@ void eval(const Options& options) {
   if (!options.json)
     std::cout << options.folder << ": " << shape_words(setup.shape) << "; "
               << grouped(train::parameter_count(setup.shape)) << " parameters; " << backend->device() << '\n'
-              << name_of(options.data) << " has " << grouped(data.size()) << " " << token_word(setup.shape)
-              << "s in " << plural(data.documents(), "document") << ", "
+              << name_of(options.data) << (options.data.size() > 1 ? " have " : " has ")
+              << grouped(data.size()) << " " << token_word(setup.shape) << "s in "
+              << plural(data.documents(), "document") << ", "
               << train::kLayouts[static_cast<int>(data.layout())]
               << (windows.isolates() ? " and isolated" : "") << std::endl;
   const std::int64_t all = train::count_of_all(windows);
   const std::int64_t asked = options.windows == 0 ? all : std::min(options.windows, all);
-  const Figures figures =
-      evaluate(on, windows, asked, bytes_of_tokens(tokenizer, train::are_tokens(shares), setup.shape.vocabulary));
+  const Figures figures = evaluate(
+      on, windows, asked, bytes_of_tokens(tokenizer, train::are_tokens(shares), setup.shape.vocabulary));
   if (figures.loss.windows < asked) {
     std::cerr << "scruple: stopped by " << Interrupts::name() << " after "
               << plural(figures.loss.windows, "window") << " of " << grouped(asked)

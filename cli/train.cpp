@@ -10,6 +10,7 @@
 #include "session.h"
 #include "train/model/model.h"
 #include "train/run/checkpoint.h"
+#include "train/run/saves.h"
 
 namespace scruple::cli {
 namespace {
@@ -19,7 +20,8 @@ using train::Record;
 using train::Trainer;
 
 constexpr const char* kFooter =
-    R"(A line of *.jsonl has "text", or "prompt" and "completion": then only the completions are learned.
+    R"(A line of *.jsonl has "text"; or "prompt" and "completion", and the completions are learned; or
+"messages", a chat, and the assistant's turns are learned.
 
 --out gets metrics.jsonl (a line per step), report.html (curves, memory), and the model as a Hugging
 Face folder, which transformers and 'scruple sample' load.
@@ -113,7 +115,8 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
             << shortest(job.schedule.peak) << ' ' << schedule_words(job.schedule) << ", seed " << job.seed
             << '\n'
             << plural(options.model.steps, "step") << " of " << step_words(job, data.layout()) << "; "
-            << name_of(options.data) << " has " << grouped(data.size());
+            << name_of(options.data) << (options.data.size() > 1 ? " have " : " has ")
+            << grouped(data.size());
   if (data.layout() == train::Layout::padded || data.documents() > 1)
     std::cout << " in " << plural(data.documents(), "document") << ", "
               << train::kLayouts[static_cast<int>(data.layout())] << (job.isolates ? " and isolated" : "");
@@ -166,32 +169,61 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
       progress.warn("cannot write " + metrics.path() + ": make room; its lines wait, and the run goes on");
     metrics_wait = !written;
   };
+  const auto goes_on = [&] {
+    return span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps;
+  };
+  train::Saves saves(trainer, options.choice.recipe, options.out, options.keep, session.host,
+                     [&](const std::string& message) { progress.warn(message); });
+  // Hours of training are worth more than this file.
+  const auto note_problem = [&](const std::string& problem) {
+    session.unsaved = problem;
+    if (goes_on()) progress.warn(problem + "; the run goes on, and the next save tries again");
+  };
+  const auto note_saved = [&](const train::Saved& saved) {
+    session.saved = saved.step;
+    session.unsaved.clear();
+    record.saves.emplace_back(trainer.steps_taken(), saved);
+    try {
+      if (!session.tokenizer.empty()) train::copy_tokenizer(session.tokenizer, options.out);
+    } catch (const std::exception& error) {
+      note_problem(error.what());
+    }
+  };
+  // Hears of the saves that have ended. Whether the last one succeeded.
+  const auto take_saved = [&] {
+    while (const std::optional<train::Saved> saved = saves.ended())
+      saved->problem.empty() ? note_saved(*saved) : note_problem(saved->problem);
+    return session.unsaved.empty();
+  };
   const auto show = [&](const Record&) {
+    saves.add_step(record.seconds.back());
+    take_saved();
     write_metrics();
-    progress.show(record, train::seconds_left(record, span));
+    progress.show(record, train::seconds_left(record, span), saves.is_writing());
   };
   const auto save = [&](const Record&) {
     write_metrics();
-    session.unsaved.clear();
     try {
       if (session.notes.empty()) session.notes = notes_for(session, data, trainer);
-      train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
-      session.saved = trainer.steps_taken();
-      if (!session.tokenizer.empty()) train::copy_tokenizer(session.tokenizer, options.out);
-    } catch (const std::exception& error) {  // hours of training are worth more than this file
-      session.unsaved = error.what();
-      if (span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps)
-        progress.warn(session.unsaved + "; the run goes on, and the next save tries again");
+      saves.save(session.notes, goes_on());
+    } catch (const std::exception& error) {
+      note_problem(error.what());
     }
-    return session.unsaved.empty();
+    return take_saved() || saves.is_writing();
   };
+  span.saves_end = [&] {
+    saves.wait();
+    return take_saved();
+  };
+  std::exception_ptr failure;
   try {
     train::run(record, trainer, data.training(), validation, span, show, save);
   } catch (...) {
-    if (record.steps.size() == record.resumed) throw;
-    return std::current_exception();
+    failure = std::current_exception();
   }
-  return nullptr;
+  span.saves_end();
+  if (failure && record.steps.size() == record.resumed) std::rethrow_exception(failure);
+  return failure;
 }
 
 void train_on(Session& session, const Data& data, Record record) {
@@ -199,6 +231,7 @@ void train_on(Session& session, const Data& data, Record record) {
   const Table memory =
       checked_memory("the run", session.job, session.plan, savings_of(session), options.limit());
   session.ledger = train::Ledger(std::min(free_memory(session.job), options.limit()));
+  session.host = train::Ledger(free_memory() / 4 * 3);
   Trainer trainer(session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {
@@ -212,6 +245,9 @@ void train_on(Session& session, const Data& data, Record record) {
   print_start(session, data, trainer);
   if (session.from) print_resumed(session, trainer);
   memory.print(std::cout);
+  if (trainer.copies() != nullptr)
+    std::cout << "\nsaves take " << size_words(session.plan.saved())
+              << " of host memory, from the first one on, so that training goes on meanwhile\n";
   std::cout << std::endl;
 
   train::Metrics metrics(options.out);

@@ -20,6 +20,7 @@
 #include "train/cuda/products.h"
 #include "train/run/average.h"
 #include "train/run/checkpoint.h"
+#include "train/run/saves.h"
 #include "train/run/trainer.h"
 
 namespace scruple::train {
@@ -786,6 +787,72 @@ TEST_F(CudaTrainer, OffloadingGivesTheSameBits) {
 }
 
 // What is told of a plan without its activations. Only counts: it needs no GPU.
+// Half a GB takes longer to copy than a step of three short windows takes: without waiting the copy has weights of after it.
+TEST_F(CudaTrainer, AStepWaitsForTheCopiesOfWhatItWrites) {
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED}) {
+    SCOPED_TRACE(policy);
+    Job job = job_of(gpt2({8, 1024, 16, 64, 256}), cuda_backend, "scruple", Precision::bf16);
+    job.initial = spread_values(job.shape);
+    job.gradients.policy = policy;
+    Training training(job);
+    Copies& copies = *training.copies();
+    Ledger host;
+    Block block;
+    for (int step = 0; step < 4; ++step) {  // as it is, recorded, and replayed
+      const std::vector<char> want = training.planes();
+      if (step == 0) block = Block(host, "saves", std::ssize(want), copies.memory());
+      std::vector<Copies::Plane> planes;
+      char* to = block.as<char>();
+      const auto add = [&](std::size_t tensor, const void* plane, std::int64_t bytes) {
+        if (bytes > 0) planes.push_back({tensor, to, plane, bytes});
+        to += bytes;
+      };
+      for (std::size_t t = 0; t < training.state().table().size(); ++t) {
+        const scruple_tensor& row = training.state().table()[t];
+        for (const scruple_array& array : std::span(row.arrays, SCRUPLE_GRADIENT)) {
+          if (array.codes == nullptr) continue;
+          const PlaneBytes bytes = plane_bytes(array.format, row.size);
+          add(t, array.codes, bytes.codes), add(t, array.aux, bytes.aux);
+        }
+      }
+      ASSERT_EQ(to, block.as<char>() + want.size());
+      std::reverse(planes.begin(), planes.end());
+      copies.take(planes);
+      training.step();
+      copies.wait();
+      EXPECT_TRUE(std::equal(want.begin(), want.end(), block.as<char>())) << "step " << step;
+      EXPECT_FALSE(training.planes() == want) << "step " << step;
+    }
+  }
+}
+
+TEST_F(CudaTrainer, ASaveBesideTrainingHasTheBytesOfOneThatWaits) {
+  const auto folder = std::filesystem::path(::testing::TempDir()) / "cuda-saves";
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED}) {
+    std::filesystem::remove_all(folder);
+    Job job = job_of(gpt2({2, 64, 2, 32, 256}), cuda_backend, "scruple", Precision::bf16);
+    job.gradients.policy = policy;
+    job.ema = 0.9;
+    Training a(job), b(job);
+    Ledger host;
+    Saves saves(a, "scruple", folder / "a", 0, host,
+                [](const std::string& words) { ADD_FAILURE() << words; });
+    for (int step = 1; step <= 6; ++step) {
+      a.step(), b.step();
+      saves.save({}, step < 6);
+      save(b, "scruple", {}, folder / "b", 0);
+    }
+    for (int step = 1; step <= 6; ++step) {
+      EXPECT_EQ(saves.ended().value_or(Saved{.problem = "none"}).problem, "");
+      const auto text = [&](const char* run) {  // it has every plane's checksum
+        return io::read_text(folder / run / "checkpoints" / io::step_name(step) / "manifest.json", 1 << 20);
+      };
+      EXPECT_EQ(text("a"), text("b")) << policy << ", step " << step;
+    }
+  }
+  std::filesystem::remove_all(folder);
+}
+
 TEST(CudaPlan, ReleasedBytesAreTheLedgers) {
   for (const Precision activations : {Precision::fp32, Precision::bf16}) {
     Job job = job_of(llama(), cuda_backend, "scruple", activations);

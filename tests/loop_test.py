@@ -6,14 +6,16 @@ Usage: loop_test.py PATH_TO_SCRUPLE
 import json
 import math
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import command
-from command import content, run, start
+from command import content, run, start, until
 
 
 class Case(command.Case):
@@ -313,6 +315,21 @@ class Metrics(Case):
         self.assertEqual(curves[0]["y"][0], curves[1]["y"][0])
         self.assertLess(sum(smoothed), 0.5 * sum(noise))
 
+    def test_saves_are_told(self):
+        """Each with its time, also those of an earlier session; training on the CPU waits for all of it."""
+        self.trained("--save-every", "2", "--validation", "0", "--device", "cpu", steps=5)
+        rows = [row for row in self.metrics(saves=True) if "saved_step" in row]
+        self.assertEqual([(row["step"], row["saved_step"]) for row in rows], [(2, 2), (4, 4), (5, 5)])
+        for row in rows:
+            self.assertTrue(0 < row["save_seconds"] <= row["save_waited"] < 60, row)
+            size = os.path.getsize(self.step_of("run", 5, "model.safetensors"))
+            self.assertTrue(0.5 * size < row["save_bytes"] < size, (row, size))
+        self.assertIn("saves", dict(self.report()[0]["sections"][1]["tables"][1]["rows"]))
+        os.rename(self.step_of("run", 5), self.path("away"))
+        self.resumed("run")
+        again = [row for row in self.metrics(saves=True) if "saved_step" in row]
+        self.assertEqual((again[:2], again[2]["saved_step"], len(again)), (rows[:2], 5, 3))
+
     def test_the_example_follows_them(self):
         """Without a service to send them to it prints them."""
         self.trained("--validation", "0.1", steps=3)
@@ -320,9 +337,35 @@ class Metrics(Case):
         said = subprocess.run([sys.executable, example, self.path("run"), "--print", "--once"], capture_output=True, text=True)
         self.assertEqual(said.returncode, 0, said.stderr)
         lines = said.stdout.splitlines()
-        self.assertEqual(len(lines), len(self.metrics()))
+        self.assertEqual(len(lines), len(self.metrics(saves=True)))
         self.assertRegex(said.stdout, r"(?m)^3 .*loss [\d.]+")
         self.assertRegex(said.stdout, r"(?m)^3 val_loss [\d.]+$")
+
+
+class Saves(Case):
+    def test_killed_in_the_middle(self):
+        """On a GPU training goes on meanwhile: `make test-gpu` runs this there."""
+        dice, kills, device = random.Random(2), 8, os.environ.get("SCRUPLE_TEST_DEVICE", "cpu")
+        # A save takes longer than a step.
+        more = ("--layers", "4", "--width", "256", "--validation", "0", "--device", device)
+        self.trained(*more, out="whole", steps=40)
+        arguments, folder = self.training(*more, "--save-every", "2", steps=40), self.path("run/checkpoints")
+        found = lambda: os.listdir(folder) if os.path.exists(folder) else []
+        for _ in range(kills):
+            before = set(found())
+            process = start(*arguments)
+            until(lambda: process.poll() is not None or any("partial" in name for name in set(found()) - before))
+            time.sleep(dice.uniform(0, 0.1))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            if any("partial" not in name for name in found()):
+                self.done("checkpoint", "verify", self.path("run"))
+                arguments = ["train", "--resume", self.path("run")]
+            else:
+                shutil.rmtree(self.path("run"))
+        self.done(*arguments)
+        self.assertTrue((self.weights(), self.metrics()) == (self.weights("whole"), self.metrics("whole")))
+        self.assertEqual(sorted(found()), ["step-00000038", "step-00000040"])
 
 
 class Outliers(Case):

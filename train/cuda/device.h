@@ -51,6 +51,13 @@ class DeviceMemory final : public Memory {
   bool pooled_ = false;
 };
 
+// Host memory in large blocks that copies run to beside other work.
+class PinnedMemory final : public Memory {
+ public:
+  void* take(std::int64_t bytes) override;
+  void give_back(void* memory) noexcept override;
+};
+
 // Host memory that copies run from and to beside other work. Whoever owns it waits for them before it goes.
 struct FreePinned {
   void operator()(void* memory) const { cudaFreeHost(memory); }

@@ -20,13 +20,13 @@ constexpr Index kAtOnce = 512;   // tokens that are fed together, at most
 
 struct Transformer::State {
   State(const Setup& setup, Visible weights, bool released, const StreamEngine& engine,
-        const Stream& on_stream, Memory& memory, Ledger& ledger)
+        const Stream& on_stream, Copies& copies, Memory& memory, Ledger& ledger)
       : model(setup.shape),
         rows(setup.batch * model.context),
         records(setup.graphs && !setup.offloads),  // copies beside the layers are no part of a recording
         stream(on_stream),
         inputs(model, rows, stream, memory, ledger),
-        recording(stream),
+        recording(stream, released ? &copies : nullptr),
         outbox(parameters_of(model), setup.activations, released, recording, memory, ledger),
         on(setup, rows, weights, &inputs, &outbox, engine, stream, memory, ledger),
         pass(on, on.places(), setup.recompute),
@@ -136,9 +136,9 @@ void Transformer::State::take_losses() {
 }
 
 Transformer::Transformer(const Setup& setup, Visible weights, bool released, const StreamEngine& engine,
-                         const Stream& stream, Memory& memory, Ledger& ledger) {
+                         const Stream& stream, Copies& copies, Memory& memory, Ledger& ledger) {
   check_setup(setup);
-  state_ = std::make_unique<State>(setup, weights, released, engine, stream, memory, ledger);
+  state_ = std::make_unique<State>(setup, weights, released, engine, stream, copies, memory, ledger);
 }
 
 Transformer::~Transformer() = default;

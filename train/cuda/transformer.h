@@ -13,7 +13,7 @@ class Transformer final : public Network {
  public:
   // Memory is taken here. Throws std::invalid_argument where there is no such model.
   Transformer(const Setup& setup, Visible weights, bool released, const StreamEngine& engine,
-              const Stream& stream, Memory& memory, Ledger& ledger);
+              const Stream& stream, Copies& copies, Memory& memory, Ledger& ledger);
   ~Transformer() override;
 
   void prepare(const Batch& batch, float weight) override;

@@ -107,11 +107,33 @@ class Generator {
   virtual void clear() = 0;                 // as if none had been
 };
 
+// Copies of a device's planes in host memory, made beside its other work.
+class Copies {
+ public:
+  struct Plane {
+    std::size_t tensor;  // a parameter's number, or one behind them all
+    void* to;            // in memory()
+    const void* from;
+    std::int64_t bytes;
+  };
+  virtual ~Copies() = default;
+  virtual Memory& memory() = 0;  // host memory that the device can copy to beside its work
+  // Begins to copy the planes as they are now, in this order; those of a tensor stand together.
+  virtual void take(std::span<const Plane> planes) = 0;
+  // Until the copies are there; on any thread. Throws where they failed.
+  virtual void wait() = 0;
+  // What is queued from now on may write the planes of this tensor, or of all: it waits for their copies.
+  virtual void before_step(std::size_t tensor) = 0;
+  virtual void before_steps() = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
   virtual Engine& engine() = 0;
   virtual Memory& memory() = 0;  // where its planes and accumulators lie
+  // nullptr: it makes none. Planes in host memory would take that memory twice.
+  virtual Copies* copies() { return nullptr; }
   // Bytes of gradients that exist at once where each is stepped as soon as it is there.
   virtual std::int64_t released_bytes(const std::vector<Parameter>& parameters,
                                       Precision activations) const = 0;

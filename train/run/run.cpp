@@ -190,6 +190,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
   record.stopped = !all_taken || lacks_last;
   const bool has_saved = saved > static_cast<std::int64_t>(record.resumed);
   const bool lost_steps = hopeless && record.steps.back().skipped;
+  if (!span.saves_end()) saved = -1;  // the last save failed after all: another one is tried
   if (span.save_every > 0 || span.save_last || has_saved || record.stopped || lost_steps) save_now(step);
 }
 

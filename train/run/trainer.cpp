@@ -232,6 +232,8 @@ Outcome Trainer::step(const Windows& data, bool goes_on) {
     outcome.tokens += counted.tokens;
     weights.push_back(weight_of(counted.targets, now.all));
     network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
+    if (Copies* const copies = backend_->copies(); copies != nullptr && part + 1 == parts)
+      copies->before_steps();
     sink_->end();
   }
   if (average_) average_->take(taken_ + 1);

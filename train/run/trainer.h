@@ -85,6 +85,7 @@ class Trainer {
   State& state() { return *state_; }
   Engine& engine() { return backend_->engine(); }
   Memory& memory() { return backend_->memory(); }  // where the state's planes are
+  Copies* copies() { return backend_->copies(); }  // nullptr: none are made
   const Backend& backend() const { return *backend_; }
   Ledger& ledger() { return accumulators_.ledger; }
   const Groups& groups() const { return groups_; }
