@@ -252,8 +252,12 @@ class ByName(Case):
         self.refused(2, "did you mean 'transformer.wte.weight'?", "--weight-decay-for", "transformer.wte.wieght=0")
         for wrong in ("wte", "=1"):
             self.refused(2, f"--lr-for is '{wrong}'; it must be a pattern of names and a number", "--lr-for", wrong)
-        self.refused(2, "must be finite, and 0 or more", "--lr-for", "*=-1")
-        self.refused(2, "--weight-decay-for *=x", "--weight-decay-for", "*=x")
+        self.refused(2, "like 'wte'; did you mean '*wte*'? Names:", "--lr-for", "wte=0")
+        for wrong in ("-1", "nan", "inf"):
+            self.refused(2, f"--lr-for: the number of '*={wrong}' is '{wrong}'; it must be finite, and 0 or more", "--lr-for", f"*={wrong}")
+        for wrong in ("x", "", "1x"):
+            self.refused(2, f"--weight-decay-for: the number of '*={wrong}' is '{wrong}'; it must be a number", "--weight-decay-for",
+                         f"*={wrong}")  # fmt: skip
 
 
 def byte_level(merges=()):
