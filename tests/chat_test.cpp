@@ -120,10 +120,12 @@ TEST_F(ChatTest, ConversationsWithoutAnAnswerAreLeftOutAndCounted) {
   folder(kChatMl);
   const std::string file =
       put(chat({turn("user", "a")}) + turn_line() + "{\"messages\": []}\n", "chats.jsonl");
-  const Documents documents(file, reading());
-  EXPECT_EQ(documents.empty(), 2);
-  ASSERT_EQ(documents.all().size(), 1u);
-  EXPECT_EQ(shown(documents, 0), "ua|_aB!_");
+  for (const TrainOn train_on : {TrainOn::all, TrainOn::assistant, TrainOn::last}) {
+    const Documents documents(file, reading(train_on));
+    EXPECT_EQ(documents.empty(), 2);
+    ASSERT_EQ(documents.all().size(), 1u);
+    EXPECT_EQ(shown(documents, 0), train_on == TrainOn::all ? "UA!_AB!_" : "ua|_aB!_");
+  }
 }
 
 TEST_F(ChatTest, AnswersBehindTheContextAreLeftOutOrCutAndCounted) {
@@ -239,11 +241,13 @@ TEST_F(ChatTest, FilesOfTokensKeepWhatCounts) {
     EXPECT_TRUE(documents.has_prompts());
     EXPECT_EQ(shown(documents, 0), "ua|aB!uc|");
     EXPECT_EQ(shown(documents, 1), "X!");
-    std::vector<std::uint8_t> others = flags;
-    others[8] = kCounts;  // the end of a question
-    write_tokens(path("others.bin"), TokenFile::scruple, tokens, vocabulary, others);
-    const Documents other(path("others.bin"), {.end = 124, .vocabulary = vocabulary});
-    EXPECT_NE(other.crc32(other.sources()[0]), documents.crc32(documents.sources()[0]));
+    for (const auto& [place, flag] : {std::pair(8, kCounts), std::pair(9, kCounts)}) {
+      std::vector<std::uint8_t> others = flags;  // the end of a question counts; two documents are one
+      others[static_cast<std::size_t>(place)] = flag;
+      write_tokens(path("others.bin"), TokenFile::scruple, tokens, vocabulary, others);
+      const Documents other(path("others.bin"), {.end = 124, .vocabulary = vocabulary});
+      EXPECT_NE(other.crc32(other.sources()[0]), documents.crc32(documents.sources()[0])) << place;
+    }
     std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
     expect_words(message_of([&] { read_tokens(file); }), "was cut", file);
   }

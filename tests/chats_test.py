@@ -548,7 +548,7 @@ class Commands(Case):
         dice = random.Random(3)
         lines = [line for line in (conversation(dice, "chatml") for _ in range(40)) if any(m["role"] == "assistant" for m in line["messages"])]
         self.lines = lines
-        self.chats = self.write("chats.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + '{"messages": []}\n')
+        self.chats = self.write("chats.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + '{"messages": []}\n{"messages": [{"role": "user", "content": "?"}]}\n')
 
     def trained_model(self):
         import torch
@@ -566,7 +566,7 @@ class Commands(Case):
         for train_on in ("all", "assistant", "last"):
             said = command.run("tokenize", "--model", self.model, self.chats, "--out", out, "--train-on", train_on)
             self.assertIn(f"wrote {out}", said.stdout)
-            self.assertIn("1 document with nothing to learn: left out", said.stderr)
+            self.assertIn("2 documents with nothing to learn: left out", said.stderr)
             tokens, counts, begins = flags_of(out)
             wanted = [render(self.theirs, line)["input_ids"] for line in self.lines]
             self.assertEqual(tokens, sum(wanted, []))
@@ -579,7 +579,7 @@ class Commands(Case):
             made = subprocess.run([sys.executable, script, "--model", self.model, self.chats, "--out", by_script, "--train-on", train_on],
                                   check=True, capture_output=True, text=True)
             self.assertEqual(flags_of(by_script), (tokens, counts, begins))
-            self.assertIn(f"of which {sum(counts):,} count; 1 were left out", made.stdout)
+            self.assertIn(f"of which {sum(counts):,} count; 2 were left out", made.stdout)
 
     def test_lines_of_texts_and_prompts(self):
         end = self.kinds["bytes"].token_to_id("<|im_end|>")
@@ -642,11 +642,11 @@ class Commands(Case):
         plain_words = self.done("sample", self.path("run"), "--length", "12", "--temperature", "0", "--prompt", prompt)
         self.assertEqual(plain_words, prompt + answer)
 
-    def speaker(self, kind, says, first, stop, behind):
+    def speaker(self, kind, template, first, stop, behind):
         """A model that answers `first`, and then `stop`, whatever it is asked; behind that it would say `behind`."""
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
-        folder, theirs = self.saved(kind, plain(says))
+        folder, theirs = self.saved(kind, template)
         number = self.kinds[kind].token_to_id
         model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
                                              vocab_size=self.kinds[kind].get_vocab_size(), max_position_embeddings=256))
@@ -665,21 +665,26 @@ class Commands(Case):
 
     def test_an_answer_ends_where_a_turn_does(self):
         """The template ends turns in <|im_end|>, and the folder's end token is another one."""
-        model = self.speaker("bytes", "chatml", "H", "<|im_end|>", "i")
+        model = self.speaker("bytes", plain("chatml"), "H", "<|im_end|>", "i")
         ask = ["--length", "6", "--temperature", "0"]
         self.assertEqual(self.done("sample", model, *ask, "--prompt", "x"), "xH<|im_end|>iiii\n", "a text goes on")
         self.assertEqual(self.done("sample", model, "--chat", *ask, "--prompt", "x"), "H\n")
         self.assertEqual(self.done("sample", model, "--chat", *ask, input="x\n\ny\n"), "H\nH\n")
+        unlike = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ 'You: ' if add_generation_prompt }}"
+        model = self.speaker("bytes", unlike, "H", "<|im_end|>", "i")
+        self.assertEqual(self.done("sample", model, "--chat", *ask, "--prompt", "x"), "H<|im_end|>iiii\n", "nothing says where a turn ends")
 
-    def test_a_question_has_one_begin(self):
-        """A tokenizer that begins texts with <s> does not begin the template's text with another one."""
-        model = self.speaker("begins", "llama3", "H", "<|eot_id|>", "i")
-        seen = ["--length", "1", "--temperature", "0", "--chat", "--prompt", "Hi"]
-        prompt = render(self.saved("begins", plain("llama3"))[1], {"messages": [{"role": "user", "content": "Hi"}]}, add_generation_prompt=True)
-        count = len(prompt["input_ids"])
-        said = command.run("sample", model, *seen, "--context", str(count))
-        self.assertEqual((said.stdout, said.stderr), ("H\n", ""))
-        self.ends(0, "does not see its first 1", "sample", model, *seen, "--context", str(count - 1))
+    def test_a_question_has_one_begin_and_what_was_said_before(self):
+        """A tokenizer that begins texts with <s> does not begin the template's text with another one. A context that is one
+        token too short tells the length of what the model is given."""
+        model = self.speaker("begins", plain("llama3"), "H", "<|eot_id|>", "i")
+        ask, theirs = ["sample", model, "--chat", "--length", "2", "--temperature", "0"], self.saved("begins", plain("llama3"))[1]
+        said = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "H"), ("user", "Ho"))]
+        for messages, lines in ((said[:1], "Hi\n"), (said, "Hi\nHo\n")):
+            count = len(render(theirs, {"messages": messages}, add_generation_prompt=True)["input_ids"])
+            found = command.run(*ask, "--context", str(count), input=lines)
+            self.assertEqual((found.stdout, found.stderr), ("H\n" * lines.count("\n"), ""))
+            self.ends(0, "does not see its first 1\n", *ask, "--context", str(count - 1), input=lines)
 
     def test_what_is_refused(self):
         text = self.write("a.txt", "some text " * 9)

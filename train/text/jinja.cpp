@@ -908,7 +908,7 @@ class Parser {
 
   // (value, name=value), or nothing
   Given read_arguments() {
-    Given given = {here().line, {}};
+    Given given = {lexemes_[at_ - 1].line, {}};  // of the name before them
     if (!takes_sign("(")) return given;
     read_list(")", [&] {
       if (is(Type::sign, {"*", "**"})) refuse("'", here().text, "' before an argument is not known here");
