@@ -23,9 +23,10 @@ Given parse(const std::string& text, const std::string& option, const char* exam
   if (at == std::string::npos || at == 0)
     throw UsageError(option + " is '" + text + "'; it must be a pattern of names and a number, such as '" +
                      example + "'");
-  const double value = parse_number(text.substr(at + 1), option + " " + text);
+  const std::string number = text.substr(at + 1), what = option + ": the number of '" + text + "'";
+  const double value = parse_number(number, what);
   if (!(value >= 0) || !std::isfinite(value))
-    throw UsageError(option + " is '" + text + "'; its number must be finite, and 0 or more");
+    throw UsageError(what + " is '" + number + "'; it must be finite, and 0 or more");
   return {text.substr(0, at), value};
 }
 
@@ -38,7 +39,10 @@ void check_fits(const Given& given, const std::string& option,
   constexpr std::size_t kTold = 12;
   std::vector<std::string> names;
   for (const train::Parameter& parameter : parameters) names.push_back(parameter.name);
-  const std::string meant = did_you_mean(given.pattern, names);
+  const auto has_it = [&](const std::string& name) { return name.find(given.pattern) != name.npos; };
+  const std::string meant = std::any_of(names.begin(), names.end(), has_it)
+                                ? "; did you mean '*" + given.pattern + "*'?"
+                                : did_you_mean(given.pattern, names);
   const auto more = static_cast<std::int64_t>(names.size()) - static_cast<std::int64_t>(kTold);
   names.resize(std::min(names.size(), kTold));
   throw UsageError(option + ": no parameter of the model has a name like '" + given.pattern + "'" +

@@ -37,8 +37,10 @@ def spans_of(tokenizer, messages, train_on, **more):
 def tokens_and_mask(tokenizer, line, train_on):
     messages = [{k: v for k, v in message.items() if v is not None} for message in line["messages"]]
     more = {"tools": line.get("tools")}
-    if train_on == "all" or not any(message["role"] == "assistant" for message in messages):
-        tokens = tokenizer.apply_chat_template(messages, return_dict=True, **more)["input_ids"] if train_on == "all" and messages else []
+    if not any(message["role"] == "assistant" for message in messages):
+        return [], np.zeros(0, bool)  # left out
+    if train_on == "all":
+        tokens = tokenizer.apply_chat_template(messages, return_dict=True, **more)["input_ids"]
         return tokens, np.ones(len(tokens), bool)
     if "endgeneration" in tokenizer.get_chat_template(tools=more["tools"]):
         found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **more)

@@ -2,37 +2,29 @@
 
     python examples/watch.py RUN [--wandb | --print] [--once]      (needs tensorboard and torch, or wandb)
 """
+import json, pathlib, sys, time
 
-import json
-import pathlib
-import sys
-import time
-
-run, once = pathlib.Path(sys.argv[1]), "--once" in sys.argv  # --once: what is there now
-
+file, before, logged, flush = pathlib.Path(sys.argv[1]).resolve() / "metrics.jsonl", b"", set(), lambda: None
 if "--wandb" in sys.argv:
     import wandb
-
-    wandb.init(project="scruple", name=run.name)
+    wandb.init(project="scruple", name=file.parent.name)
     log = lambda step, values, when: wandb.log(values, step=step)
 elif "--print" in sys.argv:
-    log = lambda step, values, when: print(step, *(f"{key} {value:.6g}" for key, value in values.items()))
+    log = lambda step, values, when: print(step, *(f"{name} {value:.6g}" for name, value in values.items()), flush=True)
 else:
     from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(file.parent / "tensorboard")
+    flush, log = writer.flush, lambda step, values, when: [writer.add_scalar(name, values[name], step, when) for name in values]
 
-    writer = SummaryWriter(run / "tensorboard")
-    log = lambda step, values, when: [writer.add_scalar(key, value, step, when) for key, value in values.items()]
-
-at = 0
 while True:
-    text = (run / "metrics.jsonl").read_bytes()
-    if len(text) < at:  # a run that goes on writes the file anew, without what it does again
-        at = 0
-    end = text.rfind(b"\n") + 1  # the last line may not be whole yet
-    for row in map(json.loads, text[at:end].splitlines()):
-        numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
-        log(numbers.pop("step"), numbers, numbers.pop("time", None))
-    at = end
-    if once:
+    whole = (text := file.read_bytes())[: text.rfind(b"\n") + 1]  # the last line may be half written
+    for row in map(json.loads, whole.removeprefix(before).splitlines()):  # every line, where a resumed run began the file anew
+        step, when, kind = row.pop("step"), row.pop("time", None), ("val_loss" in row, "saved_step" in row)
+        if (step, kind) not in logged:
+            log(step, {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}, when)
+            logged.add((step, kind))
+    before = whole
+    flush()
+    if "--once" in sys.argv:
         break
-    time.sleep(5)
+    time.sleep(1)

@@ -120,10 +120,26 @@ TEST_F(ChatTest, ConversationsWithoutAnAnswerAreLeftOutAndCounted) {
   folder(kChatMl);
   const std::string file =
       put(chat({turn("user", "a")}) + turn_line() + "{\"messages\": []}\n", "chats.jsonl");
-  const Documents documents(file, reading());
-  EXPECT_EQ(documents.empty(), 2);
-  ASSERT_EQ(documents.all().size(), 1u);
-  EXPECT_EQ(shown(documents, 0), "ua|_aB!_");
+  for (const TrainOn train_on : {TrainOn::all, TrainOn::assistant, TrainOn::last}) {
+    const Documents documents(file, reading(train_on));
+    EXPECT_EQ(documents.empty(), 2);
+    ASSERT_EQ(documents.all().size(), 1u);
+    EXPECT_EQ(shown(documents, 0), train_on == TrainOn::all ? "UA!_AB!_" : "ua|_aB!_");
+  }
+}
+
+TEST_F(ChatTest, AnswersBehindTheContextAreLeftOutOrCutAndCounted) {
+  folder(kMarked);
+  const std::string long_question = chat({turn("user", "abcdef"), turn("assistant", "g")});
+  const std::string file = put(long_question + turn_line() + chat({turn("user", "a")}) +
+                                   chat({turn("user", "a"), turn("assistant", "bcdef")}),
+                               "chats.jsonl");
+  for (const Layout layout : {Layout::whole, Layout::padded}) {
+    const Data data(file, {.context = 6, .layout = layout, .validation_share = 0}, reading());
+    EXPECT_EQ(data.left_out(), 2) << "no answer, and none in the first six targets";
+    EXPECT_EQ(data.cut(), 1);
+    EXPECT_EQ(data.cut_tokens(), 3) << "ua|abcdef| has ten, of which seven are in the window";
+  }
 }
 
 TEST_F(ChatTest, AnEmptyAnswerIsItsEndAndOneTurnAfterAnotherCounts) {
@@ -225,6 +241,13 @@ TEST_F(ChatTest, FilesOfTokensKeepWhatCounts) {
     EXPECT_TRUE(documents.has_prompts());
     EXPECT_EQ(shown(documents, 0), "ua|aB!uc|");
     EXPECT_EQ(shown(documents, 1), "X!");
+    for (const auto& [place, flag] : {std::pair(8, kCounts), std::pair(9, kCounts)}) {
+      std::vector<std::uint8_t> others = flags;  // the end of a question counts; two documents are one
+      others[static_cast<std::size_t>(place)] = flag;
+      write_tokens(path("others.bin"), TokenFile::scruple, tokens, vocabulary, others);
+      const Documents other(path("others.bin"), {.end = 124, .vocabulary = vocabulary});
+      EXPECT_NE(other.crc32(other.sources()[0]), documents.crc32(documents.sources()[0])) << place;
+    }
     std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
     expect_words(message_of([&] { read_tokens(file); }), "was cut", file);
   }
@@ -277,6 +300,18 @@ TEST_F(ChatTest, OtherFormsOfMessagesAreTheSame) {
   ASSERT_EQ(documents.all().size(), 2u);
   EXPECT_EQ(shown(documents, 0), "ua|_aB!_");
   EXPECT_EQ(shown(documents, 1), "ua|_aB!_");
+}
+
+TEST_F(ChatTest, ATemplateThatDoesNotEndIsRefusedWithItsLineAndTheWayOut) {
+  for (const char* text :
+       {"{% macro f() %}{{ g() }}{% endmacro %}\n{% macro g() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% macro f(m) %}{% for x in m %}{{ f(m) }}{% endfor %}{% endmacro %}{{ f(messages) }}"}) {
+    folder(text);
+    const std::string said = refused("");
+    EXPECT_NE(said.find("chats.jsonl, line 1: the chat template, line "), said.npos) << said;
+    EXPECT_NE(said.find("deeper than 300"), said.npos) << said;
+    EXPECT_NE(said.find("examples/chats.py"), said.npos) << said;
+  }
 }
 
 TEST_F(ChatTest, BytesAndBaseModelsHaveNoTemplate) {
@@ -334,16 +369,23 @@ TEST(Jinja, HostileTemplatesEnd) {
   refused("{% set ns = namespace(x=[]) %}{% for i in range(9999) %}{% set ns.x = [ns.x] %}{% endfor %}",
           "deeper than");
   refused("{% set ns = namespace() %}{% set ns.x = ns %}", "a namespace inside");
+  EXPECT_EQ(rendered("{{ " + repeated("(", 30) + "1" + repeated(")", 30) + " }}"), "1");
   refused("{{ " + repeated("(", 100'000) + repeated(")", 100'000) + " }}", "deeper than");
   refused("{{ " + repeated("not ", 100'000) + "x }}", "deeper than");
-  refused("{{ 1" + repeated(" + 1", 100'000) + " }}", "deeper than");
-  refused("{{ x" + repeated(".a", 100'000) + " }}", "deeper than");
+  EXPECT_EQ(rendered("{{ 1" + repeated(" + 1", 100'000) + " }}"), "100001") << "it is long, not deep";
+  refused("{{ x" + repeated(".a", 100'000) + " }}", "is not defined");
   refused(repeated("{% if x %}", 10'000), "deeper than");
   refused("{{ 9223372036854775807 + 1 }}", "too large");
   refused("{{ 99999999999999999999 }}", "too large");
   refused("{{ 1 // 0 }}", "division by zero");
   refused("{{ 'a'[::0] }}", "steps of 0");
   EXPECT_EQ(rendered("{{ 'abc'[-99999999999:99999999999] }}"), "abc");
+}
+
+TEST(Jinja, ABreakInAnElseLeavesTheLoopAroundIt) {
+  EXPECT_EQ(rendered("{% for i in [1, 2, 3] %}{{ i }}{% for j in [] %}{% else %}{% if i == 2 %}{% break %}"
+                     "{% endif %}{% endfor %}{% endfor %}."),
+            "12.");
 }
 
 TEST(Jinja, WhatIsNotKnownIsNamedWithItsLine) {
@@ -373,6 +415,7 @@ TEST(Jinja, WhatIsNotKnownIsNamedWithItsLine) {
   refused("{{ text \u07DA }}", "\"\u07DA\" is no part of an expression");
   refused("{{ raise_exception('no ' + text) }}", "refuses it: no t");
   refused("{% break %}", "outside of a loop");
+  refused("{% for i in items %}{% set x %}{% break %}{% endset %}{% endfor %}", "outside of a loop");
 }
 
 }  // namespace

@@ -368,6 +368,9 @@ class Case(command.Case):
     @classmethod
     def setUpClass(cls):
         cls.kinds = {"bytes": byte_level(), "sentencepiece": sentencepiece()}
+        cls.kinds["begins"] = begins = byte_level()
+        begin = begins.token_to_id("<s>")
+        begins.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", begin)])
 
     def saved(self, kind, template, **config):
         """A model's folder, and the same tokenizer in transformers."""
@@ -436,9 +439,8 @@ class Templates(Case):
                 if wanted == taught["input_ids"]:  # a mark may take white space away
                     compared += 1
                     self.assertEqual(mask_of(found["assistant"], len(wanted)), mask)
-                last = mask_of(found["last"], len(wanted))
-                self.assertLessEqual(sum(last), sum(mask))
-                self.assertTrue(all(a <= b for a, b in zip(last, mask_of(found["assistant"], len(wanted)))))
+                for one in (found, twin):  # another role stands between two answers, so each is a span
+                    self.assertEqual(one["last"], one["assistant"][-1:])
         self.assertLess(refused, len(lines) / 2)
         self.assertGreater(compared, len(lines) / 4, (form, kind))
 
@@ -446,8 +448,21 @@ class Templates(Case):
         dice = random.Random(1)
         for form in FORMS:
             lines = [conversation(dice, form) for _ in range(60)]
-            for kind in self.kinds:
+            for kind in ("bytes", "sentencepiece"):
                 self.compare(form, kind, lines)
+
+    def test_a_tokenizer_that_begins_texts_itself(self):
+        """What a template writes has no other <s> than the template's own."""
+        line = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+        begin = self.kinds["bytes"].token_to_id("<s>")
+        for form, count in (("llama3", 1), ("chatml", 0)):
+            folder, theirs = self.saved("begins", plain(form))
+            found, = self.ours(folder, [line])
+            wanted = render(theirs, line)["input_ids"]
+            self.assertEqual(theirs("Hi")["input_ids"][0], begin, "else there is nothing to see here")
+            self.assertEqual((found["tokens"], wanted.count(begin)), (wanted, count))
+            taught = render(self.saved("begins", marked(form))[1], line, return_dict=True, return_assistant_tokens_mask=True)
+            self.assertEqual(mask_of(found["assistant"], len(wanted)), taught["assistant_masks"])
 
     def test_expressions(self):
         """Every operator, filter, test and method, and white space around every mark."""
@@ -533,7 +548,7 @@ class Commands(Case):
         dice = random.Random(3)
         lines = [line for line in (conversation(dice, "chatml") for _ in range(40)) if any(m["role"] == "assistant" for m in line["messages"])]
         self.lines = lines
-        self.chats = self.write("chats.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + '{"messages": []}\n')
+        self.chats = self.write("chats.jsonl", "".join(json.dumps(line) + "\n" for line in lines) + '{"messages": []}\n{"messages": [{"role": "user", "content": "?"}]}\n')
 
     def trained_model(self):
         import torch
@@ -549,8 +564,9 @@ class Commands(Case):
         out, by_script = self.path("chats.bin"), self.path("script.bin")
         script = os.path.join(os.path.dirname(__file__), "..", "examples", "chats.py")
         for train_on in ("all", "assistant", "last"):
-            said = self.done("tokenize", "--model", self.model, self.chats, "--out", out, "--train-on", train_on)
-            self.assertIn(f"wrote {out}", said)
+            said = command.run("tokenize", "--model", self.model, self.chats, "--out", out, "--train-on", train_on)
+            self.assertIn(f"wrote {out}", said.stdout)
+            self.assertIn("2 documents with nothing to learn: left out", said.stderr)
             tokens, counts, begins = flags_of(out)
             wanted = [render(self.theirs, line)["input_ids"] for line in self.lines]
             self.assertEqual(tokens, sum(wanted, []))
@@ -560,9 +576,10 @@ class Commands(Case):
             for name in ("assistant", "last"):
                 masks[name] = [mask_of(a[name], len(b)) for a, b in zip(found, wanted)]
             self.assertEqual(counts, sum(masks[train_on], []))
-            subprocess.run([sys.executable, script, "--model", self.model, self.chats, "--out", by_script, "--train-on", train_on],
-                           check=True, capture_output=True)
+            made = subprocess.run([sys.executable, script, "--model", self.model, self.chats, "--out", by_script, "--train-on", train_on],
+                                  check=True, capture_output=True, text=True)
             self.assertEqual(flags_of(by_script), (tokens, counts, begins))
+            self.assertIn(f"of which {sum(counts):,} count; 2 were left out", made.stdout)
 
     def test_lines_of_texts_and_prompts(self):
         end = self.kinds["bytes"].token_to_id("<|im_end|>")
@@ -595,12 +612,17 @@ class Commands(Case):
         result = command.run("train", "--model", model, "--data", self.chats, "--out", self.path("run"), *shape, "--save-every", "2")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("whole and isolated", result.stdout)
-        self.assertIn("with nothing to learn", result.stderr)
+        self.assertRegex(result.stderr, r"\d+ documents longer than --context: cut there, [\d,]+ tokens are not used")
+        self.assertRegex(result.stderr, r"\d+ documents with nothing to learn in the context: left out")
         tokens = self.path("chats.bin")
         self.done("tokenize", "--model", model, self.chats, "--out", tokens)
-        other = command.run("train", "--model", model, "--data", tokens, "--out", self.path("other"), *shape)
+        other = command.run("train", "--model", model, "--data", tokens, "--out", self.path("other"), *shape, "--save-every", "2")
         self.assertEqual(other.returncode, 0, other.stderr)
         self.assertEqual(content(self.path("run", "model.safetensors")), content(self.path("other", "model.safetensors")))
+        flags = bytearray(content(tokens))
+        flags[-1] ^= 1  # whether the last token counts
+        write(tokens, bytes(flags))
+        self.ends(1, "its length or checksum differs", "train", "--resume", self.path("other"), "--steps", "5")
         last = command.run("train", "--model", model, "--data", self.chats, "--out", self.path("last"), *shape, "--train-on", "last")
         self.assertEqual(last.returncode, 0, last.stderr)
         self.assertNotEqual(content(self.path("run", "model.safetensors")), content(self.path("last", "model.safetensors")))
@@ -619,6 +641,50 @@ class Commands(Case):
         prompt = render(self.theirs, {"messages": [{"role": "user", "content": "Hi"}]}, tokenize=False, add_generation_prompt=True)
         plain_words = self.done("sample", self.path("run"), "--length", "12", "--temperature", "0", "--prompt", prompt)
         self.assertEqual(plain_words, prompt + answer)
+
+    def speaker(self, kind, template, first, stop, behind):
+        """A model that answers `first`, and then `stop`, whatever it is asked; behind that it would say `behind`."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+        folder, theirs = self.saved(kind, template)
+        number = self.kinds[kind].token_to_id
+        model = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                             vocab_size=self.kinds[kind].get_vocab_size(), max_position_embeddings=256))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.fill_(0.0 if weight.dim() > 1 else 1.0)
+            for token in range(self.kinds[kind].get_vocab_size()):
+                model.model.embed_tokens.weight[token, 0] = 1.0
+            for place, (token, follows) in enumerate(((None, first), (first, stop), (stop, behind), (behind, behind))):
+                if token:
+                    model.model.embed_tokens.weight[number(token), 0] = 0.0
+                    model.model.embed_tokens.weight[number(token), place] = 1.0
+                model.lm_head.weight[number(follows), place] = 1.0
+        model.save_pretrained(folder)
+        return folder
+
+    def test_an_answer_ends_where_a_turn_does(self):
+        """The template ends turns in <|im_end|>, and the folder's end token is another one."""
+        model = self.speaker("bytes", plain("chatml"), "H", "<|im_end|>", "i")
+        ask = ["--length", "6", "--temperature", "0"]
+        self.assertEqual(self.done("sample", model, *ask, "--prompt", "x"), "xH<|im_end|>iiii\n", "a text goes on")
+        self.assertEqual(self.done("sample", model, "--chat", *ask, "--prompt", "x"), "H\n")
+        self.assertEqual(self.done("sample", model, "--chat", *ask, input="x\n\ny\n"), "H\nH\n")
+        unlike = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ 'You: ' if add_generation_prompt }}"
+        model = self.speaker("bytes", unlike, "H", "<|im_end|>", "i")
+        self.assertEqual(self.done("sample", model, "--chat", *ask, "--prompt", "x"), "H<|im_end|>iiii\n", "nothing says where a turn ends")
+
+    def test_a_question_has_one_begin_and_what_was_said_before(self):
+        """A tokenizer that begins texts with <s> does not begin the template's text with another one. A context that is one
+        token too short tells the length of what the model is given."""
+        model = self.speaker("begins", plain("llama3"), "H", "<|eot_id|>", "i")
+        ask, theirs = ["sample", model, "--chat", "--length", "2", "--temperature", "0"], self.saved("begins", plain("llama3"))[1]
+        said = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "H"), ("user", "Ho"))]
+        for messages, lines in ((said[:1], "Hi\n"), (said, "Hi\nHo\n")):
+            count = len(render(theirs, {"messages": messages}, add_generation_prompt=True)["input_ids"])
+            found = command.run(*ask, "--context", str(count), input=lines)
+            self.assertEqual((found.stdout, found.stderr), ("H\n" * lines.count("\n"), ""))
+            self.ends(0, "does not see its first 1\n", *ask, "--context", str(count - 1), input=lines)
 
     def test_what_is_refused(self):
         text = self.write("a.txt", "some text " * 9)

@@ -254,8 +254,12 @@ class ByName(Case):
         self.refused(2, "did you mean 'transformer.wte.weight'?", "--weight-decay-for", "transformer.wte.wieght=0")
         for wrong in ("wte", "=1"):
             self.refused(2, f"--lr-for is '{wrong}'; it must be a pattern of names and a number", "--lr-for", wrong)
-        self.refused(2, "must be finite, and 0 or more", "--lr-for", "*=-1")
-        self.refused(2, "--weight-decay-for *=x", "--weight-decay-for", "*=x")
+        self.refused(2, "like 'wte'; did you mean '*wte*'? Names:", "--lr-for", "wte=0")
+        for wrong in ("-1", "nan", "inf"):
+            self.refused(2, f"--lr-for: the number of '*={wrong}' is '{wrong}'; it must be finite, and 0 or more", "--lr-for", f"*={wrong}")
+        for wrong in ("x", "", "1x"):
+            self.refused(2, f"--weight-decay-for: the number of '*={wrong}' is '{wrong}'; it must be a number", "--weight-decay-for",
+                         f"*={wrong}")  # fmt: skip
 
 
 def byte_level(merges=()):
@@ -330,16 +334,70 @@ class Metrics(Case):
         again = [row for row in self.metrics(saves=True) if "saved_step" in row]
         self.assertEqual((again[:2], again[2]["saved_step"], len(again)), (rows[:2], 5, 3))
 
-    def test_the_example_follows_them(self):
-        """Without a service to send them to it prints them."""
-        self.trained("--validation", "0.1", steps=3)
+    STUBS = {"torch/__init__.py": "", "torch/utils/__init__.py": "",  # what examples/watch.py calls of the two libraries, with their parameters' names; each call becomes a line
+        "wandb.py": """
+import json
+def init(*, project, name): print(json.dumps(["init", project, name]), flush=True)
+def log(data, step=None): print(json.dumps(["log", step, data]), flush=True)
+""",
+        "torch/utils/tensorboard.py": """
+import json
+class SummaryWriter:
+    def __init__(self, log_dir): print(json.dumps(["init", str(log_dir)]), flush=True)
+    def add_scalar(self, tag, scalar_value, global_step=None, walltime=None):
+        print(json.dumps(["log", global_step, {tag: scalar_value}, walltime]), flush=True)
+    def flush(self): print(json.dumps(["flush"]), flush=True)
+"""}  # fmt: skip
+
+    def watch(self, *more):
+        for name, text in self.STUBS.items():
+            self.write(os.path.join("stubs", name), text)
         example = os.path.join(os.path.dirname(__file__), "../examples/watch.py")
-        said = subprocess.run([sys.executable, example, self.path("run"), "--print", "--once"], capture_output=True, text=True)
-        self.assertEqual(said.returncode, 0, said.stderr)
-        lines = said.stdout.splitlines()
-        self.assertEqual(len(lines), len(self.metrics(saves=True)))
-        self.assertRegex(said.stdout, r"(?m)^3 .*loss [\d.]+")
-        self.assertRegex(said.stdout, r"(?m)^3 val_loss [\d.]+$")
+        return subprocess.Popen([sys.executable, example, self.path("run"), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, env={**os.environ, "PYTHONPATH": self.path("stubs")})  # fmt: skip
+
+    def watched(self, *more):
+        said, problems = self.watch(*more, "--once").communicate(timeout=60)
+        self.assertEqual(problems, "")
+        return said
+
+    def test_the_example_follows_them(self):
+        """Into each of the two libraries, here stubs, goes every number of every line, at its step."""
+        self.trained("--validation", "0.1", steps=3)
+        rows = self.metrics(times=True, saves=True)
+        left_out = ("step", "time", "unmoved_tensor")  # a name
+        numbers = [{key: float(value) for key, value in row.items() if value is not None and key not in left_out} for row in rows]
+        said = self.watched("--print")
+        self.assertEqual(len(said.splitlines()), len(rows))
+        self.assertRegex(said, r"(?m)^3 .*loss [\d.]+")
+        self.assertRegex(said, r"(?m)^3 val_loss [\d.]+$")
+
+        calls = [json.loads(line) for line in self.watched("--wandb").splitlines()]
+        self.assertEqual(calls[0], ["init", "scruple", "run"])
+        self.assertEqual(calls[1:], [["log", row["step"], values] for row, values in zip(rows, numbers)])
+
+        calls = [json.loads(line) for line in self.watched().splitlines()]
+        self.assertEqual(calls[0], ["init", os.path.realpath(self.path("run", "tensorboard"))])
+        wanted = [["log", row["step"], {key: value}, row.get("time")] for row, values in zip(rows, numbers) for key, value in values.items()]
+        self.assertEqual(calls[1:], wanted + [["flush"]])
+
+    def test_the_example_waits_for_whole_lines_and_logs_none_twice(self):
+        """A line comes in two parts; then a resumed run begins the file anew, and is longer than before."""
+        rows = [json.dumps({"step": step, "loss": step / 2}) + "\n" for step in range(1, 7)]
+        file = self.write("run/metrics.jsonl", rows[0] + rows[1][:9])
+        process = self.watch("--wandb")
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.kill)
+        next_call = lambda: json.loads(process.stdout.readline())
+        self.assertEqual([next_call(), next_call()], [["init", "scruple", "run"], ["log", 1, {"loss": 0.5}]])
+        self.write("run/metrics.jsonl", "".join(rows[:3]))
+        self.assertEqual([next_call(), next_call()], [["log", 2, {"loss": 1}], ["log", 3, {"loss": 1.5}]])
+        again = [row.replace("}", ', "tokens": 9}') for row in rows]  # other bytes
+        self.write("run/metrics.jsonl.new", "".join(again) + '{"step": 6, "val_loss": 1}\n')
+        os.replace(self.path("run/metrics.jsonl.new"), file)
+        said = [next_call() for _ in range(4)]
+        self.assertEqual([call[1] for call in said], [4, 5, 6, 6])
+        self.assertEqual(said[-1][2], {"val_loss": 1})
 
 
 class Saves(Case):

@@ -1,5 +1,5 @@
 // Checkpoints that are written while training goes on: from copies that a device makes as late as it may, on a disk that is
-// slow, full, or outlives the process. The device is the CPU with copies beside it; the GPU's are in cuda_trainer_test.cpp.
+// slow, full, or outlives the process. The device is the CPU with copies beside it; the GPU's are in cuda_runs_test.cpp.
 #include "train/run/saves.h"
 
 #include <gtest/gtest.h>

@@ -264,6 +264,7 @@ void Documents::take(std::vector<Token>& tokens, std::vector<std::uint8_t>& flag
     });
   }
   documents_.clear(), gaps_.clear();
+  has_prompts_ = false;
 }
 
 void Documents::map_bytes(const std::string& path) {

@@ -1,4 +1,6 @@
 // Filters, tests and methods of chat templates. Each is a row of a table; what has no row is refused by name.
+#include "train/text/jinja_filters.h"
+
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -7,7 +9,6 @@
 
 #include "io/file.h"
 #include "io/json.h"
-#include "train/text/jinja.h"
 
 namespace scruple::train::jinja {
 namespace {
@@ -30,31 +31,23 @@ const std::string& needed_text(const Arguments& given, std::size_t place, const 
   fail("the argument '", name, "' is missing");
 }
 
-// Other alphabets have rules that differ between libraries.
-std::string in_case(const std::string& text, const char* name,
-                    bool (*is_upper)(bool at_begin, bool in_word)) {
+// upper, lower, capitalize or title. Other alphabets have rules that differ between libraries.
+std::string in_case(const std::string& name, const std::string& text) {
   std::string out;
   bool in_word = false;
   for (const char c : text) {
     if (static_cast<unsigned char>(c) >= 0x80) fail("'", name, "' of letters beyond ASCII is not known here");
     const bool is_small = c >= 'a' && c <= 'z', is_large = c >= 'A' && c <= 'Z';
-    const bool upper = is_upper(out.empty(), in_word);
+    const bool upper =
+        name == "upper" || (name == "capitalize" && out.empty()) || (name == "title" && !in_word);
     out += static_cast<char>(is_small && upper ? c - 32 : is_large && !upper ? c + 32 : c);
     in_word = is_small || is_large;
   }
   return out;
 }
-std::string upper(const std::string& text) {
-  return in_case(text, "upper", [](bool, bool) { return true; });
-}
-std::string lower(const std::string& text) {
-  return in_case(text, "lower", [](bool, bool) { return false; });
-}
-std::string capitalized(const std::string& text) {
-  return in_case(text, "capitalize", [](bool at_begin, bool) { return at_begin; });
-}
-std::string titled(const std::string& text) {
-  return in_case(text, "title", [](bool, bool in_word) { return !in_word; });
+// What sorts and compares without case.
+Value folded(const Value& value) {
+  return value.text() == nullptr ? value : Value(in_case("lower", *value.text()));
 }
 
 std::int64_t size_in(const Value& value, const char* of) {
@@ -168,16 +161,8 @@ Value chosen(const Value& value, const Arguments& given, bool by_attribute, bool
   return Value::list(std::move(out));
 }
 
-Value sorted(const Value& value, const Arguments& given) {
-  const Value *reverse = given.find(0, "reverse"), *exact = given.find(1, "case_sensitive"),
-              *attribute = given.find(2, "attribute");
-  std::vector<std::pair<Value, Value>> keyed;
-  for (const Value& item : items_of(value)) {
-    Value key = attribute == nullptr ? item : attribute_of(item, text_in(*attribute, "attribute"));
-    const bool lowers = key.text() != nullptr && (exact == nullptr || !exact->is_true());
-    keyed.emplace_back(lowers ? Value(lower(*key.text())) : std::move(key), item);
-  }
-  const bool turns = reverse != nullptr && reverse->is_true();
+// Items in the order of their keys, which come first.
+Value in_order(std::vector<std::pair<Value, Value>> keyed, bool turns) {
   std::stable_sort(keyed.begin(), keyed.end(), [&](const auto& a, const auto& b) {
     return turns ? less(b.first, a.first) : less(a.first, b.first);
   });
@@ -186,24 +171,27 @@ Value sorted(const Value& value, const Arguments& given) {
   return Value::list(std::move(out));
 }
 
+Value sorted(const Value& value, const Arguments& given) {
+  const Value *reverse = given.find(0, "reverse"), *exact = given.find(1, "case_sensitive"),
+              *attribute = given.find(2, "attribute");
+  std::vector<std::pair<Value, Value>> keyed;
+  for (const Value& item : items_of(value)) {
+    const Value key = attribute == nullptr ? item : attribute_of(item, text_in(*attribute, "attribute"));
+    keyed.emplace_back(exact != nullptr && exact->is_true() ? key : folded(key), item);
+  }
+  return in_order(std::move(keyed), reverse != nullptr && reverse->is_true());
+}
+
 Value sorted_pairs(const Value& value, const Arguments& given) {
   if (given.size() > 0) fail("'dictsort' with arguments is not known here");
-  std::vector<std::pair<std::string, Value>> keyed;
-  for (const Value& pair : items_of(pairs_of(value)))
-    keyed.emplace_back(lower(*pair.list()->items[0].text()), pair);
-  std::stable_sort(keyed.begin(), keyed.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::vector<Value> out;
-  for (auto& [key, pair] : keyed) out.push_back(std::move(pair));
-  return Value::list(std::move(out));
+  std::vector<std::pair<Value, Value>> keyed;
+  for (const Value& pair : items_of(pairs_of(value))) keyed.emplace_back(folded(pair.list()->items[0]), pair);
+  return in_order(std::move(keyed), false);
 }
 
 Value unique(const Value& value, const Arguments& given) {
   if (given.size() > 0) fail("'unique' with arguments is not known here");
   std::vector<Value> out;
-  const auto folded = [](const Value& item) {
-    return item.text() == nullptr ? item : Value(lower(*item.text()));
-  };
   for (const Value& item : items_of(value)) {
     const auto same = [&](const Value& other) { return equal(folded(item), folded(other)); };
     if (std::none_of(out.begin(), out.end(), same)) out.push_back(item);
@@ -261,8 +249,9 @@ Value reversed(const Value& value, const Arguments&) {
   return out;
 }
 
-std::int64_t count_at(const Arguments& given, std::size_t place, const char* name) {
-  return given.integer(place, name, -1);
+Value replaced_text(const Value& value, const Arguments& given) {
+  return replaced(text_of(value), needed_text(given, 0, "old"), needed_text(given, 1, "new"),
+                  given.integer(2, "count", -1));
 }
 
 const std::map<std::string, Filter, std::less<>>& filters() {
@@ -279,6 +268,7 @@ const std::map<std::string, Filter, std::less<>>& filters() {
       {"indent", indented},
       {"int", whole_number},
       {"reverse", reversed},
+      {"replace", replaced_text},
       {"length", [](const Value& value, const Arguments&) -> Value { return size_in(value, "length"); }},
       {"count", [](const Value& value, const Arguments&) -> Value { return size_in(value, "count"); }},
       {"items", [](const Value& value, const Arguments&) { return pairs_of(value); }},
@@ -290,20 +280,16 @@ const std::map<std::string, Filter, std::less<>>& filters() {
          out.is_safe = true;
          return out;
        }},
-      {"upper", [](const Value& value, const Arguments&) -> Value { return upper(text_of(value)); }},
-      {"lower", [](const Value& value, const Arguments&) -> Value { return lower(text_of(value)); }},
+      {"upper", [](const Value& v, const Arguments&) -> Value { return in_case("upper", text_of(v)); }},
+      {"lower", [](const Value& v, const Arguments&) -> Value { return in_case("lower", text_of(v)); }},
       {"capitalize",
-       [](const Value& value, const Arguments&) -> Value { return capitalized(text_of(value)); }},
+       [](const Value& v, const Arguments&) -> Value { return in_case("capitalize", text_of(v)); }},
       {"first", [](const Value& value, const Arguments&) { return end_of(value, false); }},
       {"last", [](const Value& value, const Arguments&) { return end_of(value, true); }},
       {"select", [](const Value& v, const Arguments& given) { return chosen(v, given, false, true); }},
       {"reject", [](const Value& v, const Arguments& given) { return chosen(v, given, false, false); }},
       {"selectattr", [](const Value& v, const Arguments& given) { return chosen(v, given, true, true); }},
-      {"rejectattr", [](const Value& v, const Arguments& given) { return chosen(v, given, true, false); }},
-      {"replace", [](const Value& value, const Arguments& given) -> Value {
-         return replaced(text_of(value), needed_text(given, 0, "old"), needed_text(given, 1, "new"),
-                         count_at(given, 2, "count"));
-       }}};
+      {"rejectattr", [](const Value& v, const Arguments& given) { return chosen(v, given, true, false); }}};
   return rows;
 }
 
@@ -401,21 +387,17 @@ Value of_text(const std::string& name, const std::string& text, const Arguments&
     return std::string(stripped(text, name[0] != 'r', name[0] != 'l', text_at(given, 0, "chars")));
   if (name == "startswith" || name == "endswith") return begins_or_ends(text, given, name[0] == 's');
   if (name == "split")
-    return Value::list(split(text, text_at(given, 0, "sep"), count_at(given, 1, "maxsplit")));
+    return Value::list(split(text, text_at(given, 0, "sep"), given.integer(1, "maxsplit", -1)));
   if (name == "rsplit")
-    return Value::list(split_last(text, text_at(given, 0, "sep"), count_at(given, 1, "maxsplit")));
-  if (name == "replace")
-    return replaced(text, needed_text(given, 0, "old"), needed_text(given, 1, "new"),
-                    count_at(given, 2, "count"));
+    return Value::list(split_last(text, text_at(given, 0, "sep"), given.integer(1, "maxsplit", -1)));
+  if (name == "replace") return replaced_text(text, given);
   if (name == "removeprefix" || name == "removesuffix") {
     const std::string& part = needed_text(given, 0, "part");
     if (name == "removeprefix") return text.starts_with(part) ? text.substr(part.size()) : text;
     return text.ends_with(part) ? text.substr(0, text.size() - part.size()) : text;
   }
-  if (name == "upper") return upper(text);
-  if (name == "lower") return lower(text);
-  if (name == "title") return titled(text);
-  if (name == "capitalize") return capitalized(text);
+  if (name == "upper" || name == "lower" || name == "title" || name == "capitalize")
+    return in_case(name, text);
   if (name == "format") return formatted(text, given);
   if (name == "join") return join(given.values.empty() ? Value() : given.values[0], {{Value(text)}, {}});
   if (name == "count") {

@@ -49,7 +49,9 @@ class Lexer {
   }
 
  private:
-  void add(Type type, std::string text) { out_.push_back({type, std::move(text), line_}); }
+  void add(Type type, std::string text, Value value = {}) {
+    out_.push_back({type, std::move(text), std::move(value), line_});
+  }
   char here(std::size_t ahead = 0) const { return at_ + ahead < text_.size() ? text_[at_ + ahead] : '\0'; }
   bool begins(std::string_view with) const { return std::string_view(text_).substr(at_).starts_with(with); }
   void go(std::size_t bytes) {
@@ -158,7 +160,18 @@ class Lexer {
       take();
     }
     if (is_letter(here())) fail_at(line_, "the number ", digits, " goes on with '", here(), "'");
-    add(is_real ? Type::real : Type::integer, digits);
+    if (is_real)
+      add_number<double>(digits);
+    else
+      add_number<std::int64_t>(digits);
+  }
+
+  template <class Number>
+  void add_number(const std::string& digits) {
+    Number number = 0;
+    if (std::from_chars(digits.data(), digits.data() + digits.size(), number).ec != std::errc())
+      fail_at(line_, "the number ", digits, " is too large");
+    add(Type::constant, digits, number);
   }
 
   // With Python's escapes.
@@ -187,7 +200,7 @@ class Lexer {
       }
     }
     go(1);
-    add(Type::text, std::move(out));
+    add(Type::constant, out, out);
   }
 
   void read_escape(std::size_t digits, std::string& out) {

@@ -6,13 +6,15 @@
 #include <vector>
 
 #include "io/file.h"
+#include "train/text/jinja_value.h"
 
 namespace scruple::train::jinja {
 
-enum class Type { data, print, block, end, name, text, integer, real, sign, nothing };
+enum class Type { data, print, block, end, name, constant, sign, nothing };
 struct Lexeme {
   Type type;
   std::string text;
+  Value value;  // of a constant: a text or a number
   int line;
 };
 

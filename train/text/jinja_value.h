@@ -16,7 +16,7 @@ namespace scruple::train::jinja {
 struct List;
 struct Dict;
 struct Space;  // of namespace(): the one kind of value that changes
-struct Node;
+struct Macro;  // of the template (jinja.cpp)
 
 struct Undefined {
   std::string name;  // of what is not there
@@ -27,8 +27,8 @@ class Value {
  public:
   using Text = std::shared_ptr<const std::string>;
   std::variant<Undefined, None, bool, std::int64_t, double, Text, std::shared_ptr<const List>,
-               std::shared_ptr<const Dict>, std::shared_ptr<Space>, const Node*>
-      data;              // a Node: a macro
+               std::shared_ptr<const Dict>, std::shared_ptr<Space>, std::shared_ptr<const Macro>>
+      data;
   bool is_safe = false;  // by the filter of that name, after which '+' would escape HTML
 
   Value() = default;
@@ -40,7 +40,7 @@ class Value {
   Value(std::string value) : data(std::make_shared<const std::string>(std::move(value))) {}
   Value(const char* value) : Value(std::string(value)) {}
   Value(std::shared_ptr<Space> value) : data(std::move(value)) {}
-  Value(const Node* macro) : data(macro) {}
+  Value(std::shared_ptr<const Macro> value) : data(std::move(value)) {}
   // Throws where it would be nested too deep, or would hold a namespace.
   static Value list(std::vector<Value> items, bool is_tuple = false);
   static Value dict(std::vector<std::pair<std::string, Value>> members);
@@ -55,10 +55,7 @@ class Value {
     const auto* found = std::get_if<std::shared_ptr<Space>>(&data);
     return found == nullptr ? nullptr : found->get();
   }
-  const Node* macro() const {
-    const auto* found = std::get_if<const Node*>(&data);
-    return found == nullptr ? nullptr : *found;
-  }
+  const Macro* macro() const { return pointer<Macro>(); }
   bool is_integer() const { return std::holds_alternative<std::int64_t>(data); }
   bool is_number() const { return is_integer() || std::holds_alternative<double>(data) || boolean(); }
   std::int64_t integer() const;  // of a whole number, true and false too; throws where it is something else

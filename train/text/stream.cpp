@@ -170,11 +170,12 @@ void encode(Part& part, Documents& documents, Result& result) {
     documents.add_lines(part.text, part.path, part.lines_before);
   else
     documents.add_text(part.text, part.path, part.begins, part.ends);
+  const bool has_prompts = documents.has_prompts();
   documents.take(result.tokens, result.flags);
   if (!part.begins && !part.are_lines && !result.flags.empty())
     result.flags[0] = static_cast<std::uint8_t>(result.flags[0] & ~kBegins);
   result.more = {static_cast<std::int64_t>(part.text.size()), static_cast<std::int64_t>(result.tokens.size()),
-                 documents.empty() - empty, documents.replaced() - replaced, documents.has_prompts()};
+                 documents.empty() - empty, documents.replaced() - replaced, has_prompts};
 }
 
 // Every thread reads a part, encodes it, and writes what is next, if nobody else is writing.
@@ -255,7 +256,7 @@ class Encoders {
   }
 
   void write(const Result& result) {
-    writer_.write(result.tokens, result.flags);
+    writer_.write(result.tokens, result.flags, result.more.has_prompts);
     encoded_.bytes += result.more.bytes;
     encoded_.tokens += result.more.tokens;
     encoded_.empty += result.more.empty;

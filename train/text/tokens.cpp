@@ -75,7 +75,8 @@ std::string TokenWriter::next_path() const {
   return target_.path.substr(0, target_.path.size() - (has_ending ? 4 : 0)) + "-" + number + ".bin";
 }
 
-void TokenWriter::write(std::span<const Token> tokens, std::span<const std::uint8_t> flags) {
+void TokenWriter::write(std::span<const Token> tokens, std::span<const std::uint8_t> flags,
+                        bool has_prompts) {
   const auto limit = static_cast<std::uint64_t>(target_.shard_tokens);
   while (limit > 0 && !tokens.empty()) {
     const bool begins = (flags[0] & kBegins) != 0;
@@ -84,13 +85,14 @@ void TokenWriter::write(std::span<const Token> tokens, std::span<const std::uint
     if (begins && shard().count > 0 && shard().count + end > limit) finish_shard();
     if (shard().count == limit) finish_shard();
     const std::size_t here = std::min<std::size_t>(end, limit - shard().count);
-    append(tokens.first(here), flags.first(here));
+    append(tokens.first(here), flags.first(here), has_prompts);
     tokens = tokens.subspan(here), flags = flags.subspan(here);
   }
-  append(tokens, flags);
+  append(tokens, flags, has_prompts);
 }
 
-void TokenWriter::append(std::span<const Token> tokens, std::span<const std::uint8_t> flags) {
+void TokenWriter::append(std::span<const Token> tokens, std::span<const std::uint8_t> flags,
+                         bool has_prompts) {
   if (tokens.empty()) return;
   Shard& shard = this->shard();
   const bool narrow = target_.vocabulary <= kMost16;
@@ -108,8 +110,8 @@ void TokenWriter::append(std::span<const Token> tokens, std::span<const std::uin
   if (target_.has_flags) {
     if (!shard.flags) shard.flags.emplace(shard.path + ".flags");
     shard.flags->write(shard.count, std::as_bytes(flags));
-    shard.has_prompts |=
-        std::any_of(flags.begin(), flags.end(), [](auto flag) { return (flag & kCounts) == 0; });
+    shard.has_prompts |= has_prompts || std::any_of(flags.begin(), flags.end(),
+                                                    [](auto flag) { return (flag & kCounts) == 0; });
   }
   shard.count += tokens.size();
 }

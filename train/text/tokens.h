@@ -41,14 +41,15 @@ class TokenWriter {
   ~TokenWriter();
 
   // Whole documents, or a part of a long one. A shard ends before the document that it has no room for; one that is
-  // itself longer than a shard is cut. `flags`: a byte for each token.
-  void write(std::span<const Token> tokens, std::span<const std::uint8_t> flags);
+  // itself longer than a shard is cut. `flags`: a byte for each token. `has_prompts`: they are needed even where every
+  // token counts, as of chats, whose documents do not end in the end token.
+  void write(std::span<const Token> tokens, std::span<const std::uint8_t> flags, bool has_prompts = false);
   void finish();
   const std::vector<std::string>& paths() const { return paths_; }  // of the files that are complete
 
  private:
   struct Shard;
-  void append(std::span<const Token> tokens, std::span<const std::uint8_t> flags);
+  void append(std::span<const Token> tokens, std::span<const std::uint8_t> flags, bool has_prompts);
   Shard& shard();  // that is being written
   void finish_shard();
   std::string next_path() const;
