@@ -87,8 +87,8 @@ std::string name_of(const std::vector<std::string>& data);  // what is read, for
 bool reads_input(const std::vector<std::string>& data);     // standard input is among it
 // What --data names (train::shares_of), in the tokens of the model, whose tokenizer is in the folder `tokenizer` ("": none). What takes a
 // while says so on a terminal; what is not used as it is, or has no effect, is said on stderr.
-train::Data open_data(const std::vector<std::string>& arguments, const CuttingOptions& options, const ChosenModel& model,
-                      const std::string& tokenizer);
+train::Data open_data(const std::vector<std::string>& arguments, const CuttingOptions& options,
+                      const ChosenModel& model, const std::string& tokenizer);
 CLI::Validator a_date();
 
 struct GradientOptions {

@@ -11,7 +11,8 @@
 namespace scruple::train {
 
 // What numbers are for; parameters draw their initial values from streams of their own.
-inline constexpr std::uint32_t kDataStream = 0, kSampleStream = 1, kOrderStream = 2, kMixStream = 3, kInitialStream = 16;
+inline constexpr std::uint32_t kDataStream = 0, kSampleStream = 1, kOrderStream = 2, kMixStream = 3,
+                               kInitialStream = 16;
 
 inline std::uint64_t random_bits(std::uint64_t seed, std::uint32_t stream, std::uint64_t index) {
   const PhiloxBlock block =

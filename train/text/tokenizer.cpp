@@ -615,7 +615,8 @@ std::vector<Token> Tokenizer::encode(std::string_view text, Part part, const Pro
                               place = Place::later;
                             });
   });
-  if (part == Part::whole || part == Part::ending) parts.out.insert(parts.out.end(), parts.after.begin(), parts.after.end());
+  if (part == Part::whole || part == Part::ending)
+    parts.out.insert(parts.out.end(), parts.after.begin(), parts.after.end());
   return std::exchange(parts.out, {});
 }
 
