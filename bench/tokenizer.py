@@ -1,5 +1,5 @@
-"""Tokenizing, one thread: `scruple tokenize` beside Hugging Face's `tokenizers`, on the same text with the same
-tokenizer, in turns. Usage: tokenizer.py SCRUPLE TEXT [VOCABULARY]"""
+"""Tokenizing: `scruple tokenize` with one and two threads, and Hugging Face's `tokenizers` with one, on the same text
+with the same tokenizer, in turns. Usage: tokenizer.py SCRUPLE TEXT [VOCABULARY]"""
 import os
 import re
 import subprocess
@@ -49,17 +49,22 @@ def main(scruple, path, size=16_000):
         for name, tokenizer in kinds.items():
             model, out = os.path.join(folder, "tokenizer.json"), os.path.join(folder, "tokens.bin")
             tokenizer.save(model)
-            theirs, ours = [], []
+            theirs, ours = [], {1: [], 2: []}
             for _ in range(3):
                 fresh = Tokenizer.from_file(model)  # without what it remembers from the round before
                 begin = time.perf_counter()
                 tokens = fresh.encode_batch_fast([text])[0].ids  # without offsets, which nobody asks for here
                 theirs.append(len(text.encode()) / 1e6 / (time.perf_counter() - begin))
-                said = subprocess.run([scruple, "tokenize", "--model", model, path, "--out", out, "--end", "none"],
-                                      check=True, capture_output=True, text=True).stdout
-                ours.append(float(re.search(r"([\d.]+) MB/s", said)[1]))
-                assert re.search(r": ([\d,]+) tokens", said)[1].replace(",", "") == str(len(tokens)), "other tokens"
-            print(f"{name:8} scruple {max(ours):6.2f}  tokenizers {max(theirs):6.2f}  ratio {max(ours) / max(theirs):.2f}")
+                for threads, speeds in ours.items():
+                    command = [scruple, "tokenize", "--model", model, path, "--out", out, "--end", "none"]
+                    said = subprocess.run([*command, "--threads", str(threads)], check=True, capture_output=True,
+                                          text=True).stdout
+                    speeds.append(float(re.search(r"([\d.]+) MB/s", said)[1]))
+                    count = re.search(r": ([\d,]+) tokens", said)[1]
+                    assert count.replace(",", "") == str(len(tokens)), "other tokens"
+            one, two, other = max(ours[1]), max(ours[2]), max(theirs)
+            print(f"{name:8} scruple {one:6.2f}, two threads {two:6.2f} ({two / one:.2f})  "
+                  f"tokenizers {other:6.2f} (scruple {one / other:.2f})")
 
 
 if __name__ == "__main__":

@@ -521,7 +521,10 @@ scruple_status scruple_sink_create(scruple_engine* engine, const scruple_tensor*
   });
 }
 void scruple_sink_destroy(scruple_sink* sink) { delete sink; }
-int scruple_sink_measures(const scruple_sink* sink) { return sink != nullptr && sink->measures() ? 1 : 0; }
+int scruple_sink_measures(const scruple_sink* sink) {
+  if (sink == nullptr || !sink->measures()) return 0;
+  return sink->only_guards() ? 2 : 1;
+}
 
 scruple_status scruple_sink_measure(scruple_sink* sink, const scruple_piece* pieces, int64_t count) {
   return guarded([&] { required(sink, "sink").measure(pieces, count); });

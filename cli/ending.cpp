@@ -98,7 +98,11 @@ void print_end(const Session& session, const Record& record, const Ending& endin
       std::cout << grouped(skipped) << " of " << plural(taken(record), "step")
                 << (skipped == 1 ? " was" : " were") << " skipped: " << why << ".\n";
   };
-  tell(record.skipped() - record.outliers(), "a gradient was not finite");
+  const std::int64_t left = record.tensors_skipped();
+  tell(record.skipped() - record.outliers(),
+       left == 0
+           ? "a gradient was not finite"
+           : "the loss was not finite, or the gradients of some tensors, which alone were left as they were");
   tell(record.outliers(), "the loss or the norm was more than " + shortest(options.skip_outliers) +
                               " deviations above its running mean");
   std::cout << validation_words(record, session.job) << "; ";
@@ -180,9 +184,10 @@ Ending finish(Session& session, const Record& record, train::Trainer& trainer, t
   if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
   ending.report = attempt(ending, [&] {
     const std::string kind = options.model.is_gpt() ? "GPT" : kind_words(session.model.config);
-    io::write_text(options.out + "/report.html",
-                   train::to_html(page_of({name_of(options.data), kind, options.choice.recipe, layout,
-                                           session.job, record, trainer, session.ledger, session.plan})));
+    io::write_text(
+        options.out + "/report.html",
+        train::to_html(page_of({name_of(options.data), kind, options.choice.recipe, layout, session.job,
+                                record, trainer, session.ledger, session.host, session.plan})));
   });
   if (!failure) ending.weights = write_weights_somewhere(session, trainer, ending);
   return ending;
@@ -225,6 +230,11 @@ void conclude(const Session& session, const Record& record, const Ending& ending
                              "weights are from before them. Choose a smaller --lr, or '" +
                              resume_command(options) + " --skip-outliers Z' with a larger Z than " +
                              shortest(options.skip_outliers));
+  if (const std::int64_t skipped = train::skipped_at_last(record); ended_early && skipped > 0)
+    throw std::runtime_error(
+        "the last " + plural(skipped, "step") +
+        " were skipped because gradients were not finite, and the run ended: what they left "
+        "as it was is from before them. Choose a smaller --lr, or another --loss-scale");
   if (record.stopped) throw Stopped{Interrupts::signal()};
   if (!problem.empty()) throw NoBetter{};
 }

@@ -19,6 +19,7 @@ struct Memory {
   // Every part by name, in the order of the tables; they add up to total().
   std::vector<std::pair<std::string, std::int64_t>> parts() const;
   std::int64_t total() const;
+  std::int64_t saved() const { return total() - gradients; }  // what a checkpoint keeps
 };
 
 inline constexpr const char* kPolicies[] = {"stored", "released", "compressed"};

@@ -97,6 +97,16 @@ train::Figures settings_of(const Trained& run) {
            {"seed", std::to_string(job.seed)}}};
 }
 
+// Means over all that are known.
+std::string saves_of(const Record& record) {
+  double waited = 0, seconds = 0;
+  for (const auto& [step, saved] : record.saves) waited += saved.waited, seconds += saved.seconds;
+  const auto count = static_cast<double>(record.saves.size());
+  return grouped(static_cast<std::int64_t>(record.saves.size())) + " of " +
+         size_words(record.saves.back().second.bytes) + ", each in " + fixed(seconds / count, 2) +
+         " s, for which training waited " + fixed(waited / count, 2) + " s";
+}
+
 train::Figures speed_of(const Trained& run) {
   const Record& record = run.record;
   const auto taken = static_cast<std::int64_t>(record.steps.size());
@@ -108,6 +118,8 @@ train::Figures speed_of(const Trained& run) {
   if (before > 0) speed.rows.push_back({"of them in earlier sessions", grouped(before)});
   speed.rows.push_back(
       {"skipped, their gradients not finite", grouped(record.skipped() - record.outliers())});
+  if (record.tensors_skipped() > 0)
+    speed.rows.push_back({"tensors that these left as they were", grouped(record.tensors_skipped())});
   if (record.outliers() > 0)
     speed.rows.push_back({"skipped, their loss or norm an outlier", grouped(record.outliers())});
   if (taken > before) {
@@ -119,6 +131,7 @@ train::Figures speed_of(const Trained& run) {
     speed.rows.push_back({before > 0 ? "time of the last session's steps" : "time of the steps",
                           duration(record.step_seconds)});
   }
+  if (!record.saves.empty()) speed.rows.push_back({"saves", saves_of(record)});
   return speed;
 }
 
@@ -171,6 +184,8 @@ train::Section memory_of(const Trained& run) {
   };
   for (const train::Ledger::Entry& entry : ledger.entries()) add(entry.kind, entry.peak);
   add("total", ledger.peak());
+  for (const train::Ledger::Entry& entry : run.host.entries())
+    add(entry.kind + ", in host memory", entry.peak);
   train::Section section = {"Memory",
                             "",
                             {kinds},

@@ -202,6 +202,7 @@ void print_json(const Plan& plan, const Options& options) {
                     {"gradients", row.policy},
                     {"bytes_per_param", static_cast<double>(row.total()) / params},
                     {"total_bytes", row.total()},
+                    {"host_bytes", device == "cuda" ? row.memory.saved() : 0},  // of copies for saves
                     {"parts", parts}});
   }
   for (const Refusal& refusal : plan.refusals)
@@ -213,6 +214,15 @@ void print_json(const Plan& plan, const Options& options) {
                             {"refused", refusals},
                             {"notes", plan.model.notes}};
   std::cout << all.dump(2) << '\n';
+}
+
+// On a GPU a checkpoint is copied to host memory, and written from there.
+std::string saves_words(const Plan& plan) {
+  const auto less = [](const Row& a, const Row& b) { return a.memory.saved() < b.memory.saved(); };
+  const auto [least, most] = std::minmax_element(plan.rows.begin(), plan.rows.end(), less);
+  return "saves take " + size_words(least->memory.saved()) +
+         (less(*least, *most) ? " to " + size_words(most->memory.saved()) : "") +
+         " of host memory, so that training goes on meanwhile; without it, training waits for each";
 }
 
 void print_table(const Plan& plan, const Options& options) {
@@ -247,6 +257,7 @@ void print_table(const Plan& plan, const Options& options) {
                                    : ", on the CPU")
             << "; sizes in " << unit.name << "\n\n";
   table.print(std::cout);
+  if (device == "cuda") std::cout << '\n' << saves_words(plan) << '\n';
   for (const Refusal& refusal : plan.refusals)
     std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
   for (const std::string& note : plan.model.notes) std::cout << '\n' << note << '\n';

@@ -36,6 +36,18 @@ std::size_t columns_for_a_line() {
   return static_cast<std::size_t>(std::max(columns > 0 ? columns : kUsual, 2L) - 1);
 }
 
+// The last save, or that there is one at work.
+std::string save_words(const train::Record& record, bool is_saving) {
+  if (is_saving) return "  saving";
+  if (record.saves.empty()) return "";
+  const train::Saved& last = record.saves.back().second;
+  constexpr double kShort = 0.1;  // seconds that are not worth a word
+  return "  saved step " + grouped(last.step) +
+         (last.seconds < kShort
+              ? ""
+              : " in " + fixed(last.seconds, 1) + " s, waited " + fixed(last.waited, 1) + " s");
+}
+
 }  // namespace
 
 train::Span span_of(std::int64_t steps, std::int64_t validate_every) {
@@ -60,6 +72,7 @@ Progress::Progress(std::string label, const train::Job& job, const train::Traine
     : label_(std::move(label)),
       steps_(job.schedule.steps),
       most_tokens_(most_tokens(trainer, job)),
+      tensors_(std::ssize(train::parameters_of(job.shape))),
       ledger_(ledger) {}
 
 StatusLine::StatusLine() : terminal_(isatty(STDERR_FILENO) != 0), last_(Clock::now()) {}
@@ -75,7 +88,7 @@ void Progress::warn(const std::string& message) {
   std::cerr << "scruple: " << message << std::endl;
 }
 
-std::string Progress::line(const train::Record& record, double seconds_left) const {
+std::string Progress::line(const train::Record& record, double seconds_left, bool is_saving) const {
   const auto done = static_cast<std::int64_t>(record.steps.size());
   const double rate = record.tokens_per_second();
   const train::Outcome& last = record.steps.back();
@@ -87,10 +100,17 @@ std::string Progress::line(const train::Record& record, double seconds_left) con
   if (const std::string mfu = mfu_words(rate, most_tokens_); !mfu.empty()) text += "MFU " + mfu + "  ";
   text += duration(seconds_left) + " left  peak " + size_words(ledger_.peak());
   if (last.loss_scale != 1) text += "  scale " + shortest(last.loss_scale);
-  if (last.skipped) text += last.outlier ? "  outlier skipped" : "  skipped";
+  if (last.skipped) text += "  " + skipped_words(last);
   if (!record.unmoved.empty() && record.unmoved.back().second.share >= kUnmovedToTell)
     text += "  unmoved " + share_words(record.unmoved.back().second.share);
-  return text;
+  return text + save_words(record, is_saving);
+}
+
+// Of released gradients some tensors may have been stepped.
+std::string Progress::skipped_words(const train::Outcome& step) const {
+  if (step.outlier) return "outlier skipped";
+  if (step.tensors == 0 || step.tensors == tensors_) return "skipped";
+  return grouped(step.tensors) + " of " + plural(tensors_, "tensor") + " skipped";
 }
 
 bool StatusLine::is_due(bool in_any_case) {
@@ -113,9 +133,9 @@ void StatusLine::put(std::string text) {
   width_ = text.size();
 }
 
-void Progress::show(const train::Record& record, double seconds_left) {
+void Progress::show(const train::Record& record, double seconds_left, bool is_saving) {
   const bool last = static_cast<std::int64_t>(record.steps.size()) == steps_;
-  if (status_.is_due(last && !status_.is_terminal())) status_.put(line(record, seconds_left));
+  if (status_.is_due(last && !status_.is_terminal())) status_.put(line(record, seconds_left, is_saving));
 }
 
 void Progress::validating(std::int64_t done, std::int64_t all) {

@@ -42,16 +42,18 @@ class Progress {
  public:
   Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
            const train::Ledger& ledger);
-  void show(const train::Record& record, double seconds_left);
+  void show(const train::Record& record, double seconds_left, bool is_saving = false);
   void validating(std::int64_t done, std::int64_t all);  // batches
   void warn(const std::string& message);                 // on a line of its own
 
  private:
-  std::string line(const train::Record& record, double seconds_left) const;
+  std::string line(const train::Record& record, double seconds_left, bool is_saving) const;
+  std::string skipped_words(const train::Outcome& step) const;
 
   std::string label_;
   std::int64_t steps_;
   double most_tokens_;
+  std::int64_t tensors_;
   const train::Ledger& ledger_;
   StatusLine status_;
 };

@@ -234,8 +234,8 @@ OptionTable TrainOptions::options() {
          "--ema",
          a_share()},
         {kOptimizer, "--skip-outliers", "skip-outliers", &skip_outliers, "Z",
-         "on the CPU, stored or compressed: skip a step whose loss or gradient norm is more than Z standard "
-         "deviations above its running mean, such as 6",
+         "skip a step whose loss or gradient norm is more than Z standard deviations above its running mean, "
+         "such as 6; released: by the loss alone",
          above_zero(), kMayChange}},
        gradients.options(),
        model.options(0),  // 0 steps: the weights are written as they are

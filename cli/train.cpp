@@ -1,4 +1,5 @@
 // `scruple train`: a byte-level GPT, or a model of Hugging Face's, on any text.
+#include <chrono>
 #include <filesystem>
 #include <iostream>
 #include <memory>
@@ -10,6 +11,7 @@
 #include "session.h"
 #include "train/model/model.h"
 #include "train/run/checkpoint.h"
+#include "train/run/saves.h"
 
 namespace scruple::cli {
 namespace {
@@ -62,13 +64,11 @@ bool is_complete(const TrainOptions& options, const Record& record) {
 
 void check_outliers(const train::Job& job) {
   if (job.skip_outliers == 0) return;
-  if (job.gradients.policy == SCRUPLE_RELEASED)
+  if (job.gradients.policy == SCRUPLE_RELEASED && job.gradients.micro_batches > 1)
     throw UsageError(
-        "--skip-outliers needs all gradients before the first step of one, and --gradients released steps "
-        "each as it "
-        "comes; use --gradients compressed");
-  if (on_gpu(job))
-    throw UsageError("--skip-outliers is for the CPU so far; leave it out, or use --device cpu");
+        "--skip-outliers judges a step by its loss, which --accumulate " +
+        std::to_string(job.gradients.micro_batches) +
+        " makes known when --gradients released has taken most of it; use --gradients compressed");
   if (job.scaler.growth > 1 && job.scaler.scale > 0)
     throw UsageError(
         "--skip-outliers and a dynamic loss scale do not go together: each skipped step would halve the "
@@ -170,32 +170,67 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
       progress.warn("cannot write " + metrics.path() + ": make room; its lines wait, and the run goes on");
     metrics_wait = !written;
   };
+  const auto goes_on = [&] {
+    return span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps;
+  };
+  train::Saves saves(trainer, options.choice.recipe, options.out, options.keep, session.host,
+                     [&](const std::string& message) { progress.warn(message); });
+  // Hours of training are worth more than this file.
+  const auto note_problem = [&](const std::string& problem) {
+    session.unsaved = problem;
+    if (goes_on()) progress.warn(problem + "; the run goes on, and the next save tries again");
+  };
+  const auto note_saved = [&](const train::Saved& saved) {
+    session.saved = saved.step;
+    session.unsaved.clear();
+    record.saves.emplace_back(trainer.steps_taken(), saved);
+    try {
+      if (!session.tokenizer.empty()) train::copy_tokenizer(session.tokenizer, options.out);
+    } catch (const std::exception& error) {
+      note_problem(error.what());
+    }
+  };
+  // Hears of the saves that have ended. Whether the last one succeeded.
+  const auto take_saved = [&] {
+    while (const std::optional<train::Saved> saved = saves.ended())
+      saved->problem.empty() ? note_saved(*saved) : note_problem(saved->problem);
+    return session.unsaved.empty();
+  };
+  const auto begun = std::chrono::steady_clock::now();
+  const auto saves_soon = [&] {
+    const std::chrono::duration<double> trained = std::chrono::steady_clock::now() - begun;
+    return span.save_every > 0 ? span.save_every < span.steps : trained.count() > span.save_seconds / 2;
+  };
   const auto show = [&](const Record&) {
+    if (saves_soon()) saves.prepare();
+    saves.add_step(record.seconds.back());
+    take_saved();
     write_metrics();
-    progress.show(record, train::seconds_left(record, span));
+    progress.show(record, train::seconds_left(record, span), saves.is_writing());
   };
   const auto save = [&](const Record&) {
     write_metrics();
-    session.unsaved.clear();
     try {
       if (session.notes.empty()) session.notes = notes_for(session, data, trainer);
-      train::save(trainer, options.choice.recipe, session.notes, options.out, options.keep);
-      session.saved = trainer.steps_taken();
-      if (!session.tokenizer.empty()) train::copy_tokenizer(session.tokenizer, options.out);
-    } catch (const std::exception& error) {  // hours of training are worth more than this file
-      session.unsaved = error.what();
-      if (span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps)
-        progress.warn(session.unsaved + "; the run goes on, and the next save tries again");
+      saves.save(session.notes, goes_on());
+    } catch (const std::exception& error) {
+      note_problem(error.what());
     }
-    return session.unsaved.empty();
+    return take_saved() || saves.is_writing();
   };
+  span.saves_end = [&] {
+    saves.wait();
+    return take_saved();
+  };
+  std::exception_ptr failure;
   try {
     train::run(record, trainer, data.training(), validation, span, show, save);
   } catch (...) {
-    if (record.steps.size() == record.resumed) throw;
-    return std::current_exception();
+    failure = std::current_exception();
   }
-  return nullptr;
+  span.saves_end();
+  if (failure && record.steps.size() == record.resumed) std::rethrow_exception(failure);
+  return failure;
 }
 
 void train_on(Session& session, const Data& data, Record record) {
@@ -203,6 +238,7 @@ void train_on(Session& session, const Data& data, Record record) {
   const Table memory =
       checked_memory("the run", session.job, session.plan, savings_of(session), options.limit());
   session.ledger = train::Ledger(std::min(free_memory(session.job), options.limit()));
+  session.host = train::Ledger(free_memory() / 4 * 3);
   Trainer trainer(session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {
@@ -216,6 +252,9 @@ void train_on(Session& session, const Data& data, Record record) {
   print_start(session, data, trainer);
   if (session.from) print_resumed(session, trainer);
   memory.print(std::cout);
+  if (trainer.copies() != nullptr)
+    std::cout << "\nsaves take " << size_words(session.plan.saved())
+              << " of host memory, so that training goes on meanwhile\n";
   std::cout << std::endl;
 
   train::Metrics metrics(options.out);

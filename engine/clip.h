@@ -54,6 +54,7 @@ SCRUPLE_HD AdaGc adagc(double norm, float clip, double lambda, double gamma) {
 
 // The end of a measurement on every engine: writes what was asked for.
 SCRUPLE_HD void write_measured(double sum_squares, const scruple_measure_options& out) {
+  if (value_or(out.skip, 0.0f) != 0) sum_squares = __builtin_nan("");
   Measured result = measured(sum_squares, value_or(out.loss_scale, 1.0f), out.max_norm);
   if (out.gamma != nullptr) {
     const AdaGc adapted = adagc(result.norm, result.clip, out.adagc, *out.gamma);

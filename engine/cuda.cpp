@@ -386,6 +386,7 @@ class CudaEngine final : public scruple_engine {
     check_readable(options.sum_before, "sum_before");
     check_readable(options.sum, "sum");
     check_readable(options.gamma, "gamma");
+    check_readable(options.skip, "skip");
     KernelTable& table = table_for(gradient_kernels().sum_squares);
     for (i64 i = 0; i < count; ++i) {
       const scruple_tensor& t = tensors[i];

@@ -19,7 +19,7 @@ else:
 while True:
     whole = (text := file.read_bytes())[: text.rfind(b"\n") + 1]  # the last line may be half written
     for row in map(json.loads, whole.removeprefix(before).splitlines()):  # every line, where a resumed run began the file anew
-        step, when, kind = row.pop("step"), row.pop("time", None), "val_loss" in row
+        step, when, kind = row.pop("step"), row.pop("time", None), ("val_loss" in row, "saved_step" in row)
         if (step, kind) not in logged:
             log(step, {name: float(value) for name, value in row.items() if isinstance(value, (int, float))}, when)
             logged.add((step, kind))

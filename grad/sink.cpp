@@ -91,6 +91,11 @@ void check_released(const scruple_sink_options& o) {
 }
 
 void check_kept(const scruple_sink_options& o) {
+  if (o.skip != nullptr)
+    fail(SCRUPLE_UNSUPPORTED, "policy ", name_of(o.policy),
+         " with skip: it looks at all gradients before a step, and skips it where one is not finite; leave "
+         "skip "
+         "NULL, or use policy released");
   if (o.tensor_norm > 0 || o.adagc > 0)
     fail(SCRUPLE_UNSUPPORTED, "policy ", name_of(o.policy), " with tensor_norm ", o.tensor_norm,
          " and adagc ", o.adagc,
@@ -127,7 +132,9 @@ scruple_sink::scruple_sink(scruple_engine& engine, const scruple_tensor* tensors
   check_state(tensors, count);
   rows_.assign(tensors, tensors + count);
   states_.resize(rows_.size());
-  measures_ = released() && (options.tensor_norm > 0 || options.adagc > 0 || scales(options));
+  const bool needs_norms = options.tensor_norm > 0 || options.adagc > 0 || scales(options);
+  measures_ = released() && (needs_norms || options.skip != nullptr);
+  only_guards_ = measures_ && !needs_norms;
 
   SinkCells cells{};
   cells.scaler = options.scaler != nullptr ? *options.scaler : scruple_scaler{1, 1, 1, 1, 0};
@@ -229,13 +236,20 @@ void scruple_sink::free_all() {
 
 // ---- Pieces ----
 
-// The piece as a tensor of its own: the weight and moments that belong to it, and the gradient that arrives.
-scruple_tensor scruple_sink::view(const scruple_piece& piece) {
+// The piece as a tensor of its own: the weight and moments that belong to it, without a gradient.
+scruple_tensor scruple_sink::place(const scruple_piece& piece) {
   if (piece.tensor < 0 || piece.tensor >= count())
     fail(SCRUPLE_INVALID, "a piece of tensor ", piece.tensor, "; the sink has ", count(),
          " tensors, counted from 0");
   scruple_tensor part = view_of(row(piece.tensor), piece.first, piece.size,
                                 "tensor " + std::to_string(piece.tensor) + ": a piece");
+  part.arrays[SCRUPLE_GRADIENT] = {};
+  return part;
+}
+
+// The same with the gradient that arrives.
+scruple_tensor scruple_sink::view(const scruple_piece& piece) {
+  scruple_tensor part = place(piece);
   part.arrays[SCRUPLE_GRADIENT] = piece.gradient;
   part.arrays[SCRUPLE_GRADIENT].owned = 0;
   check_array(part, piece.tensor, SCRUPLE_GRADIENT, true);
@@ -419,14 +433,20 @@ void scruple_sink::step_view(const scruple_tensor& part, i64 tensor, u64 version
   engine_.step(&part, 1, version, step);
 }
 
-// Adds to the tensor's sum of squares; with its last piece, norm, flag and factor are known.
+bool scruple_sink::is_known_finite(const scruple_piece& piece) const {
+  return only_guards_ && piece.gradient.format == nullptr && piece.gradient.codes == nullptr;
+}
+
+// Adds to the tensor's sum of squares; with its last piece, norm, flag and factor are known. Micro-batches are only
+// guarded: their sums add up, so that one that is not finite holds until the step's end.
 void scruple_sink::measure_view(const scruple_tensor& part, i64 tensor) {
   TensorCells& cells = tensors_[tensor];
   i64& shown = state(tensor).measured;
   scruple_measure_options measure = SCRUPLE_MEASURE_OPTIONS_INIT;
   measure.loss_scale = loss_scale();
   measure.sum = &cells.sum;
-  if (shown > 0) measure.sum_before = &cells.sum;
+  measure.skip = options_.skip;
+  if (shown > 0 || row(tensor).folds > 0) measure.sum_before = &cells.sum;
   if (shown + part.size == row(tensor).size) {
     measure.max_norm = options_.tensor_norm;
     measure.found_inf = &cells.found_inf;
@@ -434,7 +454,7 @@ void scruple_sink::measure_view(const scruple_tensor& part, i64 tensor) {
     measure.adagc = options_.adagc;
     if (options_.adagc > 0) measure.gamma = &cells.gamma;
   }
-  engine_.measure(&part, 1, measure);
+  engine_.measure(&part, part.arrays[SCRUPLE_GRADIENT].format == nullptr ? 0 : 1, measure);
   shown += part.size;
 }
 
@@ -449,7 +469,7 @@ void scruple_sink::measure(const scruple_piece* pieces, i64 n) {
   std::map<i64, i64> shown;
   for (i64 i = 0; i < n; ++i) {
     const scruple_piece& piece = pieces[i];
-    views.push_back(view(piece));
+    views.push_back(is_known_finite(piece) ? place(piece) : view(piece));
     i64& so_far = shown.try_emplace(piece.tensor, state(piece.tensor).measured).first->second;
     if (piece.first != so_far || state(piece.tensor).added.size() > 0)
       fail(SCRUPLE_INVALID, "tensor ", piece.tensor, ": a piece from ", piece.first, " was shown after ",

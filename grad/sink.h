@@ -55,6 +55,7 @@ struct scruple_sink {
   scruple_sink& operator=(const scruple_sink&) = delete;
 
   bool measures() const { return measures_; }
+  bool only_guards() const { return only_guards_; }
   const float* loss_scale() const {
     return options_.loss_scale != nullptr ? options_.loss_scale : &cells_->scaler.scale;
   }
@@ -80,11 +81,13 @@ struct scruple_sink {
   scruple_tensor& row(scruple::i64 tensor) { return rows_[static_cast<std::size_t>(tensor)]; }
   scruple::i64 count() const { return static_cast<scruple::i64>(rows_.size()); }
 
+  scruple_tensor place(const scruple_piece& piece);
   scruple_tensor view(const scruple_piece& piece);
   void take(const scruple_piece& piece, Before& before);
   void fold(const scruple_piece* pieces, const std::vector<scruple_tensor>& views);
   void release(const scruple_piece* pieces, const std::vector<scruple_tensor>& views);
   void check_measured(const scruple_piece& piece);
+  bool is_known_finite(const scruple_piece& piece) const;
   void measure_view(const scruple_tensor& view, scruple::i64 tensor);
   void step_view(const scruple_tensor& part, scruple::i64 tensor, scruple::u64 version);
   void check_complete();
@@ -103,7 +106,7 @@ struct scruple_sink {
   std::vector<scruple_tensor> rows_;  // folds: micro-batches of this step that had something for the tensor
   std::vector<State> states_;
   int micro_batch_ = 0;
-  bool measures_ = false;
+  bool measures_ = false, only_guards_ = false;
   std::mutex mutex_;  // hooks of one backward pass may run on several threads
 
   // In the engine's memory.

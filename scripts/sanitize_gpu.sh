@@ -26,6 +26,7 @@ check racecheck cuda_test "$sharing"
 if [ -x "$folder/cuda_trainer_test" ]; then
   for test in attention_test layers_test heads_test; do check memcheck $test '*'; done
   check memcheck cuda_trainer_test '*OddSizes:CudaTrainer.GraphsGive*:*Offloading*'
+  check memcheck cuda_runs_test '*ASave*:*Skips*:*Judges*:*Copies*'
   check initcheck cuda_trainer_test '*OddSizes'
   check initcheck trainer_test '*Recomputation*/cuda'
   check racecheck attention_test '*SameBytesTwice'

@@ -123,10 +123,14 @@ class Case(unittest.TestCase):
     def resumed(self, out="run", *more, **options):
         return self.done("train", "--resume", self.path(out), *more, **options)
 
-    def metrics(self, out="run", times=False):
-        """Without the times, unless they are asked for: no two runs share them."""
+    def metrics(self, out="run", times=False, saves=False):
+        """Without times and saves, unless they are asked for: no two runs share them."""
         rows = [json.loads(line) for line in content(self.path(out, "metrics.jsonl")).splitlines()]
-        return [{key: value for key, value in row.items() if times or key != "time"} for row in rows]
+        return [
+            {key: value for key, value in row.items() if times or key != "time"}
+            for row in rows
+            if saves or "saved_step" not in row
+        ]
 
     def weights(self, out="run"):
         return content(self.path(out, "model.safetensors"))

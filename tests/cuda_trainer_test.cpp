@@ -1,43 +1,24 @@
 // The trainer on a GPU against the trainer on the CPU, and against itself: graphs, offloading and gradients that are handed
 // over in several pieces give the same bits. What holds on every device is in trainer_test.cpp.
+#include "tests/cuda_trainer.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <filesystem>
 #include <functional>
 #include <limits>
-#include <optional>
-#include <set>
 #include <utility>
 
 #include "tests/descriptions.h"
-#include "tests/jobs.h"
 #include "train/cuda/inputs.h"
 #include "train/cuda/outbox.h"
 #include "train/cuda/products.h"
-#include "train/run/average.h"
-#include "train/run/checkpoint.h"
 #include "train/run/trainer.h"
 
 namespace scruple::train {
 namespace {
-
-class CudaTrainer : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (!has_cuda()) GTEST_SKIP() << "this machine has no GPU that the trainer could run on";
-  }
-};
-
-Job job_of(const Description& shape, OpenBackend backend, const std::string& recipe = "fp32",
-           Precision activations = Precision::fp32) {
-  Job job = job_of(shape, 3, recipe, 1e-3);
-  job.backend = backend;
-  job.activations = activations;
-  return job;
-}
 
 // A batch of documents that begin anywhere, with targets that do not count.
 struct Documents {
@@ -59,19 +40,6 @@ struct Documents {
   }
   std::vector<std::int32_t> tokens, targets, starts;
 };
-
-// Values that are quick to draw, spread as first weights are.
-Fill spread_values(const Description& shape) {
-  const std::vector<Parameter> all = parameters_of(shape);
-  return [all](int which, std::int64_t first, std::int64_t count, float* values) {
-    const Parameter& parameter = all[static_cast<std::size_t>(which)];
-    for (std::int64_t i = 0; i < count; ++i) {
-      const auto mixed = static_cast<std::uint64_t>(first + i + which * 7919) * 0x9e3779b97f4a7c15u;
-      const double uniform = static_cast<double>(mixed >> 40) / (1 << 24) - 0.5;
-      values[i] = static_cast<float>(parameter.mean + parameter.deviation * 3.46 * uniform);
-    }
-  };
-}
 
 Computed gradients_of(const Description& shape, OpenBackend open, Precision activations,
                       scruple_policy policy, std::int64_t batch = 3,
@@ -269,21 +237,6 @@ TEST_F(CudaTrainer, CodedWeightsAreTheirValues) {
         }
 }
 
-// Every byte of weights, moments and accumulators, scales included.
-std::vector<std::vector<char>> bytes_of(Backend& backend, const std::vector<scruple_tensor>& rows) {
-  std::vector<std::vector<char>> all;
-  backend.engine().synchronize();
-  for (const scruple_tensor& row : rows)
-    for (const scruple_array& array : row.arrays) {
-      if (array.format == nullptr || array.codes == nullptr) continue;
-      const PlaneBytes size = plane_bytes(array.format, row.size);
-      for (const auto& [plane, count] : {std::pair{array.codes, size.codes}, std::pair{array.aux, size.aux}})
-        if (count > 0)
-          backend.memory().read(all.emplace_back(static_cast<std::size_t>(count)).data(), plane, count);
-    }
-  return all;
-}
-
 // A job's weights, moments and accumulators on its device, and a sink that is fed by hand.
 struct Fed {
   explicit Fed(const Job& job)
@@ -375,67 +328,6 @@ TEST_F(CudaTrainer, TheSameGradientsGiveTheBitsOfTheCpu) {
           }
           EXPECT_FALSE(host.bytes() == first);
         }
-}
-
-// Of the same weights, whether a step reads them or they are decoded for it, in more than one piece.
-TEST_F(CudaTrainer, AveragesAreTheCpus) {
-  const Description shape = gpt2({1, 64, 2, 16, 4200});
-  for (const char* format : {"fp32", "bf16", "bf16+8", "int8", "int9", "int10", "int11", "int12"}) {
-    const auto averaged = [&](OpenBackend open) {
-      const std::unique_ptr<Backend> backend = open(0);
-      const Optimizer optimizer("adamw");
-      const auto describe = [&](const Optimizer& of, std::int64_t size) {
-        scruple_tensor row = describe_by("scruple")(of, size);
-        check(scruple_tensor_set_format(&row, "weights", format));
-        return row;
-      };
-      Ledger ledger;
-      State state(
-          *backend, parameters_of(shape), [&](auto) -> const Optimizer& { return optimizer; }, describe,
-          ledger);
-      Average average(*backend, state, 0.9, 1, ledger);
-      const Fill first = spread_values(shape);
-      for (std::int64_t step = 1; step <= 5; ++step) {
-        state.start(
-            [&](int which, std::int64_t at, std::int64_t count, float* values) {
-              first(which, at, count, values);
-              for (float& value : std::span(values, static_cast<std::size_t>(count)))
-                value *= static_cast<float>(step);
-            },
-            ledger);
-        average.take(step);
-      }
-      return bytes_of(*backend, average.table());
-    };
-    EXPECT_TRUE(averaged(cuda_backend) == averaged(cpu_backend)) << format;
-  }
-}
-
-// Saved on one device, taken up on the other, and back.
-TEST_F(CudaTrainer, ARunMovesBetweenDevices) {
-  for (const char* recipe : {"lpmm", "scruple"}) {
-    const std::string folder = ::testing::TempDir() + "moves_" + recipe;
-    const auto saved = [&](Training& training) {
-      std::filesystem::remove_all(folder);
-      save(training, recipe, {}, folder, 0);
-      return std::make_unique<io::Checkpoint>(io::find_checkpoint(folder));
-    };
-    const Job on_gpu = job_of(llama(), cuda_backend, recipe, Precision::bf16),
-              on_cpu = job_of(llama(), cpu_backend, recipe);
-    Training first(on_gpu);
-    first.take(3);
-    const auto from_gpu = saved(first);
-    Training second(on_cpu, from_gpu.get());
-    EXPECT_TRUE(second.planes() == first.planes()) << recipe;
-    const double here = first.step().loss;
-    EXPECT_NEAR(second.step().loss, here, 0.02 * here) << recipe;
-    const auto from_cpu = saved(second);
-    Training third(on_gpu, from_cpu.get());
-    EXPECT_TRUE(third.planes() == second.planes()) << recipe;
-    EXPECT_EQ(third.steps_taken(), 4);
-    EXPECT_TRUE(std::isfinite(third.step().loss)) << recipe;
-    std::filesystem::remove_all(folder);
-  }
 }
 
 // A model whose gradients fill the outbox's buffer several times in a pass.

@@ -171,6 +171,12 @@ class Folders(command.Case):
                         for more in ((), ("--offload",)))
         if "this build has no trainer for GPUs" not in stays.stderr:  # no GPU is needed to count for one
             self.assertGreater(*(json.loads(done.stdout)["rows"][0]["total_bytes"] for done in (stays, waits)))
+            counted = json.loads(stays.stdout)["rows"][0]
+            others = sum(counted["parts"][kind] for kind in ("gradients", "activations", "workspace"))
+            self.assertEqual(counted["host_bytes"], counted["total_bytes"] - others)  # copies for saves
+            said = self.done("plan", deep, "--recipe", "scruple", "--batch", 3, "--device", "cuda")
+            self.assertRegex(said, r"\nsaves take [\d.]+ [KM]iB of host memory, ")
+        self.assertEqual(row("--device", "cpu")["host_bytes"], 0)
         self.assertLess(*(row("--threads", count)["total_bytes"] for count in (1, 4)))
 
     def test_recomputed_bits_are_the_same(self):

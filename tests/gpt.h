@@ -63,13 +63,15 @@ struct Store : WeightValues {
   bool direct = false;
 };
 
-// Keeps every gradient, asking for `tile_rows` rows at a time.
+// Keeps every gradient, asking for `tile_rows` rows at a time, and compares it with its bound.
 struct Keep : Gradients {
   Keep(const Description& shape, std::int64_t rows) : list(parameters_of(shape)), tile_rows(rows) {
     for (const Parameter& p : list)
       all.emplace_back(static_cast<std::size_t>(p.size()), std::numeric_limits<float>::quiet_NaN());
   }
-  void take(int parameter, const FillRows& fill) override {
+  void take(int parameter, const FillRows& fill, const Bound& bound) override {
+    const double most =
+        bound == nullptr || !is_bounded ? std::numeric_limits<double>::infinity() : 1.001 * bound();
     const Parameter& p = list[static_cast<std::size_t>(parameter)];
     EXPECT_TRUE(taken.insert(parameter).second) << p.name << " was handed over twice";
     const auto at = static_cast<std::size_t>(parameter);
@@ -81,6 +83,8 @@ struct Keep : Gradients {
       std::vector<float> again(static_cast<std::size_t>(count * width), -1.0f);
       fill(first, count, again.data());
       EXPECT_EQ(std::memcmp(again.data(), tile, again.size() * sizeof(float)), 0) << p.name;
+      for (std::size_t i = 0; i < again.size() && std::isfinite(most); ++i)
+        ASSERT_LE(std::abs(static_cast<double>(again[i])), most) << p.name;
       if (step_in != nullptr) std::fill_n(step_in->values_of[at].data() + first * width, count * width, 1e9f);
     }
   }
@@ -89,6 +93,7 @@ struct Keep : Gradients {
   Values all;
   std::set<int> taken;
   Store* step_in = nullptr;  // steps each tile as soon as it is there
+  bool is_bounded = true;    // as the loss is finite
 };
 
 struct Examples {
@@ -127,10 +132,11 @@ struct Gpt {
         store(shape) {
     store.direct = how.direct;
   }
-  double forward(const Examples& batch) { return model.forward(store, batch.all()); }
+  double forward(const Examples& batch) { return loss = model.forward(store, batch.all()); }
   Values backward() {
     Keep keep(shape, how.tile_rows);
     if (how.step_inside) keep.step_in = &store;
+    keep.is_bounded = std::isfinite(loss);
     model.backward(store, keep, how.scale);
     EXPECT_EQ(keep.taken.size(), keep.list.size());
     return keep.all;
@@ -143,6 +149,7 @@ struct Gpt {
   Ledger ledger;
   Transformer model;
   Store store;
+  double loss = 0;  // of the last forward pass
 };
 
 inline Result run(const Description& shape, const Examples& batch, const How& how = {}) {

@@ -6,14 +6,16 @@ Usage: loop_test.py PATH_TO_SCRUPLE
 import json
 import math
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import command
-from command import content, run, start
+from command import content, run, start, until
 
 
 class Case(command.Case):
@@ -317,6 +319,21 @@ class Metrics(Case):
         self.assertEqual(curves[0]["y"][0], curves[1]["y"][0])
         self.assertLess(sum(smoothed), 0.5 * sum(noise))
 
+    def test_saves_are_told(self):
+        """Each with its time, also those of an earlier session; training on the CPU waits for all of it."""
+        self.trained("--save-every", "2", "--validation", "0", "--device", "cpu", steps=5)
+        rows = [row for row in self.metrics(saves=True) if "saved_step" in row]
+        self.assertEqual([(row["step"], row["saved_step"]) for row in rows], [(2, 2), (4, 4), (5, 5)])
+        for row in rows:
+            self.assertTrue(0 < row["save_seconds"] <= row["save_waited"] < 60, row)
+            size = os.path.getsize(self.step_of("run", 5, "model.safetensors"))
+            self.assertTrue(0.5 * size < row["save_bytes"] < size, (row, size))
+        self.assertIn("saves", dict(self.report()[0]["sections"][1]["tables"][1]["rows"]))
+        os.rename(self.step_of("run", 5), self.path("away"))
+        self.resumed("run")
+        again = [row for row in self.metrics(saves=True) if "saved_step" in row]
+        self.assertEqual((again[:2], again[2]["saved_step"], len(again)), (rows[:2], 5, 3))
+
     STUBS = {"torch/__init__.py": "", "torch/utils/__init__.py": "",  # what examples/watch.py calls of the two libraries, with their parameters' names; each call becomes a line
         "wandb.py": """
 import json
@@ -347,7 +364,7 @@ class SummaryWriter:
     def test_the_example_follows_them(self):
         """Into each of the two libraries, here stubs, goes every number of every line, at its step."""
         self.trained("--validation", "0.1", steps=3)
-        rows = self.metrics(times=True)
+        rows = self.metrics(times=True, saves=True)
         left_out = ("step", "time", "unmoved_tensor")  # a name
         numbers = [{key: float(value) for key, value in row.items() if value is not None and key not in left_out} for row in rows]
         said = self.watched("--print")
@@ -383,6 +400,32 @@ class SummaryWriter:
         self.assertEqual(said[-1][2], {"val_loss": 1})
 
 
+class Saves(Case):
+    def test_killed_in_the_middle(self):
+        """On a GPU training goes on meanwhile: `make test-gpu` runs this there."""
+        dice, kills, device = random.Random(2), 8, os.environ.get("SCRUPLE_TEST_DEVICE", "cpu")
+        # A save takes longer than a step.
+        more = ("--layers", "4", "--width", "256", "--validation", "0", "--device", device)
+        self.trained(*more, out="whole", steps=40)
+        arguments, folder = self.training(*more, "--save-every", "2", steps=40), self.path("run/checkpoints")
+        found = lambda: os.listdir(folder) if os.path.exists(folder) else []
+        for _ in range(kills):
+            before = set(found())
+            process = start(*arguments)
+            until(lambda: process.poll() is not None or any("partial" in name for name in set(found()) - before))
+            time.sleep(dice.uniform(0, 0.1))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            if any("partial" not in name for name in found()):
+                self.done("checkpoint", "verify", self.path("run"))
+                arguments = ["train", "--resume", self.path("run")]
+            else:
+                shutil.rmtree(self.path("run"))
+        self.done(*arguments)
+        self.assertTrue((self.weights(), self.metrics()) == (self.weights("whole"), self.metrics("whole")))
+        self.assertEqual(sorted(found()), ["step-00000038", "step-00000040"])
+
+
 class Outliers(Case):
     def test_they_are_skipped_counted_and_told(self):
         """A limit that is met often: what is noted agrees, and the run goes on to the bit."""
@@ -407,7 +450,8 @@ class Outliers(Case):
         self.assertTrue(self.weights("plain") == self.weights("none"))
 
     def test_refusals(self):
-        self.refused(2, "--skip-outliers needs all gradients", "--skip-outliers", "6", "--gradients", "released")
+        self.refused(2, "--skip-outliers judges a step by its loss, which --accumulate 2", "--skip-outliers", "6", "--gradients",
+                     "released", "--accumulate", "2", "--accumulation", "adama", "--moments", "fp32")  # fmt: skip
         self.refused(2, "--skip-outliers and a dynamic loss scale do not go together", "--skip-outliers", "6",
                      "--activations", "fp16", "--device", "cpu")  # fmt: skip
         self.refused(2, "--skip-outliers: '0' is not a finite number above 0", "--skip-outliers", "0")

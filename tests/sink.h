@@ -119,6 +119,7 @@ struct SinkOptions {
   const float* loss_scale = nullptr;
   scruple_memory memory = {};
   scruple_reduce reduce = {};
+  const float* skip = nullptr;
 
   scruple_sink_options raw() const {
     scruple_sink_options options = SCRUPLE_SINK_OPTIONS_INIT;
@@ -133,6 +134,7 @@ struct SinkOptions {
     options.loss_scale = loss_scale;
     options.memory = memory;
     options.reduce = reduce;
+    options.skip = skip;
     return options;
   }
 };

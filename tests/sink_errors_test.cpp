@@ -36,6 +36,9 @@ TEST(SinkErrors, WhatAPolicyCannotDoIsRefusedWithTheWayOut) {
   const scruple_scaler scaler = scruple_scaler_dynamic();
   options.scaler = &scaler;
   refused(options, {"loss scaling", "compressed"});
+  const float skip = 0;
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_COMPRESSED})
+    refused(SinkOptions{.policy = policy, .skip = &skip}, {"skip", "released"});
 }
 
 TEST(SinkErrors, OptimizersThatCannotAccumulateInTheirMoments) {
@@ -226,6 +229,24 @@ TEST(SinkErrors, MeasuringInPieces) {
   CHECK_OK(sink.add(low));
   CHECK_OK(sink.end());
   EXPECT_FALSE(same_bytes(model.bytes(), before));
+}
+
+TEST(SinkErrors, AGradientIsKnownToBeFiniteOnlyWhereNothingElseIsAsked) {
+  const Engine engine;
+  Model model(engine, config_of("adamw"));
+  const float cell = 0;
+  for (const double tensor_norm : {0.0, 1.0}) {
+    Sink sink(model, SinkOptions{.policy = SCRUPLE_RELEASED, .tensor_norm = tensor_norm, .skip = &cell});
+    scruple_piece known = model.whole(4, 1);
+    known.gradient = {};
+    EXPECT_INVALID(sink.add(known), "tensor 4", "gradient");
+    if (tensor_norm > 0)
+      EXPECT_INVALID(sink.measure(known), "tensor 4", "gradient");
+    else
+      CHECK_OK(sink.measure(known));
+    known.tensor = 99;
+    EXPECT_INVALID(sink.measure(known), "tensor 99");
+  }
 }
 
 TEST(StepParts, AreCheckedByThePlainStepToo) {

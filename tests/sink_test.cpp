@@ -242,6 +242,96 @@ TEST_P(Sinks, AReleasedOverflowSkipsItsTensorAlone) {
   }
 }
 
+// ---- Released, with no more than a guard ----
+
+// Measures tensor 4 in two pieces, or not at all, and adds it.
+void add_fourth(Sink& sink, const std::vector<float>& gradient, bool pieces, bool known = false) {
+  const scruple_piece all = sink.model.whole(4, gradient);
+  if (!pieces) {
+    CHECK_OK(sink.add(all));
+    return;
+  }
+  scruple_piece low = Model::part_of(all, 0, 2432), high = Model::part_of(all, 2432, 2500 - 2432);
+  for (scruple_piece piece : {low, high}) {
+    if (known) piece.gradient = {};
+    CHECK_OK(sink.measure(piece));
+  }
+  for (const scruple_piece& piece : {low, high}) CHECK_OK(sink.add(piece));
+}
+
+TEST_P(Sinks, AGuardLeavesFiniteStepsAsTheyAre) {
+  for (const bool pieces : {false, true})
+    for (const bool known : {false, true}) {
+      Model model(engine, config_of("adamw", "scruple")), plain(engine, config_of("adamw", "scruple"));
+      const DeviceCell<float> skip(engine, 0.0f);
+      Sink sink(model, SinkOptions{.policy = SCRUPLE_RELEASED, .skip = skip.at()});
+      Sink unguarded(plain, SinkOptions{.policy = SCRUPLE_RELEASED});
+      EXPECT_EQ(scruple_sink_measures(sink), 2);
+      EXPECT_EQ(scruple_sink_measures(unguarded), 0);
+      for (int n = 1; n < 4; ++n) {
+        add_fourth(sink, model.values(n, 4), pieces, known);
+        CHECK_OK(sink.end());
+        unguarded.backward_of(4, plain.values(n, 4));
+      }
+      EXPECT_TRUE(same_bytes(model.bytes(), plain.bytes()));
+      EXPECT_EQ(sink.read().skipped, 0);
+      EXPECT_EQ(sink.read().steps, 3);
+    }
+}
+
+TEST_P(Sinks, AGuardSkipsATensorThatIsNotFiniteAndAllThatItIsTold) {
+  for (const bool pieces : {false, true})
+    for (const float bad : {kInf, -kInf, float_from(0x7fc00000u)}) {
+      Model model(engine, config_of("adamw", "scruple"));
+      const DeviceCell<float> skip(engine, 0.0f), told(engine, 1.0f);
+      Sink sink(model, SinkOptions{.policy = SCRUPLE_RELEASED, .skip = skip.at()});
+      const Bytes before = model.bytes(4, SCRUPLE_WEIGHT), moments = model.bytes(4, SCRUPLE_SLOT);
+      const Bytes other = model.bytes(0, SCRUPLE_WEIGHT);
+      add_fourth(sink, model.spoilt(1, 4, 2499, bad), pieces);
+      sink.backward_of(0, model.values(1, 0));
+      EXPECT_TRUE(same_bytes(model.bytes(4, SCRUPLE_WEIGHT), before));
+      EXPECT_TRUE(same_bytes(model.bytes(4, SCRUPLE_SLOT), moments));
+      EXPECT_FALSE(same_bytes(model.bytes(0, SCRUPLE_WEIGHT), other));
+      EXPECT_EQ(sink.read().skipped, 1);
+      EXPECT_EQ(sink.read().found_inf, 1.0f);
+      EXPECT_EQ(sink.steps(), (std::vector<std::int64_t>{2, 1, 1, 1, 1}));
+
+      Sink halted(model, SinkOptions{.policy = SCRUPLE_RELEASED, .skip = told.at()});
+      const Bytes all = model.bytes();
+      for (const bool known : {false, true}) {
+        add_fourth(halted, model.values(2, 4), pieces, known);
+        CHECK_OK(halted.end());
+      }
+      halted.backward(3);
+      EXPECT_TRUE(same_bytes(model.bytes(), all));
+      EXPECT_EQ(halted.read().skipped, 2 + 4) << "an empty tensor takes no step";
+    }
+}
+
+// Whichever micro-batch it is in: the weight stays, the moments stay finite, and the next step is one as any other.
+TEST_P(Sinks, AGuardHoldsOverMicroBatches) {
+  const float nan = float_from(0x7fc00000u);
+  for (int bad = 0; bad < 3; ++bad) {
+    Model model(engine, config_of("adamw", "fp32"));
+    const DeviceCell<float> skip(engine, 0.0f);
+    Sink sink(model, SinkOptions{.policy = SCRUPLE_RELEASED,
+                                 .micro_batches = 3,
+                                 .accumulation = SCRUPLE_ACCUMULATE_ADAMA,
+                                 .skip = skip.at()});
+    const Bytes before = model.bytes(4, SCRUPLE_WEIGHT);
+    for (int n = 0; n < 3; ++n)
+      sink.backward_of(4, n == bad ? model.spoilt(n, 4, 700, nan) : model.values(n, 4));
+    EXPECT_TRUE(same_bytes(model.bytes(4, SCRUPLE_WEIGHT), before)) << bad;
+    EXPECT_EQ(sink.read().skipped, 1);
+    EXPECT_EQ(sink.steps()[4], 1);
+    for (int n = 0; n < 3; ++n) sink.backward_of(4, model.values(3 + n, 4));
+    EXPECT_FALSE(same_bytes(model.bytes(4, SCRUPLE_WEIGHT), before));
+    EXPECT_EQ(sink.steps()[4], 2);
+    for (int array = SCRUPLE_WEIGHT; array <= SCRUPLE_SLOT + 1; ++array)
+      for (const float value : model.decoded(4, array)) ASSERT_TRUE(std::isfinite(value)) << bad;
+  }
+}
+
 // ---- Tensors that stay out ----
 
 TEST_P(Sinks, ATensorWithoutGradientIsLeftAloneAndCountsNoStep) {

@@ -353,10 +353,12 @@ typedef struct scruple_measure_options {
   /* AdaGC (2502.11034) for the gradients of this table as one: *clip is at most adagc * *gamma / *norm. */
   double adagc;
   double* gamma; /* in and out: the moving average of the clipped norm; 0: no history yet. NULL: no AdaGC */
+  /* Where it is not 0, what is measured counts as not finite, whatever it is; NULL: 0. */
+  const float* skip;
 } scruple_measure_options;
 
 #define SCRUPLE_MEASURE_OPTIONS_INIT \
-  { sizeof(scruple_measure_options), 0.0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0.0, NULL }
+  { sizeof(scruple_measure_options), 0.0, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0.0, NULL, NULL }
 
 /* What scruple_norm computes, left in the engine's memory for scruple_step to read: no trip to the host. */
 SCRUPLE_API scruple_status scruple_measure(scruple_engine* engine, const scruple_tensor* tensors,
@@ -442,14 +444,17 @@ typedef struct scruple_sink_options {
   const float* loss_scale; /* in the engine's memory, read when the work runs: gradients are of the loss times
                               this, and the caller decides it, by scruple_sink_found_inf; NULL: scaler's */
   scruple_reduce reduce;   /* stored, compressed: where other processes hold parts of the gradient */
+  /* Released: a tensor whose gradient is not finite does not move in this step, nor does one that comes while
+   * *skip is not 0, such as after a loss that is not finite. In the engine's memory, read when the work runs.
+   * Of micro-batches the first that is not finite is the tensor's last in this step; what came before it stays in
+   * the moments. NULL: gradients are only looked at where clipping or loss scaling measures them. */
+  const float* skip;
 } scruple_sink_options;
 
 #define SCRUPLE_SINK_OPTIONS_INIT                                                                       \
   {                                                                                                     \
     sizeof(scruple_sink_options), SCRUPLE_STORED, SCRUPLE_ACCUMULATE_GRADIENTS, 1, 0.0, 0.0, 0.0, NULL, \
-        NULL, {NULL, NULL, NULL}, NULL, {                                                               \
-      NULL, NULL                                                                                        \
-    }                                                                                                   \
+        NULL, {NULL, NULL, NULL}, NULL, {NULL, NULL}, NULL                                              \
   }
 
 /* A part of one tensor's gradient: `size` elements from `first`, bounded as in scruple_tensor_view. Any
@@ -480,7 +485,8 @@ SCRUPLE_API scruple_status scruple_sink_create(scruple_engine* engine, const scr
 SCRUPLE_API void scruple_sink_destroy(scruple_sink* sink);
 /* 1: a tensor that comes in pieces must be shown whole with scruple_sink_measure, in the order of `first`,
  * before its first piece is added: released with clipping or loss scaling. A tensor added in one piece need
- * not be. */
+ * not be. 2: released with `skip` alone. Then the same holds, and a piece whose values the caller knows to be
+ * finite may be shown without them, with an array of zeros. */
 SCRUPLE_API int scruple_sink_measures(const scruple_sink* sink);
 SCRUPLE_API scruple_status scruple_sink_measure(scruple_sink* sink, const scruple_piece* pieces,
                                                 int64_t count);

@@ -231,6 +231,8 @@ class Sink {
       : Sink(engine, std::span<const scruple_tensor>(table_of(tensors)), options) {}
 
   bool measures() const { return scruple_sink_measures(raw()) != 0; }
+  // Whether it measures only what is not known to be finite.
+  bool only_guards() const { return scruple_sink_measures(raw()) == 2; }
   void measure(std::span<const scruple_piece> pieces) {
     check(scruple_sink_measure(raw(), pieces.data(), static_cast<std::int64_t>(pieces.size())));
   }

@@ -80,11 +80,11 @@ EngineInfo: char* name, doc; int32 available; char* reason
 StepOptions, MeasureOptions, Scaler, SinkOptions, Piece, SinkReport = _structs("""
 StepOptions: size_t struct_size; float multiplier; void* found_inf, clip, loss_scale, steps; int32 part, parts
 MeasureOptions: size_t struct_size; double max_norm;
-  void* loss_scale, steps, norm, found_inf, clip, sum_before, sum; double adagc; void* gamma
+  void* loss_scale, steps, norm, found_inf, clip, sum_before, sum; double adagc; void* gamma, skip
 Scaler: float scale, growth, backoff; int32 interval, clean
 SinkOptions: size_t struct_size; int policy, accumulation; int32 micro_batches;
   double max_norm, tensor_norm, adagc; void* scaler, adagc_norms, memory_context; alloc alloc; free free;
-  void* loss_scale, reduce_context; reduce reduce
+  void* loss_scale, reduce_context; reduce reduce; void* skip
 Piece: int64 tensor, first, size; Array gradient
 SinkReport: double norm; float found_inf, clip; int64 steps, skipped; Scaler scaler
 """)

@@ -32,11 +32,16 @@ class CpuNetwork final : public Network {
   void train(Visible weights, const Batch& batch, Sink& sink, float weight) override {
     Decoded decoded(engine_, weights);
     const double loss = model_.forward(decoded, batch);
+    if (guard_ != nullptr) judge_loss(*guard_, loss * static_cast<double>(weight));
     tiles_.give_to(sink);
     model_.backward(decoded, tiles_, *sink.loss_scale() * weight);
     losses_.push_back(loss);
   }
   std::vector<double> losses() override { return std::exchange(losses_, {}); }
+  void watch(Guard* guard) override { guard_ = guard; }
+  void judge(double* sum_squares, const float* loss_scale) override {
+    judge_step(*guard_, *sum_squares, *loss_scale);
+  }
   double loss(Visible weights, const Batch& batch) override {
     Decoded decoded(engine_, weights);
     return model_.loss(decoded, batch);
@@ -46,6 +51,7 @@ class CpuNetwork final : public Network {
   Engine& engine_;
   Transformer model_;
   Tiles tiles_;
+  Guard* guard_ = nullptr;
   std::vector<double> losses_;
 };
 

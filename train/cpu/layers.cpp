@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <vector>
 
 #include "formats/bf16.h"
 #include "formats/fp16.h"
@@ -514,6 +516,25 @@ void add_row(const float* __restrict from, Index count, float* __restrict to) {
 Index tile_height(Index rows) { return rows < 4 * kTileRows ? kTileRows / 2 : kTileRows; }
 
 }  // namespace
+
+double frobenius_norm(const Workers& workers, const Part& part, Index tokens) {
+  const Index across = (part.columns + kTileColumns - 1) / kTileColumns,
+              down = (tokens + kDepth - 1) / kDepth;
+  std::vector<double> sums(static_cast<std::size_t>(across * down));
+  workers.pieces(across * down, [&](Index piece, Arena& arena) {
+    const Index column = piece % across * kTileColumns, token = piece / across * kDepth;
+    const Index columns = std::min(kTileColumns, part.columns - column),
+                depth = std::min(kDepth, tokens - token);
+    float *scratch = arena.floats(kDepth * columns), *squares = arena.floats(columns);
+    const View x = part.source.read(token, depth, part.column + column, columns, scratch);
+    std::fill_n(squares, columns, 0.0f);
+    for (Index r = 0; r < depth; ++r)
+      for (Index c = 0; c < columns; ++c) squares[c] += x.data[r * x.stride + c] * x.data[r * x.stride + c];
+    double& sum = sums[static_cast<std::size_t>(piece)];
+    for (Index c = 0; c < columns; ++c) sum += static_cast<double>(squares[c]);
+  });
+  return std::sqrt(std::accumulate(sums.begin(), sums.end(), 0.0));
+}
 
 void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index tokens, Index first,
                      Index rows, float* tile) {

@@ -239,6 +239,8 @@ struct Part {
   const Source& source;
   Index column, columns;
 };
+// The root of the sum of its squares; not finite where one of it is not, or where the sum is too large for fp32.
+double frobenius_norm(const Workers& workers, const Part& part, Index tokens);
 // Rows [first, first + rows) of a^T b.
 void weight_gradient(const Workers& workers, const Part& a, const Part& b, Index tokens, Index first,
                      Index rows, float* tile);

@@ -1,6 +1,7 @@
 #include "train/cpu/operations.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <numeric>
 
@@ -239,23 +240,43 @@ FillRows Operations::fill_head() {
   };
 }
 
-void Operations::take_head() { gradients_->take(places().head, fill_head()); }
+// A row's softmax less its target: no longer than the root of 2, where the loss is finite.
+double Operations::head_bound() {
+  return std::sqrt(2.0 * static_cast<double>(counted_)) * static_cast<double>(std::abs(scale_)) *
+         frobenius_norm(workers_, {Stored(hidden_), 0, model_.width}, counted_);
+}
+
+// Of a table whose rows were read: the sum of some rows of g.
+double Operations::table_bound() {
+  return std::sqrt(static_cast<double>(rows_)) *
+         frobenius_norm(workers_, {Stored(g_.values), 0, model_.width}, rows_);
+}
+
+void Operations::take_head() {
+  gradients_->take(places().head, fill_head(), [this] { return head_bound(); });
+}
 
 // The gradient of a table that is the output head as well is the sum of both.
 void Operations::take_embeddings() {
   if (places().positions >= 0)
-    gradients_->take(places().positions, [&](Index first, Index count, float* tile) {
-      std::fill_n(tile, count * model_.width, 0.0f);
-      embedding_gradient(workers_, g_.values, positions(), rows_, first, count, tile);
-    });
+    gradients_->take(
+        places().positions,
+        [&](Index first, Index count, float* tile) {
+          std::fill_n(tile, count * model_.width, 0.0f);
+          embedding_gradient(workers_, g_.values, positions(), rows_, first, count, tile);
+        },
+        [this] { return table_bound(); });
   const FillRows as_head = model_.tied ? fill_head() : nullptr;
-  gradients_->take(places().tokens, [&](Index first, Index count, float* tile) {
-    if (model_.tied)
-      as_head(first, count, tile);
-    else
-      std::fill_n(tile, count * model_.width, 0.0f);
-    embedding_gradient(workers_, g_.values, tokens(), rows_, first, count, tile);
-  });
+  gradients_->take(
+      places().tokens,
+      [&](Index first, Index count, float* tile) {
+        if (model_.tied)
+          as_head(first, count, tile);
+        else
+          std::fill_n(tile, count * model_.width, 0.0f);
+        embedding_gradient(workers_, g_.values, tokens(), rows_, first, count, tile);
+      },
+      [this] { return table_bound() + (model_.tied ? head_bound() : 0); });
 }
 
 // ---- Backward ----
@@ -289,12 +310,15 @@ void Operations::take_linear(const LinearPlaces& places, const Tensor& x, const 
   read(x, [&](const Source& in) {
     for (const LinearPlace& at : places) {
       const Part inputs = {in, 0, at.in}, outputs = {out, at.column, at.out};
-      gradients_->take(at.weight, [&](Index first, Index count, float* tile) {
-        if (model_.outputs_first)
-          weight_gradient(workers_, outputs, inputs, rows_, first, count, tile);
-        else
-          weight_gradient(workers_, inputs, outputs, rows_, first, count, tile);
-      });
+      gradients_->take(
+          at.weight,
+          [&](Index first, Index count, float* tile) {
+            if (model_.outputs_first)
+              weight_gradient(workers_, outputs, inputs, rows_, first, count, tile);
+            else
+              weight_gradient(workers_, inputs, outputs, rows_, first, count, tile);
+          },
+          [&] { return frobenius_norm(workers_, inputs, rows_) * frobenius_norm(workers_, outputs, rows_); });
       if (at.bias < 0) continue;
       gradients_->take(at.bias, [&](Index first, Index count, float* tile) {
         bias_gradient(workers_, dy.values, rows_, at.column + first, count, tile);

@@ -84,6 +84,8 @@ class Operations {
   Counted counted() const { return {at_.as<std::int32_t>(), counted_}; }
   Head head();
   FillRows fill_head();
+  double head_bound();
+  double table_bound();
 
   const Description model_;
   const Places places_;

@@ -15,11 +15,12 @@ class Tiles final : public Gradients {
  public:
   // `released`: a tile is all there is of a gradient, and is counted as one.
   Tiles(const std::vector<Parameter>& parameters, bool released, Ledger& ledger);
-  void take(int parameter, const FillRows& fill) override;
+  void take(int parameter, const FillRows& fill, const Bound& bound) override;
   void give_to(Sink& sink) { sink_ = &sink; }
 
  private:
   using SinkCall = void (Sink::*)(std::span<const scruple_piece>);
+  void measure(int parameter, const FillRows& fill, const Bound& bound);
   void each_tile(int parameter, const FillRows& fill, SinkCall hand);
 
   const std::vector<Parameter> parameters_;

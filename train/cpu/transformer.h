@@ -24,11 +24,15 @@ struct WeightValues {
 // stepped. It uses the model's threads, so it must not be called from them.
 using FillRows = std::function<void(std::int64_t first, std::int64_t rows, float* tile)>;
 
+// What no element of a gradient is larger than, in magnitude, where it is finite and the loss is; by the rule of Cauchy
+// and Schwarz, at a small part of what the gradient costs.
+using Bound = std::function<double()>;
+
 // Whoever takes the gradients. Each parameter is handed over once per backward pass, as soon as its
 // gradient can be computed; its weight may be stepped inside the call, each row once its tile is there.
 struct Gradients {
   virtual ~Gradients() = default;
-  virtual void take(int parameter, const FillRows& fill) = 0;
+  virtual void take(int parameter, const FillRows& fill, const Bound& bound = nullptr) = 0;
 };
 
 class Transformer {

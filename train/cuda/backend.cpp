@@ -2,6 +2,7 @@
 // are computed.
 #include "train/pass/backend.h"
 
+#include "train/cuda/copies.h"
 #include "train/cuda/device.h"
 #include "train/cuda/engine.h"
 #include "train/cuda/outbox.h"
@@ -13,9 +14,10 @@ namespace {
 
 class Gpu final : public Backend {
  public:
-  Gpu() : memory_(stream_), engine_(stream_) {}
+  Gpu() : memory_(stream_), copies_(stream_), engine_(stream_) {}
   Engine& engine() override { return *engine_; }
   Memory& memory() override { return memory_; }
+  Copies* copies() override { return &copies_; }
   std::string device() const override { return *engine_, cuda::device_name(); }
   std::string arithmetic() const override { return device() + ", cuBLAS " + cuda::products_version(); }
   double peak_flops() const override { return cuda::peak_flops(device()); }
@@ -27,7 +29,7 @@ class Gpu final : public Backend {
   std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
                                    Ledger& ledger) override {
     return std::make_unique<cuda::Transformer>(setup, weights, policy == SCRUPLE_RELEASED, engine_, stream_,
-                                               memory_, ledger);
+                                               copies_, memory_, ledger);
   }
   std::unique_ptr<Generator> generator(const Description& shape, Visible weights, Ledger& ledger) override {
     return std::make_unique<cuda::CachedTransformer>(shape, weights, engine_, stream_, memory_, ledger);
@@ -36,6 +38,7 @@ class Gpu final : public Backend {
  private:
   cuda::Stream stream_;
   cuda::DeviceMemory memory_;
+  cuda::PinnedCopies copies_;
   cuda::StreamEngine engine_;
 };
 

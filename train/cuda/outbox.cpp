@@ -80,7 +80,7 @@ void Outbox::hand(SinkCall how, std::span<const scruple_piece> pieces) {
   if (recording_.is_running())
     recording_.hand(*sink_, how, pieces);
   else
-    (sink_->*how)(pieces);
+    recording_.deliver(*sink_, how, pieces);
 }
 
 void Outbox::take_in_pieces(int parameter, const FillRows& fill, std::int64_t rows, SinkCall how) {

@@ -23,9 +23,15 @@ void Recording::end_part(SinkCall how, std::span<const scruple_piece> pieces) {
   check(cudaGraphLaunch(ready, stream_), "launching a graph");
 }
 
+void Recording::deliver(Sink& sink, SinkCall how, std::span<const scruple_piece> pieces) const {
+  for (const scruple_piece& piece : pieces)
+    if (copies_ != nullptr) copies_->before_step(static_cast<std::size_t>(piece.tensor));
+  (sink.*how)(pieces);
+}
+
 void Recording::hand(Sink& sink, SinkCall how, std::span<const scruple_piece> pieces) {
   end_part(how, pieces);
-  (sink.*how)(pieces);
+  deliver(sink, how, pieces);
   begin_part();
 }
 
@@ -54,7 +60,7 @@ void Recording::clear() noexcept {
 void Recording::replay(Sink& sink) const {
   for (const Part& part : *parts_) {
     check(cudaGraphLaunch(part.graph, stream_), "launching a graph");
-    if (part.how != nullptr) (sink.*part.how)(part.pieces);
+    if (part.how != nullptr) deliver(sink, part.how, part.pieces);
   }
 }
 

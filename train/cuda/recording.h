@@ -15,7 +15,8 @@ using SinkCall = void (Sink::*)(std::span<const scruple_piece>);
 
 class Recording {
  public:
-  explicit Recording(const Stream& stream) : stream_(stream) { choose(0); }
+  // `copies`: of planes that a sink steps as soon as it has a gradient; nullptr: it waits for Sink::end().
+  Recording(const Stream& stream, Copies* copies) : stream_(stream), copies_(copies) { choose(0); }
   ~Recording() {
     for (auto& [shape, parts] : recorded_) parts_ = &parts, clear();
   }
@@ -32,6 +33,8 @@ class Recording {
   void cancel() noexcept;  // after an exception: nothing is recorded
   void clear() noexcept;
 
+  // Pieces to the sink, while nothing is recorded: what it steps waits for copies.
+  void deliver(Sink& sink, SinkCall how, std::span<const scruple_piece> pieces) const;
   bool is_there() const { return !running_ && !parts_->empty(); }
   void replay(Sink& sink) const;
 
@@ -46,6 +49,7 @@ class Recording {
   void end_part(SinkCall how, std::span<const scruple_piece> pieces);
 
   const Stream& stream_;
+  Copies* const copies_;
   bool running_ = false;
   std::map<std::int64_t, std::vector<Part>> recorded_;
   std::vector<Part>* parts_ = nullptr;

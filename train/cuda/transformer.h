@@ -13,11 +13,14 @@ class Transformer final : public Network {
  public:
   // Memory is taken here. Throws std::invalid_argument where there is no such model.
   Transformer(const Setup& setup, Visible weights, bool released, const StreamEngine& engine,
-              const Stream& stream, Memory& memory, Ledger& ledger);
+              const Stream& stream, Copies& copies, Memory& memory, Ledger& ledger);
   ~Transformer() override;
 
+  void prepare(const Batch& batch, float weight) override;
   void train(Visible weights, const Batch& batch, Sink& sink, float weight) override;
   std::vector<double> losses() override;
+  void watch(Guard* guard) override;
+  void judge(double* sum_squares, const float* loss_scale) override;
   double loss(Visible weights, const Batch& batch) override;
 
  private:

@@ -12,6 +12,7 @@
 
 #include "include/scruple/scruple.hpp"
 #include "train/model/description.h"
+#include "train/pass/guard.h"
 #include "train/pass/ledger.h"
 
 namespace scruple::train {
@@ -75,6 +76,9 @@ const float* visible_values(Engine& engine, const scruple_tensor& weight, float*
 class Network {
  public:
   virtual ~Network() = default;
+  // The next train() is of this batch, with this weight: what of it needs no weights may be done now, behind work that the
+  // device is still at. loss() makes that vain.
+  virtual void prepare(const Batch& /*batch*/, float /*weight*/) {}
   // A forward and a backward pass. The loss is the mean over the targets that count, in nats, times `weight`
   // times *sink.loss_scale(). Each parameter's gradient goes to the sink once, as soon as it is computed:
   // whole or in pieces, in any format, in the backend's memory. The sink may step the weight before train()
@@ -83,6 +87,11 @@ class Network {
   // The mean loss of each train() since the last call; 0 where no target counted. Waits for their work, so
   // call it after Sink::read(), which waits for the same.
   virtual std::vector<double> losses() = 0;
+  // From now on each train() has its loss judged, before the first of its gradients goes to the sink. The guard
+  // lies in the backend's memory, and outlives this.
+  virtual void watch(Guard* guard) = 0;
+  // judge_step(), in the order of the backend's work. Both lie in its memory.
+  virtual void judge(double* sum_squares, const float* loss_scale) = 0;
   // The mean loss, for validation.
   virtual double loss(Visible weights, const Batch& batch) = 0;
 };
@@ -98,11 +107,33 @@ class Generator {
   virtual void clear() = 0;                 // as if none had been
 };
 
+// Copies of a device's planes in host memory, made beside its other work.
+class Copies {
+ public:
+  struct Plane {
+    std::size_t tensor;  // a parameter's number, or one behind them all
+    void* to;            // in memory()
+    const void* from;
+    std::int64_t bytes;
+  };
+  virtual ~Copies() = default;
+  virtual Memory& memory() = 0;  // host memory that the device can copy to beside its work
+  // Begins to copy the planes as they are now, in this order; those of a tensor stand together.
+  virtual void take(std::span<const Plane> planes) = 0;
+  // Until the copies are there; on any thread. Throws where they failed.
+  virtual void wait() = 0;
+  // What is queued from now on may write the planes of this tensor, or of all: it waits for their copies.
+  virtual void before_step(std::size_t tensor) = 0;
+  virtual void before_steps() = 0;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
   virtual Engine& engine() = 0;
   virtual Memory& memory() = 0;  // where its planes and accumulators lie
+  // nullptr: it makes none. Planes in host memory would take that memory twice.
+  virtual Copies* copies() { return nullptr; }
   // Bytes of gradients that exist at once where each is stepped as soon as it is there.
   virtual std::int64_t released_bytes(const std::vector<Parameter>& parameters,
                                       Precision activations) const = 0;

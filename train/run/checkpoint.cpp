@@ -109,11 +109,11 @@ void keep_last(const std::string& run, std::int64_t keep) {
     io::remove_folder(folder + "/" + io::step_name(steps[i]));
 }
 
-void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes, const std::string& run,
-          std::int64_t keep) {
+Contents contents_of(Trainer& trainer, const std::string& recipe, const io::Metadata& notes) {
   const Position position = trainer.position();
   const State& state = trainer.state();
-  io::Manifest manifest;
+  Contents contents;
+  io::Manifest& manifest = contents.manifest;
   manifest.library = scruple_version();
   manifest.recipe = recipe;
   manifest.step = position.taken;
@@ -132,7 +132,8 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
     if (position.adagc_norms[p] > 0 && std::isfinite(position.adagc_norms[p]))
       tensor.adagc_norm = position.adagc_norms[p];
   }
-  std::vector<scruple_tensor> rows = state.table();
+  std::vector<scruple_tensor>& rows = contents.rows;
+  rows = state.table();
   if (const Average* average = trainer.average()) {
     manifest.groups.push_back(group_of(average->optimizer()));
     for (std::size_t p = 0; p < state.parameters().size(); ++p) {
@@ -142,16 +143,26 @@ void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes
       manifest.tensors.back().group = manifest.groups.size() - 1;
     }
   }
+  return contents;
+}
+
+void write(const Contents& contents, Memory& memory, const std::string& run, std::int64_t keep) {
+  const io::Manifest& manifest = contents.manifest;
   const std::string folder = checkpoints_of(run);
   make_folder(folder);
-  io::NewCheckpoint made(folder + "/" + io::step_name(position.taken), manifest, 1);
+  io::NewCheckpoint made(folder + "/" + io::step_name(manifest.step), manifest, 1);
   for (std::size_t t = 0; t < manifest.tensors.size(); ++t)
     for (std::size_t a = 0; a < manifest.tensors[t].arrays.size(); ++a)
       for (std::size_t p = 0; p < manifest.tensors[t].arrays[a].planes.size(); ++p)
-        for_each_part(trainer.memory(), plane_of(rows[t], manifest.tensors[t], a, p),
+        for_each_part(memory, plane_of(contents.rows[t], manifest.tensors[t], a, p),
                       [&](std::span<const std::byte> part) { made.write(t, a, p, part); });
   made.finish();
   keep_last(run, keep);
+}
+
+void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes, const std::string& run,
+          std::int64_t keep) {
+  write(contents_of(trainer, recipe, notes), trainer.memory(), run, keep);
 }
 
 }  // namespace scruple::train

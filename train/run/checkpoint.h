@@ -36,8 +36,16 @@ std::int64_t weights_step(const std::string& folder);
 
 // Of the run's checkpoints the last `keep` stay (0: all).
 void keep_last(const std::string& run, std::int64_t keep);
-// Saves the trainer into the run's folder, whose last `keep` checkpoints stay. `notes` come back in
-// the manifest's `trainer`.
+// What a checkpoint of the trainer has: for each tensor of its manifest a row with the planes.
+struct Contents {
+  io::Manifest manifest;
+  std::vector<scruple_tensor> rows;
+};
+// `notes` come back in the manifest's `trainer`.
+Contents contents_of(Trainer& trainer, const std::string& recipe, const io::Metadata& notes);
+// Into the run's folder, whose last `keep` checkpoints stay. `memory`: where the planes are.
+void write(const Contents& contents, Memory& memory, const std::string& run, std::int64_t keep);
+// Both: saves the trainer as it is.
 void save(Trainer& trainer, const std::string& recipe, const io::Metadata& notes, const std::string& run,
           std::int64_t keep);
 

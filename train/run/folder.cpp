@@ -88,11 +88,21 @@ Outcome step_of(const nlohmann::json& row, double& tokens) {
   Outcome step = {number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
                   static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
   step.outlier = row.value("outlier", false);
+  step.tensors = row.value("skipped_tensors", std::int64_t{0});
   step.epoch = number_or_nan(row, "epoch");
   if (const double time = number_or_nan(row, "time"); time > 0) step.time = time;
   const double before = std::exchange(tokens, number_or_nan(row, "tokens")), taken = tokens - before;
   step.tokens = taken >= 0 && taken < 0x1p53 ? static_cast<std::int64_t>(taken) : -1;
   return step;
+}
+
+Saved saved_of(const nlohmann::json& row) {
+  const auto count = [&](const char* key) {
+    const double number = number_or_nan(row, key);
+    return number >= 0 && number < 0x1p53 ? static_cast<std::int64_t>(number) : 0;
+  };
+  return {count("saved_step"), number_or_nan(row, "save_waited"), number_or_nan(row, "save_seconds"),
+          count("save_bytes"), ""};
 }
 
 }  // namespace
@@ -147,7 +157,7 @@ void make_folder(const std::string& path) {
 
 std::string metrics_path(const std::string& run) { return run + "/metrics.jsonl"; }
 
-// Steps and validations in the order in which they came; steps without a trace have no line.
+// Steps, validations and saves in the order in which they came; steps without a trace have no line.
 std::string Metrics::next_lines(const Record& record) {
   std::ostringstream lines;
   for (;;) {
@@ -155,6 +165,15 @@ std::string Metrics::next_lines(const Record& record) {
         record.validations[validations_].first <= static_cast<std::int64_t>(steps_)) {
       const auto& [step, loss] = record.validations[validations_++];
       lines << ordered_json{{"step", step}, {"val_loss", loss}} << '\n';
+    } else if (saves_ < record.saves.size() &&
+               record.saves[saves_].first <= static_cast<std::int64_t>(steps_)) {
+      const auto& [step, saved] = record.saves[saves_++];
+      lines << ordered_json{{"step", step},
+                            {"saved_step", saved.step},
+                            {"save_waited", saved.waited},
+                            {"save_seconds", saved.seconds},
+                            {"save_bytes", saved.bytes}}
+            << '\n';
     } else if (steps_ < record.steps.size()) {
       const Outcome& step = record.steps[steps_++];
       if (std::isnan(step.lr)) {
@@ -168,6 +187,7 @@ std::string Metrics::next_lines(const Record& record) {
                            {"loss_scale", step.loss_scale},
                            {"skipped", step.skipped}};
       if (step.outlier) line["outlier"] = true;
+      if (step.tensors > 0) line["skipped_tensors"] = step.tensors;
       skipped_ += step.skipped ? 1 : 0;
       tokens_ = step.tokens < 0 || tokens_ < 0 ? -1 : tokens_ + step.tokens;
       line["skipped_steps"] = skipped_;
@@ -228,6 +248,8 @@ Record read_metrics(const std::string& run, std::int64_t steps) {
     const auto step = static_cast<std::int64_t>(number);
     if (row.contains("val_loss"))
       record.validations.emplace_back(step, number_or_nan(row, "val_loss"));
+    else if (row.contains("saved_step"))
+      record.saves.emplace_back(step, saved_of(row));
     else if (step > 0)
       record.steps[static_cast<std::size_t>(step - 1)] = step_of(row, tokens);
     if (row.contains("unmoved"))

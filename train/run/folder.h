@@ -35,7 +35,7 @@ class RunFolder {
 void make_folder(const std::string& path);  // and those above it
 std::string metrics_path(const std::string& run);
 
-// metrics.jsonl: a line per step and per validation. Where the disk is full the lines wait.
+// metrics.jsonl: a line per step, per validation and per save. Where the disk is full the lines wait.
 class Metrics {
  public:
   explicit Metrics(const std::string& run) : path_(metrics_path(run)) {}
@@ -53,7 +53,7 @@ class Metrics {
   std::uintmax_t written_ = 0;
   bool made_ = false;
   std::int64_t skipped_ = 0, tokens_ = 0;  // of the steps that were written; tokens_ below 0: not known
-  std::size_t steps_ = 0, validations_ = 0, unmoved_ = 0;
+  std::size_t steps_ = 0, validations_ = 0, unmoved_ = 0, saves_ = 0;
 };
 
 // A record of steps that left no trace but a checkpoint: their learning rates are NaN.

@@ -9,7 +9,7 @@
 namespace scruple::train {
 namespace {
 
-constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite, or outliers
+constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite, or steps that are skipped
 
 using Clock = std::chrono::steady_clock;
 
@@ -63,6 +63,12 @@ std::int64_t Record::outliers() const {
   return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.outlier; });
 }
 
+std::int64_t Record::tensors_skipped() const {
+  std::int64_t sum = 0;
+  for (const Outcome& step : steps) sum += step.outlier ? 0 : step.tensors;
+  return sum;
+}
+
 double Record::first_loss() const { return validations.empty() ? std::nan("") : validations.front().second; }
 
 double Record::final_loss() const { return validations.empty() ? std::nan("") : validations.back().second; }
@@ -99,6 +105,14 @@ std::int64_t outliers_lost(const Record& record) {
   const auto taken = std::find_if(record.steps.rbegin(), record.steps.rend(),
                                   [](const Outcome& step) { return !step.outlier; });
   return taken - record.steps.rbegin();
+}
+
+std::int64_t skipped_at_last(const Record& record) {
+  const std::vector<Outcome>& steps = record.steps;
+  const auto is_same = [&](std::size_t i) { return steps[i].loss_scale == steps.back().loss_scale; };
+  std::size_t i = steps.size();
+  while (i > record.resumed && steps[i - 1].skipped && is_same(i - 1)) --i;
+  return static_cast<std::int64_t>(steps.size() - i);
 }
 
 double seconds_left(const Record& record, const Span& span) {
@@ -150,7 +164,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
     double seconds = 0;
     {
       const Timer timer(seconds);
-      record.steps.push_back(trainer.step(data));
+      record.steps.push_back(trainer.step(data, step + 1 < span.steps));
     }
     record.seconds.push_back(seconds);
     record.steps.back().time = now();
@@ -161,7 +175,8 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
         record.unmoved.emplace_back(step, *found);
     note_memory(step, trainer.ledger(), record.memory);
     watch(record);
-    hopeless = losses_lost(record) >= kHopeless || outliers_lost(record) >= kHopeless;
+    hopeless = losses_lost(record) >= kHopeless || outliers_lost(record) >= kHopeless ||
+               skipped_at_last(record) >= kHopeless;
     validate_if_due(step);
     const std::chrono::duration<double> unsaved = Clock::now() - last_save;
     const bool is_late = span.save_seconds > 0 && unsaved.count() >= span.save_seconds;
@@ -174,7 +189,8 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
       span.validates && (record.validations.empty() || record.validations.back().first < step);
   record.stopped = !all_taken || lacks_last;
   const bool has_saved = saved > static_cast<std::int64_t>(record.resumed);
-  const bool lost_steps = hopeless && outliers_lost(record) > 0;
+  const bool lost_steps = hopeless && record.steps.back().skipped;
+  if (!span.saves_end()) saved = -1;  // the last save failed after all: another one is tried
   if (span.save_every > 0 || span.save_last || has_saved || record.stopped || lost_steps) save_now(step);
 }
 

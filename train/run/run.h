@@ -1,7 +1,9 @@
 // The loop around a trainer: steps, validations, what was seen, and a chance to stop.
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -19,6 +21,8 @@ struct Span {
   double save_seconds = 0;      // also after the first step that ends so long after the last save; 0: never
   bool save_last = false;       // after the last step though save_every is 0
   bool validates = true;
+  // Asked before the last save: waits for one that is still being written. False: that one failed.
+  std::function<bool()> saves_end = [] { return true; };
   std::int64_t patience = 0;  // ends after so many validations in a row that are not the best; 0: never
 };
 
@@ -27,6 +31,15 @@ struct Timed {
   double seconds = 0;
   std::int64_t times = 0;
   double mean() const { return times == 0 ? 0 : seconds / static_cast<double>(times); }
+};
+
+// A checkpoint that was saved, or could not be.
+struct Saved {
+  std::int64_t step = 0;
+  double waited = 0;       // seconds that training waited for it
+  double seconds = 0;      // until it was written
+  std::int64_t bytes = 0;  // of its planes
+  std::string problem;     // why there is none; "": there is
 };
 
 // What each kind of memory held at most during a step, in the order of the ledger's entries.
@@ -41,6 +54,8 @@ struct Record {
   std::vector<std::pair<std::int64_t, Unmoved>> unmoved;  // of steps before validations that were not skipped
   double step_seconds = 0;                                // without the validations
   std::vector<double> seconds;                            // of each step of this session
+  std::vector<std::pair<std::int64_t, Saved>>
+      saves;                 // those that succeeded; steps taken when one was known to
   std::vector<Held> memory;  // of each step of this session that held other amounts than the last
   Timed validating, saving;  // of this session
   std::size_t resumed = 0;   // steps of earlier sessions among `steps`
@@ -49,9 +64,10 @@ struct Record {
   bool settled = false;      // ended by Span::patience
 
   double ms_per_step() const;
-  double tokens_per_second() const;  // of this session's steps
-  std::int64_t skipped() const;      // steps, for whatever reason
-  std::int64_t outliers() const;     // among them
+  double tokens_per_second() const;      // of this session's steps
+  std::int64_t skipped() const;          // steps, for whatever reason; released: in whole or in part
+  std::int64_t outliers() const;         // among them
+  std::int64_t tensors_skipped() const;  // released: of steps that were no outliers
   // Of the first and of the last validation that was finished; NaN: none was.
   double first_loss() const;
   double final_loss() const;
@@ -73,6 +89,10 @@ std::int64_t losses_lost(const Record& record);
 // How many steps at the end were skipped as outliers.
 std::int64_t outliers_lost(const Record& record);
 
+// How many steps at the end of this session were skipped, in whole or in part, at one and the same loss scale: a dynamic
+// one that shrinks finds its way.
+std::int64_t skipped_at_last(const Record& record);
+
 using Watch = std::function<void(const Record&)>;
 using Save = std::function<bool(const Record&)>;
 
@@ -80,9 +100,10 @@ using Save = std::function<bool(const Record&)>;
 // earlier sessions included, and gets the new ones.
 // - `watch` is called after every step.
 // - `save` is called after the steps that the span names. Where it returns false it is called again when the
-//   run ends.
+//   run ends. It may return while the checkpoint is being written: Span::saves_end waits for that.
 // - When losses stay not finite the run ends early and does not save: its checkpoints are from before.
-// - When one step after another is an outlier it ends early too, and saves: the weights are from before.
+// - When one step after another is skipped, as an outlier or because a gradient is not finite, it ends early too, and
+//   saves: the weights are from before.
 // - If anything throws, the record ends with the last whole step.
 void run(
     Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,

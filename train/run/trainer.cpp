@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "train/run/checkpoint.h"
 
@@ -16,6 +16,12 @@ std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
   for (const scruple_tensor& row : table)
     sum += plane_bytes(row.arrays[SCRUPLE_GRADIENT].format, row.size).total();
   return sum;
+}
+
+bool is_guarded(const Job& job) { return job.gradients.policy == SCRUPLE_RELEASED || job.skip_outliers > 0; }
+
+Block guard_block(const Job& job, Backend& backend, Ledger& ledger) {
+  return is_guarded(job) ? Block(ledger, "workspace", sizeof(Guard), backend.memory()) : Block();
 }
 
 }  // namespace
@@ -59,35 +65,47 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   if (from != nullptr) job_.scaler = position.scaler;
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler, loss_scale_ = job_.scaler.scale;
   if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
-  if (job.skip_outliers > 0) watch_outliers(from);
+  if (is_guarded(job)) set_guard(from);
   job_.gradients.memory = accumulators_.memory();
   sink_ = std::make_unique<Sink>(engine(), state_->table(), job_.gradients);
   job_.gradients.adagc_norms = nullptr;  // copied
   batches_.emplace(job, job.isolates, ledger);
   network_ = backend_->network(job, state_->visible(), job.gradients.policy, ledger);
+  if (is_guarded(job)) network_->watch(guard_.as<Guard>());
   if (job.gradients.policy == SCRUPLE_COMPRESSED)
     ledger.check_room("gradients", gradient_bytes(state_->table()));
 }
 
 Trainer::~Trainer() = default;
 
-// The sink asks for the squares of other processes once it has its own, and before it steps: of such a step they are
-// infinite. That is decided by the host; a device that computes behind it would have to be waited for.
-void Trainer::watch_outliers(const io::Checkpoint* from) {
-  if (job_.gradients.policy == SCRUPLE_RELEASED || !memory().is_host())
+// Stored and compressed: the sink asks for the squares of other processes once it has its own, and before it steps. Then
+// the step is judged.
+void Trainer::set_guard(const io::Checkpoint* from) {
+  const bool released = job_.gradients.policy == SCRUPLE_RELEASED;
+  if (released && job_.skip_outliers > 0 && job_.gradients.micro_batches > 1)
     throw std::invalid_argument(
-        "outliers are skipped on the CPU, and where gradients are kept until the step (stored, compressed)");
-  const io::Metadata notes = from == nullptr ? io::Metadata() : notes_of(*from);
-  const auto noted = notes.find(kOutliersNote);
-  outliers_.emplace(job_.skip_outliers, noted == notes.end() ? "" : noted->second);
-  job_.gradients.reduce = {this, [](void* context, double* sum) noexcept {
-                             auto& trainer = *static_cast<Trainer*>(context);
-                             auto& deciding = trainer.deciding_;
-                             deciding.norm = std::sqrt(*sum) / static_cast<double>(trainer.loss_scale_);
-                             deciding.outlier = trainer.outliers_->is_outlier(deciding.loss, deciding.norm);
-                             if (deciding.outlier) *sum = std::numeric_limits<double>::infinity();
-                             return 0;
-                           }};
+        "outliers are not skipped where released gradients have several micro-batches: the first are in the "
+        "moments before the loss of the step is known");
+  Guard guard;
+  guard.released = released;
+  guard.parts = job_.gradients.micro_batches;
+  guard.limit = job_.skip_outliers;
+  if (job_.skip_outliers > 0) {
+    const io::Metadata notes = from == nullptr ? io::Metadata() : notes_of(*from);
+    const auto noted = notes.find(kOutliersNote);
+    outliers_.emplace(noted == notes.end() ? "" : noted->second);
+    guard.losses = outliers_->losses, guard.norms = outliers_->norms;
+  }
+  guard_ = guard_block(job_, *backend_, accumulators_.ledger);
+  memory().write(guard_.as<void>(), &guard, sizeof guard);
+  if (released)
+    job_.gradients.skip = &guard_.as<Guard>()->skip;
+  else
+    job_.gradients.reduce = {this, [](void* context, double* sum) noexcept {
+                               auto& trainer = *static_cast<Trainer*>(context);
+                               trainer.network_->judge(sum, trainer.sink_->loss_scale());
+                               return 0;
+                             }};
 }
 
 Ledger memory_of(const Job& job) {
@@ -105,6 +123,7 @@ Ledger memory_of(const Job& job) {
     const bool released = job.gradients.policy == SCRUPLE_RELEASED;
     const Block gradients(ledger, "gradients", released ? 0 : gradient_bytes(state.table()));
     const Batches batches(job, job.isolates, ledger);
+    const Block guard = guard_block(job, *backend, ledger);
   }
   return ledger;
 }
@@ -174,51 +193,77 @@ Position Trainer::position() const {
   return position;
 }
 
-Outcome Trainer::step(const Windows& data) {
+// `step`: how many are before it.
+Counted Trainer::read_part(const Windows& data, std::int64_t step, std::int64_t part) {
+  return batches_->read(data, [&](std::int64_t w) -> Window {
+    const std::int64_t index = (step * job_.gradients.micro_batches + part) * job_.batch + w;
+    return {data.drawn(job_.seed, static_cast<std::uint64_t>(index))};
+  });
+}
+
+// Every target of the step counts the same, although micro-batches may have different numbers of them (padding,
+// prompts). The sink averages over micro-batches, so each gets a weight in proportion to its targets.
+double Trainer::weight_of(std::int64_t targets, std::int64_t all) const {
+  const std::int64_t parts = job_.gradients.micro_batches;
+  return all == 0 ? 1 : static_cast<double>(targets * parts) / static_cast<double>(all);
+}
+
+// The first micro-batch is read last, and stays.
+void Trainer::prepare(const Windows& data, std::int64_t step) {
+  prepared_.reset();
+  Prepared next = {&data, step, 0, {}};
+  for (std::int64_t part = job_.gradients.micro_batches; part-- > 0;) {
+    next.first = read_part(data, step, part);
+    next.all += next.first.targets;
+  }
+  network_->prepare(batches_->batch(), static_cast<float>(weight_of(next.first.targets, next.all)));
+  prepared_ = next;
+}
+
+Outcome Trainer::step(const Windows& data, bool goes_on) {
   const std::int64_t parts = job_.gradients.micro_batches;
   Outcome outcome = {0, job_.schedule.at(taken_ + 1), 0, loss_scale_, false};
   groups_.set_rate(outcome.lr);
-  const auto read_part = [&](std::int64_t part) {
-    return batches_->read(data, [&](std::int64_t w) -> Window {
-      const auto index = static_cast<std::uint64_t>((taken_ * parts + part) * job_.batch + w);
-      return {data.drawn(job_.seed, index)};
-    });
-  };
-  // Every target of the step counts the same, although micro-batches may have different numbers of them
-  // (padding, prompts). The sink averages over micro-batches, so each gets a weight in proportion to its
-  // targets.
-  std::int64_t all = 0;
-  for (std::int64_t part = 0; parts > 1 && part < parts; ++part) all += read_part(part).targets;
+  if (!prepared_ || prepared_->data != &data || prepared_->step != taken_) prepare(data, taken_);
+  const Prepared now = *std::exchange(prepared_, std::nullopt);
   std::vector<double> weights;
-  const auto mean_loss = [&] {
-    const std::vector<double> losses = network_->losses();
-    double sum = 0;
-    for (std::size_t part = 0; part < weights.size(); ++part)
-      sum += losses[part] * weights[part] / static_cast<double>(parts);
-    return sum;
-  };
   for (std::int64_t part = 0; part < parts; ++part) {
-    const Counted counted = read_part(part);
+    const Counted counted = part == 0 ? now.first : read_part(data, taken_, part);
     outcome.tokens += counted.tokens;
-    weights.push_back(all == 0 ? 1 : static_cast<double>(counted.targets * parts) / static_cast<double>(all));
+    weights.push_back(weight_of(counted.targets, now.all));
     network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
-    if (outliers_ && part + 1 == parts) deciding_ = {mean_loss(), 0, false};
+    if (Copies* const copies = backend_->copies(); copies != nullptr && part + 1 == parts)
+      copies->before_steps();
     sink_->end();
   }
   if (average_) average_->take(taken_ + 1);
+  if (goes_on) try {
+      prepare(data, taken_ + 1);
+    } catch (...) {
+      prepared_.reset();  // this step is taken; the next one reads again, and tells
+    }
   const scruple_sink_report report = sink_->read();  // the step's only wait: the losses have come by then
-  outcome.loss = outliers_ ? deciding_.loss : mean_loss();
+  const std::vector<double> losses = network_->losses();
+  for (std::size_t part = 0; part < weights.size(); ++part)
+    outcome.loss += losses[part] * weights[part] / static_cast<double>(parts);
   if (job_.scaler.scale > 0) loss_scale_ = report.scaler.scale;
   outcome.norm = report.norm;
   outcome.skipped = report.found_inf != 0;
-  if (outliers_) {
-    outcome.norm = deciding_.norm, outcome.outlier = deciding_.outlier;
-    if (!outcome.skipped) outliers_->add(outcome.loss, outcome.norm);
-  }
+  if (job_.gradients.policy == SCRUPLE_RELEASED)
+    outcome.tensors = report.skipped - std::exchange(tensors_skipped_, report.skipped);
+  if (outliers_) look_at_guard(outcome);
   ++taken_;
   if (data.has_epochs())
     outcome.epoch = static_cast<double>(taken_ * parts * job_.batch) / static_cast<double>(data.count());
   return outcome;
+}
+
+void Trainer::look_at_guard(Outcome& outcome) {
+  Guard guard;
+  memory().read(&guard, guard_.as<void>(), sizeof guard);
+  outcome.outlier = guard.outlier;
+  if (!guard.released) outcome.norm = guard.norm;
+  outliers_->losses = guard.losses, outliers_->norms = guard.norms;
 }
 
 std::int64_t validated_windows(std::int64_t asked, const Windows& data) {
@@ -226,6 +271,7 @@ std::int64_t validated_windows(std::int64_t asked, const Windows& data) {
 }
 
 double Trainer::validate(const Windows& data, std::int64_t windows, const GoOn& go_on) {
+  prepared_.reset();  // batches_ takes others
   const std::int64_t all = validated_windows(windows, data);
   const auto window = [&](std::int64_t index) -> Window { return {data.even_start(index, all)}; };
   const Loss loss = loss_over(*network_, state_->visible(), *batches_, job_.batch, data, all, window, go_on);

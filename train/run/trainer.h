@@ -60,9 +60,10 @@ struct Outcome {
   double loss, lr;
   double norm;  // of the gradient; NaN where the policy does not know it
   float loss_scale;
-  bool skipped;
-  bool outlier = false;  // why it was skipped
-  double time = 0;       // when it was taken, in seconds since 1970; 0: not known
+  bool skipped;              // released: whether a tensor was left as it was
+  bool outlier = false;      // why it was skipped
+  std::int64_t tensors = 0;  // released: how many were left as they were
+  double time = 0;           // when it was taken, in seconds since 1970; 0: not known
   double epoch = std::numeric_limits<double>::quiet_NaN();  // after it; NaN: windows are drawn by chance
   std::int64_t tokens = 0;  // in its windows, each up to the last target that counts: padding is none
 };
@@ -72,7 +73,9 @@ class Trainer {
   // `from`: goes on where the trainer that saved it stood, to the bit. Throws where the job is another one.
   Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from = nullptr);
   ~Trainer();
-  Outcome step(const Windows& data);
+  // `goes_on`: the next step will be of the same data. Then its first batch is prepared while the device is still at
+  // work; position() is that of the steps taken.
+  Outcome step(const Windows& data, bool goes_on = false);
   // The mean loss over the targets of validated_windows(windows, data) windows, which are spread evenly over
   // the data. `go_on` is asked before each batch; NaN where it says no.
   double validate(
@@ -82,6 +85,7 @@ class Trainer {
   State& state() { return *state_; }
   Engine& engine() { return backend_->engine(); }
   Memory& memory() { return backend_->memory(); }  // where the state's planes are
+  Copies* copies() { return backend_->copies(); }  // nullptr: none are made
   const Backend& backend() const { return *backend_; }
   Ledger& ledger() { return accumulators_.ledger; }
   const Groups& groups() const { return groups_; }
@@ -97,7 +101,11 @@ class Trainer {
     std::map<void*, Block> blocks;
   };
   Position take_up(const io::Checkpoint& from);
-  void watch_outliers(const io::Checkpoint* from);
+  Counted read_part(const Windows& data, std::int64_t step, std::int64_t part);
+  void prepare(const Windows& data, std::int64_t step);
+  double weight_of(std::int64_t targets, std::int64_t all) const;
+  void set_guard(const io::Checkpoint* from);
+  void look_at_guard(Outcome& outcome);
   void take_up_average(const io::Checkpoint& from, const std::vector<io::Group>& groups);
   Job job_;
   std::unique_ptr<Backend> backend_;
@@ -105,15 +113,19 @@ class Trainer {
   std::unique_ptr<State> state_;
   std::optional<Average> average_;
   std::optional<Outliers> outliers_;
-  struct {
-    double loss = 0, norm = 0;
-    bool outlier = false;
-  } deciding_;  // whether the step is taken, while its norm is known and its weights are as before
+  Block guard_;  // in the backend's memory; none where nothing is judged
   std::unique_ptr<Network> network_;
   Accumulators accumulators_;
   std::unique_ptr<Sink> sink_;  // gives its memory back to accumulators_
   std::optional<Batches> batches_;
-  std::int64_t taken_ = 0;
+  // What a step begins with: its first micro-batch, which lies in batches_ and with the network.
+  struct Prepared {
+    const Windows* data;
+    std::int64_t step, all;  // steps before it; targets of all its micro-batches
+    Counted first;
+  };
+  std::optional<Prepared> prepared_;
+  std::int64_t taken_ = 0, tensors_skipped_ = 0;
   float loss_scale_ = 1;  // of the next step
 };
 
