@@ -102,6 +102,28 @@ TEST_P(Guarded, NothingMovesAfterALossThatIsNotFinite) {
   }
 }
 
+// A target that the model holds to be impossible: its loss is infinite, and no gradient is.
+TEST_P(Guarded, TheLossAloneIsEnough) {
+  Description shape = gpt2({2, 32, 2, 24, 256});
+  shape.tied = false;
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_RELEASED}) {
+    Job job = job_of(shape);
+    job.gradients.policy = policy;
+    Training training(job);
+    change(training, number_of(training, "lm_head.weight"),
+           [](Values& values) { values['e' * 32 + 31] = -3e38f; });
+    change(training, number_of(training, "transformer.ln_f.weight"), [](Values& values) { values[31] = 0; });
+    change(training, number_of(training, "transformer.ln_f.bias"), [](Values& values) { values[31] = 10; });
+    const std::vector<char> planes = training.planes();
+    const Outcome outcome = training.step();
+    EXPECT_FALSE(std::isfinite(outcome.loss));
+    const bool released = policy == SCRUPLE_RELEASED;
+    EXPECT_EQ(outcome.skipped, released);
+    EXPECT_EQ(outcome.tensors, released ? std::ssize(training.state().parameters()) : 0);
+    EXPECT_EQ(training.planes() == planes, released);
+  }
+}
+
 // The MLP gives zeros, so the loss knows nothing of its weights. Its first gradient overflows in a single row, the last,
 // which is in the last piece where there are several.
 TEST_P(Guarded, ATensorWhoseGradientIsNotFiniteStaysAsItIsAndTheOthersMove) {

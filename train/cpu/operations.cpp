@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <numeric>
 
 namespace scruple::train {
@@ -240,8 +241,10 @@ FillRows Operations::fill_head() {
   };
 }
 
-// A row's softmax less its target: no longer than the root of 2, where the loss is finite.
+// A row's softmax less its target: no longer than the root of 2, where the loss is finite. Times the scale it is kept in
+// the type of the activations.
 double Operations::head_bound() {
+  if (std::abs(scale_) > 0x1p15f) return std::numeric_limits<double>::infinity();
   return std::sqrt(2.0 * static_cast<double>(counted_)) * static_cast<double>(std::abs(scale_)) *
          frobenius_norm(workers_, {Stored(hidden_), 0, model_.width}, counted_);
 }
