@@ -90,7 +90,7 @@ class Sources(Case):
         said = self.train("a", self.whole)
         self.assertIn(f"; {self.whole} has ", said)
         said = self.train("b", *self.files)
-        self.assertIn(f"; {self.files[0]} and 2 more has ", said)
+        self.assertIn(f"; {self.files[0]} and 2 more have ", said)
         self.train("c", self.path("part-*.jsonl"))
         for out in "bc":
             self.assertEqual(self.weights(out), self.weights("a"))
