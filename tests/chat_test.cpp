@@ -336,6 +336,8 @@ TEST_F(ChatTest, ATemplateThatIsNotKnownIsShownWithTheWayOut) {
 TEST_F(ChatTest, WhatTheAssistantSaysMustBeKnown) {
   folder("{% set a = messages[1] %}{{ a.content }}");  // no loop
   EXPECT_NE(refused("").find("outside of a loop"), std::string::npos);
+  folder("{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ all }}");
+  EXPECT_NE(refused("").find("outside of a loop"), std::string::npos);
   folder(
       "{% for m in messages %}{{ m.content }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}");
   EXPECT_NE(refused("").find("twice"), std::string::npos);
@@ -414,6 +416,8 @@ TEST(Jinja, WhatIsNotKnownIsNamedWithItsLine) {
   refused("{{ text ! }}", "\"!\" is no part of an expression");
   refused("{{ text \u07DA }}", "\"\u07DA\" is no part of an expression");
   refused("{{ raise_exception('no ' + text) }}", "refuses it: no t");
+  refused("{{ frobnicate(text,\n text) }}", "frobnicate()");
+  refused("{% set x %}{% generation %}a{% endgeneration %}{% endset %}", "inside a macro or a {% set %}");
   refused("{% break %}", "outside of a loop");
   refused("{% for i in items %}{% set x %}{% break %}{% endset %}{% endfor %}", "outside of a loop");
 }

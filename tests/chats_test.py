@@ -306,6 +306,7 @@ EXPRESSIONS = """{{ t }}|{{ t|trim }}|{{ t.strip() }}|{{ t.lstrip() }}|{{ t.rstr
 {% set ns = namespace(a=1, b=[]) %}{% for i in [1, 2] %}{% set ns.a = ns.a + i %}{% set ns.b = ns.b + [i] %}{% endfor %}{{ ns.a }}{{ ns.b }}{{ ns.nothing }}{{ ns['a'] }}
 {% for i in [5, 6, 7] %}{{ loop.index }}{{ loop.index0 }}{{ loop.revindex }}{{ loop.revindex0 }}{{ loop.first }}{{ loop.last }}{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }} {% endfor %}{% for i in [] %}x{% else %}none{% endfor %}{% for i in range(9) if i is odd %}{{ i }}{{ loop.index }}{% if i > 4 %}{% break %}{% endif %}{% endfor %}{% for i in range(5, 0, -2) %}{% if i == 3 %}{% continue %}{% endif %}{{ i }}{% endfor %}{% for i in undefined_one %}x{% endfor %}{% for (a, b) in [[1, 2], (3, 4)] %}{{ a }}{{ b }}{% endfor %}{% for i in 1, 2 %}{{ i }}{% endfor %}
 {% macro f(a, b='B', c=none) %}[{{ a }}{{ b }}{{ c }}{{ x }}]{% endmacro %}{{ f(1) }}{% set x = 'X' %}{{ f('p', c=2) }}{{ f() }}{{ f(1, 2, 3) }}{{ f(b=1) | length }}{% set g %} a {{ f(0) }} {% endset %}{{ g }}|{% filter trim %}  q {% endfilter %}
+{% macro f() %}[{{ i }}{{ x }}]{% endmacro %}{% for i in [1] %}{% set x = 2 %}{{ f() }}{% endfor %}
 {% set a, b = 1, 2 %}{{ a }}{{ b }}{% set a = 'x', 'y' %}{{ a }}{{ dict(a=1, b='c') }}{{ {'a': 1, 'b': {'c': 2}}['b'].c }}{{ {'x': {'y': 1}} }}{{ 'a' 'b' }}{{ "it's" }}{{ '\\q\\x41' }}
 a   {%- if true -%}   b   {%- endif %}   c {{- 'd' -}}  e {#- f -#} g
   {% if true %}  

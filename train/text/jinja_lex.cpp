@@ -1,5 +1,7 @@
 #include "train/text/jinja_lex.h"
 
+#include <utf8proc.h>
+
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -17,14 +19,6 @@ constexpr std::string_view kSpaces = " \t\n\r\v\f";
 
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
-
-void append_utf8(std::string& out, char32_t c) {
-  const auto rest = [&](int shift) { out += static_cast<char>(0x80u | ((c >> shift) & 0x3Fu)); };
-  if (c < 0x80) return void(out += static_cast<char>(c));
-  if (c < 0x800) return out += static_cast<char>(0xC0u | (c >> 6)), rest(0);
-  if (c < 0x10000) return out += static_cast<char>(0xE0u | (c >> 12)), rest(6), rest(0);
-  out += static_cast<char>(0xF0u | (c >> 18)), rest(12), rest(6), rest(0);
-}
 
 // Cuts a template into lexemes.
 class Lexer {
@@ -210,7 +204,9 @@ class Lexer {
     if (problem != std::errc() || end != hex.data() + digits || number > 0x10FFFF ||
         (number >= 0xD800 && number < 0xE000))
       fail_at(line_, "an escape that is no character");
-    append_utf8(out, number);
+    utf8proc_uint8_t bytes[4];
+    out.append(reinterpret_cast<const char*>(bytes),
+               static_cast<std::size_t>(utf8proc_encode_char(static_cast<utf8proc_int32_t>(number), bytes)));
     go(2 + digits);
   }
 
