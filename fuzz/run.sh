@@ -51,7 +51,7 @@ for target in "${targets[@]}"; do
     checkpoint) sources=(io/*.cpp) more+=(-dict=fuzz/words.dict) ;;
     config) sources=(train/model/{description,files}.cpp train/model/families/*.cpp train/json_object.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/config.dict) ;;
     chat | jsonl)
-      sources=(train/text/{bpe,chat,jinja,jinja_filters,jinja_lex,jinja_value,jsonl,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
+      sources=(train/text/{bpe,chat,jinja,jinja_filters,jinja_lex,jinja_run,jinja_value,jsonl,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
       more+=("-dict=fuzz/$target.dict")
       # What a template writes may be longer than it.
       if [ "$target" = chat ]; then more=(-malloc_limit_mb=256 -dict=fuzz/chat.dict); fi ;;
