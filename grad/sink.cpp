@@ -383,9 +383,11 @@ void scruple_sink::step_all() {
 // ---- Released: step now ----
 
 void scruple_sink::check_measured(const scruple_piece& piece) {
-  const i64 size = row(piece.tensor).size, shown = state(piece.tensor).measured;
+  const State& s = state(piece.tensor);
+  const i64 size = row(piece.tensor).size, shown = s.measured;
   const bool whole = piece.size == size && shown == 0;
-  if (measures_ && !whole && shown < size)
+  const bool is_judged_alone = only_guards_ && shown <= s.added.size() - piece.size;
+  if (measures_ && !whole && !is_judged_alone && shown < size)
     fail(SCRUPLE_INVALID, "tensor ", piece.tensor, ": a piece of ", piece.size, " of its ", size,
          " elements was added, but its norm is of ", shown,
          "; show every piece to scruple_sink_measure first, or add the tensor whole");
@@ -401,7 +403,8 @@ void scruple_sink::release(const scruple_piece* pieces, const std::vector<scrupl
   for (std::size_t i = 0; i < views.size(); ++i) {
     const i64 tensor = pieces[i].tensor;
     if (views[i].size == 0) continue;
-    if (measures_ && state(tensor).measured == 0) measure_view(views[i], tensor);
+    const i64 shown = state(tensor).measured;
+    if (measures_ && (only_guards_ ? shown < row(tensor).size : shown == 0)) measure_view(views[i], tensor);
     step_view(views[i], tensor, n == 1 ? version : 0);
   }
   // Once a tensor is whole its step is over; not before, since every piece reads the same count.
@@ -447,7 +450,7 @@ void scruple_sink::measure_view(const scruple_tensor& part, i64 tensor) {
   measure.sum = &cells.sum;
   measure.skip = options_.skip;
   if (shown > 0 || row(tensor).folds > 0) measure.sum_before = &cells.sum;
-  if (shown + part.size == row(tensor).size) {
+  if (only_guards_ || shown + part.size == row(tensor).size) {
     measure.max_norm = options_.tensor_norm;
     measure.found_inf = &cells.found_inf;
     measure.clip = &cells.clip;

@@ -308,6 +308,41 @@ TEST_P(Sinks, AGuardSkipsATensorThatIsNotFiniteAndAllThatItIsTold) {
     }
 }
 
+// Pieces that nobody has shown are judged as they come: from the first that is not finite on the tensor stays as it is.
+TEST_P(Sinks, AGuardJudgesPiecesThatNobodyHasShown) {
+  constexpr std::int64_t kLow = 1280, kMiddle = 1152;
+  for (const std::int64_t bad : {-1, 700, 2000, 2499}) {
+    Model model(engine, config_of("adamw", "fp32")), plain(engine, config_of("adamw", "fp32"));
+    const DeviceCell<float> skip(engine, 0.0f);
+    Sink sink(model, SinkOptions{.policy = SCRUPLE_RELEASED, .skip = skip.at()});
+    const std::vector<float> before = model.decoded(4, SCRUPLE_WEIGHT), clean = model.values(1, 4);
+    const scruple_piece all = model.whole(4, bad < 0 ? clean : model.spoilt(1, 4, bad, kInf));
+    for (const auto& [first, size] :
+         {std::pair{std::int64_t{0}, kLow}, {kLow, kMiddle}, {kLow + kMiddle, 2500 - kLow - kMiddle}})
+      CHECK_OK(sink.add(Model::part_of(all, first, size)));
+    CHECK_OK(sink.end());
+    plain.step(1, 4, 5);
+    const std::vector<float> moved = plain.decoded(4, SCRUPLE_WEIGHT),
+                             after = model.decoded(4, SCRUPLE_WEIGHT);
+    const std::int64_t end = bad < 0 ? 2500 : bad < kLow ? 0 : bad < kLow + kMiddle ? kLow : kLow + kMiddle;
+    for (std::int64_t i = 0; i < 2500; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      ASSERT_EQ(after[at], i < end ? moved[at] : before[at]) << bad << ", " << i;
+    }
+    EXPECT_EQ(sink.read().skipped, bad < 0 ? 0 : 1);
+    EXPECT_EQ(sink.steps()[4], bad < 0 ? 2 : 1);
+    CHECK_OK(sink.add(model.whole(4, model.values(2, 4))));
+    CHECK_OK(sink.end());
+    EXPECT_EQ(sink.read().found_inf, 0.0f) << "the next step begins anew";
+  }
+  Model model(engine, config_of("adamw", "fp32"));
+  const DeviceCell<float> skip(engine, 0.0f);
+  Sink sink(model, SinkOptions{.policy = SCRUPLE_RELEASED, .skip = skip.at()});
+  const scruple_piece all = model.whole(4, 1);
+  CHECK_OK(sink.measure(Model::part_of(all, 0, kLow)));
+  EXPECT_INVALID(sink.add(Model::part_of(all, 0, kLow)), "tensor 4", "1280");
+}
+
 // Whichever micro-batch it is in: the weight stays, the moments stay finite, and the next step is one as any other.
 TEST_P(Sinks, AGuardHoldsOverMicroBatches) {
   const float nan = float_from(0x7fc00000u);
