@@ -592,12 +592,15 @@ std::unique_ptr<scruple_engine> make_cuda_engine(int device) {
   // A kernel for this device, or one that the driver can compile for it.
   const CurrentDevice current(device);
   cudaFuncAttributes attributes{};
-  if (const cudaError_t missing = cudaFuncGetAttributes(&attributes, gradient_kernels().advance)) {
+  const cudaError_t found = cudaFuncGetAttributes(&attributes, gradient_kernels().advance);
+  if (found == cudaErrorNoKernelImageForDevice || found == cudaErrorInvalidDeviceFunction ||
+      found == cudaErrorUnsupportedPtxVersion) {
     cudaGetLastError();
     fail(SCRUPLE_UNAVAILABLE, "engine cuda:", device,
-         ": this library has no code for that device: CUDA says ", cudaGetErrorString(missing),
+         ": this library has no code for that device: CUDA says ", cudaGetErrorString(found),
          "; build it with CMAKE_CUDA_ARCHITECTURES=native");
   }
+  check(found, "starting on the GPU, whose memory other programs may hold");
   return std::make_unique<CudaEngine>(device);
 }
 
