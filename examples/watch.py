@@ -2,14 +2,20 @@
 
     python examples/watch.py RUN [--wandb | --print] [--once]      (needs tensorboard and torch, or wandb)
 """
-import json, pathlib, sys, time
+import argparse, json, pathlib, time
 
-file, before, logged, flush = pathlib.Path(sys.argv[1]).resolve() / "metrics.jsonl", b"", set(), lambda: None
-if "--wandb" in sys.argv:
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("run", type=pathlib.Path, help="the --out of scruple train")
+parser.add_argument("--wandb", action="store_true", help="to Weights & Biases")
+parser.add_argument("--print", action="store_true", help="to the terminal")
+parser.add_argument("--once", action="store_true", help="what is there now, then end")
+args = parser.parse_args()
+file, before, logged, flush = args.run.resolve() / "metrics.jsonl", b"", set(), lambda: None
+if args.wandb:
     import wandb
     wandb.init(project="scruple", name=file.parent.name)
     log = lambda step, values, when: wandb.log(values, step=step)
-elif "--print" in sys.argv:
+elif args.print:
     log = lambda step, values, when: print(step, *(f"{name} {value:.6g}" for name, value in values.items()), flush=True)
 else:
     from torch.utils.tensorboard import SummaryWriter
@@ -25,6 +31,6 @@ while True:
             logged.add((step, kind))
     before = whole
     flush()
-    if "--once" in sys.argv:
+    if args.once:
         break
     time.sleep(1)
