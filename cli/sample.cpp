@@ -26,8 +26,8 @@ namespace {
 
 constexpr const char* kFooter =
     R"(Prints the prompt and its continuation, up to --length tokens or the model's end token. The same
-seed gives the same text. With --chat it answers --prompt, or one by one the lines of standard input, as the
-model's own chat template writes a conversation.
+seed gives the same text. With --chat it answers --prompt, or one by one the lines of standard input,
+as the model's own chat template writes a conversation.
 
 Examples:
   scruple sample run1 --prompt "Once upon a time"
@@ -294,7 +294,7 @@ void add_sample(CLI::App& program) {
        {kNone, "--ema", "", &options->ema, "", "the moving averages of a checkpoint's weights (train --ema)"},
        {kNone, "--seed", "", &options->seed, "N", "of the draws", whole_from(0)},
        {kNone, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
-        a_device()},
+        a_device(), false, kDeviceVariable},
        {kNone, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
         whole_from(0, 1024)}});
   command->callback([options, command] {

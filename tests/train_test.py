@@ -99,7 +99,8 @@ class Train(Case):
         for device, words in (("tpu", "none of auto, cuda, cpu"), ("gpu", "a GPU is 'cuda' here"),
                               ("cuda:1", "set CUDA_VISIBLE_DEVICES=1")):
             self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), "--device", device)
-        self.assertIn("none of auto, cuda, cpu", run(*self.training(out="no", steps=1), env={"SCRUPLE_DEVICE": "tpu"}).stderr)
+        for arguments in (self.training(out="no", steps=1), ("sample", self.path("run"))):
+            self.assertIn("none of auto, cuda, cpu", run(*arguments, env={"SCRUPLE_DEVICE": "tpu"}).stderr)
 
     def test_a_limit_of_memory(self):
         """Less than the table's total is refused with the table, as much is not."""
