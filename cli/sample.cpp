@@ -26,8 +26,8 @@ namespace {
 
 constexpr const char* kFooter =
     R"(Prints the prompt and its continuation, up to --length tokens or the model's end token. The same
-seed gives the same text. With --chat it answers --prompt, or one by one the lines of standard input,
-as the model's own chat template writes a conversation.
+seed gives the same text. With --chat it answers --prompt, or one by one the lines of standard
+input, as the model's own chat template writes a conversation.
 
 Examples:
   scruple sample run1 --prompt "Once upon a time"
