@@ -34,8 +34,9 @@ Columns:
   B/param     bytes of weights, moments and gradients per parameter, planned and measured
   peak MiB    all model memory at its peak, activations and workspace included
   ms/step     forward, backward and optimizer; without validations
-  unmoved     share of the weights in fewer than 32 bits that a step with momentum leaves as they are,
-              mean of the steps before validations: rounded to nearest, what does not move is lost
+  unmoved     share of the weights in fewer than 32 bits that a step with momentum leaves as they
+              are, mean of the steps before validations: rounded to nearest, what does not move is
+              lost
   val loss    nats per byte, or per token of a folder's model
   gap         to the fp32 run of the same optimizer and seed
   sd          with --seeds: standard deviation over the seeds; losses and gaps are then means
