@@ -2,20 +2,17 @@
 
     python examples/watch.py RUN [--wandb | --print] [--once]      (needs tensorboard and torch, or wandb)
 """
-import argparse, json, pathlib, time
+import json, pathlib, sys, time
 
-parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-parser.add_argument("run", type=pathlib.Path, help="the --out of scruple train")
-parser.add_argument("--wandb", action="store_true", help="to Weights & Biases")
-parser.add_argument("--print", action="store_true", help="to the terminal")
-parser.add_argument("--once", action="store_true", help="what is there now, then end")
-args = parser.parse_args()
-file, before, logged, flush = args.run.resolve() / "metrics.jsonl", b"", set(), lambda: None
-if args.wandb:
+if len(sys.argv) < 2 or "--help" in sys.argv:
+    print(__doc__)
+    sys.exit("--help" not in sys.argv)
+file, before, logged, flush = pathlib.Path(sys.argv[1]).resolve() / "metrics.jsonl", b"", set(), lambda: None
+if "--wandb" in sys.argv:
     import wandb
     wandb.init(project="scruple", name=file.parent.name)
     log = lambda step, values, when: wandb.log(values, step=step)
-elif args.print:
+elif "--print" in sys.argv:
     log = lambda step, values, when: print(step, *(f"{name} {value:.6g}" for name, value in values.items()), flush=True)
 else:
     from torch.utils.tensorboard import SummaryWriter
@@ -31,6 +28,6 @@ while True:
             logged.add((step, kind))
     before = whole
     flush()
-    if args.once:
+    if "--once" in sys.argv:
         break
     time.sleep(1)
