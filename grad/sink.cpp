@@ -236,20 +236,13 @@ void scruple_sink::free_all() {
 
 // ---- Pieces ----
 
-// The piece as a tensor of its own: the weight and moments that belong to it, without a gradient.
-scruple_tensor scruple_sink::place(const scruple_piece& piece) {
+// The piece as a tensor of its own: the weight and moments that belong to it, and the gradient that arrives.
+scruple_tensor scruple_sink::view(const scruple_piece& piece) {
   if (piece.tensor < 0 || piece.tensor >= count())
     fail(SCRUPLE_INVALID, "a piece of tensor ", piece.tensor, "; the sink has ", count(),
          " tensors, counted from 0");
   scruple_tensor part = view_of(row(piece.tensor), piece.first, piece.size,
                                 "tensor " + std::to_string(piece.tensor) + ": a piece");
-  part.arrays[SCRUPLE_GRADIENT] = {};
-  return part;
-}
-
-// The same with the gradient that arrives.
-scruple_tensor scruple_sink::view(const scruple_piece& piece) {
-  scruple_tensor part = place(piece);
   part.arrays[SCRUPLE_GRADIENT] = piece.gradient;
   part.arrays[SCRUPLE_GRADIENT].owned = 0;
   check_array(part, piece.tensor, SCRUPLE_GRADIENT, true);
@@ -436,10 +429,6 @@ void scruple_sink::step_view(const scruple_tensor& part, i64 tensor, u64 version
   engine_.step(&part, 1, version, step);
 }
 
-bool scruple_sink::is_known_finite(const scruple_piece& piece) const {
-  return only_guards_ && piece.gradient.format == nullptr && piece.gradient.codes == nullptr;
-}
-
 // Adds to the tensor's sum of squares; with its last piece, norm, flag and factor are known. Micro-batches are only
 // guarded: their sums add up, so that one that is not finite holds until the step's end.
 void scruple_sink::measure_view(const scruple_tensor& part, i64 tensor) {
@@ -457,7 +446,7 @@ void scruple_sink::measure_view(const scruple_tensor& part, i64 tensor) {
     measure.adagc = options_.adagc;
     if (options_.adagc > 0) measure.gamma = &cells.gamma;
   }
-  engine_.measure(&part, part.arrays[SCRUPLE_GRADIENT].format == nullptr ? 0 : 1, measure);
+  engine_.measure(&part, 1, measure);
   shown += part.size;
 }
 
@@ -472,7 +461,7 @@ void scruple_sink::measure(const scruple_piece* pieces, i64 n) {
   std::map<i64, i64> shown;
   for (i64 i = 0; i < n; ++i) {
     const scruple_piece& piece = pieces[i];
-    views.push_back(is_known_finite(piece) ? place(piece) : view(piece));
+    views.push_back(view(piece));
     i64& so_far = shown.try_emplace(piece.tensor, state(piece.tensor).measured).first->second;
     if (piece.first != so_far || state(piece.tensor).added.size() > 0)
       fail(SCRUPLE_INVALID, "tensor ", piece.tensor, ": a piece from ", piece.first, " was shown after ",

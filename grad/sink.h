@@ -81,13 +81,11 @@ struct scruple_sink {
   scruple_tensor& row(scruple::i64 tensor) { return rows_[static_cast<std::size_t>(tensor)]; }
   scruple::i64 count() const { return static_cast<scruple::i64>(rows_.size()); }
 
-  scruple_tensor place(const scruple_piece& piece);
   scruple_tensor view(const scruple_piece& piece);
   void take(const scruple_piece& piece, Before& before);
   void fold(const scruple_piece* pieces, const std::vector<scruple_tensor>& views);
   void release(const scruple_piece* pieces, const std::vector<scruple_tensor>& views);
   void check_measured(const scruple_piece& piece);
-  bool is_known_finite(const scruple_piece& piece) const;
   void measure_view(const scruple_tensor& view, scruple::i64 tensor);
   void step_view(const scruple_tensor& part, scruple::i64 tensor, scruple::u64 version);
   void check_complete();

@@ -485,9 +485,8 @@ SCRUPLE_API scruple_status scruple_sink_create(scruple_engine* engine, const scr
 SCRUPLE_API void scruple_sink_destroy(scruple_sink* sink);
 /* 1: a tensor that comes in pieces must be shown whole with scruple_sink_measure, in the order of `first`,
  * before its first piece is added: released with clipping or loss scaling. A tensor added in one piece need
- * not be. 2: released with `skip` alone. Then a tensor may be shown so; a piece whose values the caller knows
- * to be finite without them, with an array of zeros. Pieces that are added without having been shown are judged
- * as they come: from the first that is not finite on, the tensor stays as it is. */
+ * not be. 2: released with `skip` alone. Then a tensor may be shown so. Pieces that are added without having
+ * been shown are judged as they come: from the first that is not finite on, the tensor stays as it is. */
 SCRUPLE_API int scruple_sink_measures(const scruple_sink* sink);
 SCRUPLE_API scruple_status scruple_sink_measure(scruple_sink* sink, const scruple_piece* pieces,
                                                 int64_t count);

@@ -29,6 +29,11 @@ std::int64_t tile_rows(const Parameter& parameter) {
   return std::min(rows, parameter.shape[0]);
 }
 
+bool is_safe(const Bound& bound) {
+  constexpr double kSafe = 0x1p120;  // sums of fp32 round, and so do 16-bit activations
+  return bound != nullptr && bound() < kSafe;
+}
+
 }  // namespace
 
 std::int64_t tile_bytes(const std::vector<Parameter>& parameters) {
@@ -43,20 +48,14 @@ Tiles::Tiles(const std::vector<Parameter>& parameters, bool released, Ledger& le
   for (const Parameter& parameter : parameters_) rows_.push_back(tile_rows(parameter));
 }
 
+// A guard judges tiles as they come, which would leave a tensor of several half stepped where a late one is not finite. So
+// such a gradient is computed twice, and all of it is looked at first, unless its bound is far from overflow.
 void Tiles::take(int parameter, const FillRows& fill, const Bound& bound) {
   const auto p = static_cast<std::size_t>(parameter);
-  if (sink_->measures() && rows_[p] < parameters_[p].shape[0]) measure(parameter, fill, bound);
+  const bool several = rows_[p] < parameters_[p].shape[0];
+  if (several && sink_->measures() && !(sink_->only_guards() && is_safe(bound)))
+    each_tile(parameter, fill, &Sink::measure);
   each_tile(parameter, fill, &Sink::add);
-}
-
-// A gradient of several tiles is computed twice where it has to be measured. A third of a step would become two. So where
-// only a guard asks, and its bound is far from overflow, it is known to be finite.
-void Tiles::measure(int parameter, const FillRows& fill, const Bound& bound) {
-  constexpr double kSafe = 0x1p120;  // sums of fp32 round, and so do 16-bit activations
-  if (!sink_->only_guards() || bound == nullptr || !(bound() < kSafe))
-    return each_tile(parameter, fill, &Sink::measure);
-  const scruple_piece known = {parameter, 0, parameters_[static_cast<std::size_t>(parameter)].size(), {}};
-  sink_->measure({&known, 1});
 }
 
 void Tiles::each_tile(int parameter, const FillRows& fill, SinkCall hand) {

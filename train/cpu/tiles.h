@@ -20,7 +20,6 @@ class Tiles final : public Gradients {
 
  private:
   using SinkCall = void (Sink::*)(std::span<const scruple_piece>);
-  void measure(int parameter, const FillRows& fill, const Bound& bound);
   void each_tile(int parameter, const FillRows& fill, SinkCall hand);
 
   const std::vector<Parameter> parameters_;
