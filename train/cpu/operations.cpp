@@ -309,7 +309,7 @@ void Operations::norm_linear_backward(const NormPlace& norm, const LinearPlaces&
 
 // As the matrix lies: x^T dy, or dy^T x.
 void Operations::take_linear(const LinearPlaces& places, const Tensor& x, const Tensor& dy) {
-  const Stored out(dy.values);
+  const Stored out(dy.values), up(x.activated != nullptr ? x.activated->values : x.values);
   read(x, [&](const Source& in) {
     for (const LinearPlace& at : places) {
       const Part inputs = {in, 0, at.in}, outputs = {out, at.column, at.out};
@@ -321,7 +321,13 @@ void Operations::take_linear(const LinearPlaces& places, const Tensor& x, const 
             else
               weight_gradient(workers_, inputs, outputs, rows_, first, count, tile);
           },
-          [&] { return frobenius_norm(workers_, inputs, rows_) * frobenius_norm(workers_, outputs, rows_); });
+          [&] {
+            const double norm = frobenius_norm(workers_, outputs, rows_);
+            if (x.activated == nullptr) return norm * frobenius_norm(workers_, inputs, rows_);
+            // Without the function, which costs more than all the rest: |gelu(x)| <= |x|, |silu(x) y| <= |x y|.
+            const double before = frobenius_norm(workers_, {up, 0, up.matrix.columns()}, rows_);
+            return norm * (model_.mlp == Mlp::swiglu ? before * before : before);
+          });
       if (at.bias < 0) continue;
       gradients_->take(at.bias, [&](Index first, Index count, float* tile) {
         bias_gradient(workers_, dy.values, rows_, at.column + first, count, tile);
