@@ -122,7 +122,7 @@ class Words {
     train::ChatTemplate::Tokens written;
     try {
       written = chat.tokens(said, *words_.tokenizer, train::TrainOn::last, "--chat");
-    } catch (const std::exception&) {  // it does not say where a turn ends; the folder's end tokens are left
+    } catch (const train::TemplateError&) {  // no turn's end is known; the folder's end tokens are left
     }
     if (written.counted.empty()) return;
     const train::Token last = written.tokens[written.counted.back().end - 1];

@@ -347,6 +347,36 @@ TEST_F(ChatTest, WhatTheAssistantSaysMustBeKnown) {
   EXPECT_NE(refused("").find("in another way than an answer"), std::string::npos);
 }
 
+// What a template raises can be told from what a tokenizer does: `sample --chat` does without the former.
+TEST_F(ChatTest, ATokenizerThatFailsIsNoTemplateError) {
+  const Conversation said = with_message(with_message({}, "user", "hi"), "assistant", "ho");
+  const auto tokens = [&](const std::string& text) {
+    return chat_template(folder(text), "").tokens(said, *tokenizer_, TrainOn::last, "here");
+  };
+  EXPECT_THROW(tokens("{{ raise_exception('no') }}"), TemplateError);
+  EXPECT_THROW(tokens("{{ messages[1].content }}"), TemplateError);
+
+  const std::string text = std::string(kChatMl) + std::string(64, 'a') + "c";
+  EXPECT_NO_THROW(tokens(text));
+  json slow = json::parse(tokenizer_json());
+  const json split = {{"type", "Split"},
+                      {"pattern", {{"Regex", "(?:a+)+[bd]"}}},  // which tries all ways to cut many of them
+                      {"behavior", "Isolated"},
+                      {"invert", false}};
+  slow["pre_tokenizer"] = {{"type", "Sequence"}, {"pretokenizers", {split, slow["pre_tokenizer"]}}};
+  put(slow.dump(), "model/tokenizer.json");
+  tokenizer_.emplace(read_tokenizer(path("model")));
+  const ChatTemplate chat = chat_template(path("model"), "");
+  try {
+    chat.tokens(said, *tokenizer_, TrainOn::last, "here");
+    FAIL() << "no regular expression is tried for ever";
+  } catch (const TemplateError& error) {
+    FAIL() << error.what();
+  } catch (const std::runtime_error& error) {
+    EXPECT_NE(std::string(error.what()).find("splitting a text"), std::string::npos) << error.what();
+  }
+}
+
 // ---- Templates ----
 
 std::string rendered(const std::string& source) {

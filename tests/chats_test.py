@@ -674,6 +674,16 @@ class Commands(Case):
         unlike = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ 'You: ' if add_generation_prompt }}"
         model = self.speaker("bytes", unlike, "H", "<|im_end|>", "i")
         self.assertEqual(self.done("sample", model, "--chat", *ask, "--prompt", "x"), "H<|im_end|>iiii\n", "nothing says where a turn ends")
+        # A template that refuses an answer does not say it either. A tokenizer that fails on what the template writes is told.
+        refuses = unlike.replace("{% for", "{% if messages | length > 1 %}{{ raise_exception('One!') }}{% endif %}{% for", 1)
+        model = self.speaker("bytes", refuses, "H", "<|im_end|>", "i")
+        self.assertEqual(self.done("sample", model, "--chat", *ask, "--prompt", "x"), "H<|im_end|>iiii\n")
+        model = self.speaker("bytes", plain("chatml") + "{{ '%sc' if messages | length > 1 }}" % ("a" * 64), "H", "<|im_end|>", "i")
+        found = json.loads(content(os.path.join(model, "tokenizer.json")))
+        found["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Split", "pattern": {"Regex": "(?:a+)+[bd]"},
+                                                           "behavior": "Isolated", "invert": False})
+        write(os.path.join(model, "tokenizer.json"), json.dumps(found))
+        self.fails(1, "splitting a text", "sample", model, "--chat", *ask, "--prompt", "x")
 
     def test_a_question_has_one_begin_and_what_was_said_before(self):
         """A tokenizer that begins texts with <s> does not begin the template's text with another one. A context that is one

@@ -143,7 +143,7 @@ Conversation with_message(const Conversation& before, const std::string& role, c
 ChatTemplate::ChatTemplate(Source source) : source_(std::move(source)) {
   try {
     template_.emplace(source_.text);
-  } catch (const std::exception& error) {
+  } catch (const std::runtime_error& error) {
     refuse(source_.path, std::string("the chat template, ") + error.what());
   }
   const std::string said = "Hello.";
@@ -153,15 +153,15 @@ ChatTemplate::ChatTemplate(Source source) : source_(std::move(source)) {
     const Rendering whole = render(with_message(question, "assistant", said), false, "");
     const std::size_t end = whole.text.rfind(said);
     turns_end_ = end == whole.text.npos || !is_blank(std::string_view(whole.text).substr(end + said.size()));
-  } catch (const std::exception&) {  // it wants other messages; what is wrong is said of the first line
+  } catch (const TemplateError&) {  // it wants other messages; what is wrong is said of the first line
   }
 }
 
 void ChatTemplate::refuse(const std::string& place, const std::string& why) const {
   std::int64_t wrong = 0;
-  fail(place, ": ", why,
-       ". Render the file by transformers: examples/chats.py, and give its *.bin as --data. ", source_.path,
-       " begins", first_lines(valid_utf8(source_.text, wrong)));
+  throw TemplateError(place + ": " + why +
+                      ". Render the file by transformers: examples/chats.py, and give its *.bin as --data. " +
+                      source_.path + " begins" + first_lines(valid_utf8(source_.text, wrong)));
 }
 
 Rendering ChatTemplate::render(const Conversation& chat, bool begins_answer, const std::string& place) const {
@@ -173,7 +173,7 @@ Rendering ChatTemplate::render(const Conversation& chat, bool begins_answer, con
   if (!source_.date.empty()) names.emplace_back("strftime_now", Value(source_.date));
   try {
     return template_->render(names);
-  } catch (const std::exception& error) {
+  } catch (const std::runtime_error& error) {
     refuse(place, std::string("the chat template, ") + error.what());
   }
 }
@@ -204,7 +204,7 @@ std::string ChatTemplate::beginning(const Conversation& chat) const {
   }
   try {
     return beginning_of({Value::list(std::move(before)), chat.tools});
-  } catch (const std::exception&) {
+  } catch (const TemplateError&) {
     return "";
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,6 +26,11 @@ Conversation conversation_of(const jinja::Value& messages, const jinja::Value& t
                              const std::string& place);
 Conversation with_message(const Conversation& before, const std::string& role, const std::string& content);
 
+// What a template raises, or is refused for.
+struct TemplateError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 class ChatTemplate {
  public:
   struct Source {
@@ -32,10 +38,10 @@ class ChatTemplate {
     std::vector<jinja::Member> names;  // bos_token, eos_token...
     std::string date = {};             // as 2026-11-19: what the template takes for today; "": it has no date
   };
-  // Throws where the template has what is not known here, with its first lines and the way out.
+  // Throws a TemplateError where the template has what is not known here, with its first lines and the way out.
   explicit ChatTemplate(Source source);
 
-  // Up to where an answer begins. `place` begins what is thrown, here and below.
+  // Up to where an answer begins. `place` begins a TemplateError, here and below.
   std::string prompt(const Conversation& chat, const std::string& place) const;
   struct Tokens {
     std::vector<Token> tokens;

@@ -584,7 +584,7 @@ Rendering Template::render(const std::vector<Member>& names) const {
   Run run{rendering, {nullptr, names}};
   try {
     program_->all(run);
-  } catch (const std::exception& error) {
+  } catch (const std::runtime_error& error) {
     fail("line ", run.line, ": ", error.what());
   }
   return rendering;
