@@ -406,7 +406,10 @@ class Saves(Case):
         dice, kills, device = random.Random(2), 8, os.environ.get("SCRUPLE_TEST_DEVICE", "cpu")
         # A save takes longer than a step.
         more = ("--layers", "4", "--width", "256", "--validation", "0", "--device", device)
-        self.trained(*more, out="whole", steps=40)
+        for out in ("whole", "again"):
+            self.trained(*more, out=out, steps=40)
+        self.assertEqual(self.metrics("whole"), self.metrics("again"))
+        self.assertTrue(self.weights("whole") == self.weights("again"), "other weights in a second process")
         arguments, folder = self.training(*more, "--save-every", "2", steps=40), self.path("run/checkpoints")
         found = lambda: os.listdir(folder) if os.path.exists(folder) else []
         for _ in range(kills):

@@ -131,9 +131,14 @@ void Saves::save(const io::Metadata& notes, bool goes_on) {
     for_each_plane(contents, [&](std::size_t, void*&, std::int64_t bytes) { current_.bytes += bytes; });
     if (goes_on && has_room(room_of(contents))) {
       copy(contents);
-      writing_ = std::async(std::launch::async, [this, contents = std::move(contents)] {
-        return write(contents, trainer_.copies());
-      });
+      try {
+        writing_ = std::async(std::launch::async, [this, contents = std::move(contents)] {
+          return write(contents, trainer_.copies());
+        });
+      } catch (const std::system_error&) {  // no thread
+        trainer_.copies()->wait();
+        throw;
+      }
       step_waits_ = true;
     } else {
       written.set_value(write(contents, nullptr));
