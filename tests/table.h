@@ -21,9 +21,12 @@ inline void values_of(float* out, std::size_t size, std::uint64_t which, Data da
     }
     return list;
   }();
-  const std::size_t from = static_cast<std::size_t>(which * 7919 % 20000);
   const float scale = data == Data::kSubnormal ? 0x1p-128f : 1.0f;
-  for (std::size_t i = 0; i < size; ++i) out[i] = kNormals[(from + i) % kNormals.size()] * scale;
+  std::size_t at = static_cast<std::size_t>(which * 7919 % 20000);
+  for (std::size_t i = 0; i < size; at = 0) {
+    const std::size_t count = std::min(size - i, kNormals.size() - at);
+    for (const std::size_t end = i + count; i < end; ++i, ++at) out[i] = kNormals[at] * scale;
+  }
   if (data == Data::kManyScales)  // down to 2^-75, whose square is at the end of fp32
     for (std::size_t i = 0; i < size; ++i)
       out[i] = std::ldexp(out[i], -static_cast<int>((i / 16 * 7 + which) % 76));
