@@ -338,7 +338,7 @@ __device__ __forceinline__ void write_anywhere(const ArrayPart& to, Slice at, co
 }
 
 // A block takes a tile.
-__global__ void __launch_bounds__(kBlock) array(const __grid_constant__ ArrayWork work) {
+__global__ void __launch_bounds__(kBlock) array(const ArrayWork __grid_constant__ work) {
   const i64 tile = blockIdx.x * i64{kBlockTile};
   const Slice here = slice_of<N>(tile + static_cast<i64>(threadIdx.x) * N, work.size);
   const Slice from = {work.from.first + here.first, here.n}, to = {work.to.first + here.first, here.n};

@@ -9,7 +9,7 @@ namespace scruple {
 inline namespace SCRUPLE_UNIT {
 namespace {
 
-__global__ void upload(const __grid_constant__ Upload data) {
+__global__ void upload(const Upload __grid_constant__ data) {
   const auto* from = reinterpret_cast<const uint4*>(data.data);
   auto* to = reinterpret_cast<uint4*>(data.to);
   for (i64 i = threadIdx.x; i < data.bytes / 16; i += blockDim.x) to[i] = from[i];
@@ -25,7 +25,7 @@ __device__ void prepare_rule(const ConstantsSource& from, i64 t, bool first, Ste
   *reinterpret_cast<typename Rule::Step*>(to.bytes) = step;
 }
 
-__global__ void prepare(const __grid_constant__ PrepareInput in) {
+__global__ void prepare(const PrepareInput __grid_constant__ in) {
   const int i = static_cast<int>(threadIdx.x);
   if (i >= in.count) return;
   const ConstantsSource& from = in.sources[i];
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kBlock, 2) sum_squares(DeviceTable table, doub
 }
 
 // Adds the sums of chunks. One thread adds them, so that the order is fixed; the others fetch them.
-__global__ void __launch_bounds__(kBlock) finish_norm(const __grid_constant__ NormOutput out) {
+__global__ void __launch_bounds__(kBlock) finish_norm(const NormOutput __grid_constant__ out) {
   constexpr int kBatch = 8 * kBlock;
   __shared__ alignas(16) double batch[kBatch];
   double sum = value_or(out.options.sum_before, 0.0);
@@ -222,7 +222,7 @@ FoldKernel fold_kernel(int format) {
   return {format, N, reinterpret_cast<const void*>(&fold<C, N>)};
 }
 
-__global__ void advance(const __grid_constant__ Advance what) { advance_by(what); }
+__global__ void advance(const Advance __grid_constant__ what) { advance_by(what); }
 
 }  // namespace
 }  // namespace SCRUPLE_UNIT

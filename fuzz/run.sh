@@ -44,27 +44,43 @@ seeds() {
   esac
 }
 
-cd "$source_folder"
-for target in "${targets[@]}"; do
-  sources=() more=(-malloc_limit_mb=1)
-  case $target in
-    checkpoint) sources=(io/*.cpp) more+=(-dict=fuzz/words.dict) ;;
-    config) sources=(train/model/{description,files}.cpp train/model/families/*.cpp train/json_object.cpp io/file.cpp io/json.cpp) more+=(-dict=fuzz/config.dict) ;;
+sources_of() {
+  echo "fuzz/$1.cpp"
+  case $1 in
+    checkpoint) echo io/*.cpp ;;
+    config) echo train/model/{description,files}.cpp train/model/families/*.cpp train/json_object.cpp io/{file,json}.cpp ;;
     chat | jsonl)
-      sources=(train/text/{bpe,chat,jinja,jinja_filters,jinja_lex,jinja_run,jinja_value,jsonl,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
-      more+=("-dict=fuzz/$target.dict")
-      # What a template writes may be longer than it.
-      if [ "$target" = chat ]; then more=(-malloc_limit_mb=256 -dict=fuzz/chat.dict); fi ;;
+      echo train/text/{bpe,chat,jinja,jinja_filters,jinja_lex,jinja_run,jinja_value,jsonl,pattern,tokenizer,utf8}.cpp \
+        train/json_object.cpp io/{file,json}.cpp ;;
+    tokenizer) echo train/text/{bpe,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/{file,json}.cpp ;;
+    tokens) echo train/text/tokens.cpp io/file.cpp ;;
+    *) echo "there is no fuzz target $1; there are chat, checkpoint, config, jsonl, tokenizer and tokens" >&2 && exit 2 ;;
+  esac
+}
+
+cd "$source_folder"
+all=$(for target in "${targets[@]}"; do sources_of "$target"; done)
+# Targets share files: each is compiled once.
+# shellcheck disable=SC2086 # lists of flags and of files
+printf '%s\n' $all | sort -u |
+  xargs -P "$(nproc)" -I{} bash -c 'clang++ '"${flags/fuzzer/fuzzer-no-link}"' -I. -c {} -o "$0/$(tr / _ <<<{}).o"' "$build"
+
+for target in "${targets[@]}"; do
+  libraries="" more=(-malloc_limit_mb=1)
+  case $target in
+    checkpoint) more+=(-dict=fuzz/words.dict) ;;
+    config) more+=(-dict=fuzz/config.dict) ;;
+    jsonl) libraries="-lpcre2-8 -lutf8proc" more+=(-dict=fuzz/jsonl.dict) ;;
+    # What a template writes may be longer than it.
+    chat) libraries="-lpcre2-8 -lutf8proc" more=(-malloc_limit_mb=256 -dict=fuzz/chat.dict) ;;
     # A regular expression takes more than its text: PCRE2's compiled form, its machine code and its stack.
-    tokenizer)
-      sources=(train/text/{bpe,pattern,tokenizer,utf8}.cpp train/json_object.cpp io/file.cpp io/json.cpp -lpcre2-8 -lutf8proc)
-      more=(-dict=fuzz/tokenizer.dict -malloc_limit_mb=32) ;;
-    tokens) sources=(train/text/tokens.cpp io/file.cpp) ;;
-    *) echo "there is no fuzz target $target; there are chat, checkpoint, config, jsonl, tokenizer and tokens" >&2 && exit 2 ;;
+    tokenizer) libraries="-lpcre2-8 -lutf8proc" more=(-malloc_limit_mb=32 -dict=fuzz/tokenizer.dict) ;;
   esac
   echo "fuzz target $target, $seconds s"
-  # shellcheck disable=SC2086 # a list of flags
-  clang++ $flags -I. "fuzz/$target.cpp" "${sources[@]}" -o "$build/fuzz_$target"
+  objects=()
+  for source in $(sources_of "$target"); do objects+=("$build/${source//\//_}.o"); done
+  # shellcheck disable=SC2086
+  clang++ $flags "${objects[@]}" $libraries -o "$build/fuzz_$target"
   seeds "$target"
   # libFuzzer's own code of an error is 77, which would be a skip here.
   # Memory: what a reader takes is a few times the file, and files are at most 16 kB here.

@@ -153,8 +153,9 @@ class Compare(command.Case):
 
     def test_hazards_harm(self):
         """Without the recipes something is lost: a comparison in which nothing can lose shows nothing."""
-        # A quarter of the batch is a quarter of the time; fp16's harm wants all of it (trainer_test shows it every day).
-        smaller = () if WHOLE else ("--batch", "4")
+        # A smaller model, context and batch are a tenth of the time; fp16's harm wants all of them (trainer_test shows it
+        # every day).
+        smaller = () if WHOLE else ("--batch", "4", "--width", "32", "--context", "64")
         hazards = self.compare("--recipes", "fp32", "--gradients", "released", "--seeds", "1", *smaller)["hazards"]
         learned = {kind: [run["val_loss_before"] - run["val_loss"] for run in runs] for kind, runs in hazards.items()}
         fp32, scruple, bf16 = learned["small_learning_rate"]

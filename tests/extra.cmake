@@ -40,12 +40,12 @@ if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   add_subdirectory(torch)
 endif()
 
-# Two minutes of compiling and a short run of each target; a long one is `fuzz/run.sh FOLDER 600`.
+# A minute of compiling on two cores and a short run of each target; a long one is `fuzz/run.sh FOLDER 600`.
 if(NOT CMAKE_CXX_FLAGS MATCHES "fsanitize")
   add_test(NAME fuzz COMMAND ${PROJECT_SOURCE_DIR}/fuzz/run.sh ${CMAKE_CURRENT_BINARY_DIR}/fuzz 10 checkpoint
                              $<$<BOOL:${nlohmann_json_FOUND}>:config> $<$<BOOL:${SCRUPLE_TRAIN}>:jsonl> $<$<BOOL:${SCRUPLE_TRAIN}>:chat> $<$<BOOL:${SCRUPLE_TRAIN}>:tokenizer>
            COMMAND_EXPAND_LISTS)
-  set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
+  set_tests_properties(fuzz PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900 PROCESSORS 2)
 endif()
 
 find_program(SCRUPLE_CHROMIUM NAMES chromium chromium-browser google-chrome)

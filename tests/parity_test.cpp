@@ -44,11 +44,15 @@ void walk(Table& table, const Gradients& gradients, int steps, Calls calls = Cal
     advance(table, calls);
   }
 }
+Bytes walk(scruple_engine* engine, const Config& config, const Shape& shape, const Gradients& gradients,
+           Calls calls, Data data, int steps) {
+  Table table(engine, {config}, shape, data);
+  walk(table, gradients, steps, calls);
+  return table.bytes();
+}
 Bytes walk(scruple_engine* engine, const Config& config, const Shape& shape, Calls calls = Calls::kTogether,
            Data data = Data::kNormal, int steps = kSteps) {
-  Table table(engine, {config}, shape, data);
-  walk(table, Gradients(shape.sizes, steps + 2, data), steps, calls);
-  return table.bytes();
+  return walk(engine, config, shape, Gradients(shape.sizes, steps + 2, data), calls, data, steps);
 }
 // One that has taken its first gradients.
 Table begun(scruple_engine* engine, const Config& config, const Shape& shape) {
@@ -76,7 +80,8 @@ std::vector<std::unique_ptr<Worker>> workers() {
 void expect_parity(const std::vector<std::unique_ptr<Worker>>& all, const Config& config, const Shape& shape,
                    Data data = Data::kNormal, int steps = kSteps) {
   if (testing::Test::HasFatalFailure()) return;  // one is enough
-  const Bytes want = walk(all[0]->engine, config, shape, Calls::kTogether, data, steps);
+  const Gradients gradients(shape.sizes, steps + 2, data);
+  const Bytes want = walk(all[0]->engine, config, shape, gradients, Calls::kTogether, data, steps);
   for (std::size_t i = 0; i < all.size(); ++i) {
     // The calls that a thread count is tried with: all of them on one thread, one table on several.
     const bool alone = scruple_engine_threads(all[i]->engine) == 1;
@@ -84,7 +89,7 @@ void expect_parity(const std::vector<std::unique_ptr<Worker>>& all, const Config
         alone ? std::vector{Calls::kTogether, Calls::kAlone, Calls::kViews} : std::vector{Calls::kTogether};
     for (const Calls calls : ways) {
       if (i == 0 && calls == Calls::kTogether) continue;
-      ASSERT_TRUE(same_bytes(want, walk(all[i]->engine, config, shape, calls, data, steps)))
+      ASSERT_TRUE(same_bytes(want, walk(all[i]->engine, config, shape, gradients, calls, data, steps)))
           << config.name << ": " << all[i]->label
           << (calls == Calls::kAlone   ? ", one call per tensor"
               : calls == Calls::kViews ? ", views"

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cctype>
 #include <cmath>
@@ -112,8 +113,8 @@ struct Plane {
   explicit Plane(std::size_t bytes, std::size_t shift = 0) : size(bytes), memory(bytes + 3 * kMargin) {
     const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
     begin = kMargin + (16 - address % 16) % 16 + shift;
-    for (std::size_t i = 0; i < memory.size(); ++i)
-      if (i < begin || i >= begin + size) memory[i] = kCanary;
+    std::memset(memory.data(), kCanary, begin);
+    std::memset(memory.data() + begin + size, kCanary, memory.size() - begin - size);
   }
   Plane(Plane&&) noexcept = default;
   Plane& operator=(Plane&&) noexcept = default;
@@ -127,9 +128,9 @@ struct Plane {
   Bytes bytes() const { return {data(), data() + size}; }
   // Nothing outside the plane was written.
   bool intact() const {
-    for (std::size_t i = 0; i < memory.size(); ++i)
-      if ((i < begin || i >= begin + size) && memory[i] != kCanary) return false;
-    return true;
+    const auto is_canary = [](unsigned char byte) { return byte == kCanary; };
+    return std::all_of(memory.data(), data(), is_canary) &&
+           std::all_of(data() + size, memory.data() + memory.size(), is_canary);
   }
 
   std::size_t size = 0, begin = 0;
@@ -376,8 +377,8 @@ struct Tensor {
 inline Bytes all_planes(const Tensor& tensor) {
   Bytes all;
   for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
-    const Bytes bytes = tensor.bytes(a);
-    all.insert(all.end(), bytes.begin(), bytes.end());
+    for (const Plane* plane : {&tensor.codes(a), &tensor.aux(a)})
+      all.insert(all.end(), plane->data(), plane->data() + plane->size);
   }
   return all;
 }

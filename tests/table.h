@@ -21,9 +21,13 @@ inline void values_of(float* out, std::size_t size, std::uint64_t which, Data da
     }
     return list;
   }();
-  const std::size_t from = static_cast<std::size_t>(which * 7919 % 20000);
-  const float scale = data == Data::kSubnormal ? 0x1p-128f : 1.0f;
-  for (std::size_t i = 0; i < size; ++i) out[i] = kNormals[(from + i) % kNormals.size()] * scale;
+  std::size_t at = static_cast<std::size_t>(which * 7919 % 20000);
+  for (std::size_t i = 0, count = 0; i < size; i += count, at = 0) {
+    count = std::min(size - i, kNormals.size() - at);
+    std::copy_n(&kNormals[at], count, out + i);
+  }
+  if (data == Data::kSubnormal)
+    for (std::size_t i = 0; i < size; ++i) out[i] *= 0x1p-128f;
   if (data == Data::kManyScales)  // down to 2^-75, whose square is at the end of fp32
     for (std::size_t i = 0; i < size; ++i)
       out[i] = std::ldexp(out[i], -static_cast<int>((i / 16 * 7 + which) % 76));

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds a wheel (of the CPU engines: the CUDA ones take minutes; without the trainer, as `make wheel`), looks at what is
-# in it, and uses it: in a fresh environment without torch, with torch, its command line, and to build C and C++
-# programs. Needs no network. scripts/check_wheel.sh goes further, and takes a wheel that is there.
+# Builds a wheel (of the CPU engines: the CUDA ones take minutes; without the trainer, as `make wheel`; at -O1, which
+# compiles faster), looks at what is in it, and uses it: in a fresh environment without torch, with torch, its command
+# line, and to build C and C++ programs. Needs no network. scripts/check_wheel.sh goes further, and takes a wheel that is
+# there.
 # Usage: wheel_test.sh PYTHON FOLDER   (PYTHON: with torch and scikit-build-core; FOLDER: kept, so that the next is quick)
 set -euo pipefail
 python=$1
@@ -18,7 +19,8 @@ rm -rf "$folder/dist" "$folder/venv" "$folder/saved" "$folder/smaller"
 # make does where there is no ninja, which only pip's own environments are sure to have.
 "$python" -m pip --disable-pip-version-check --quiet wheel "$source" --wheel-dir "$folder/dist" --no-deps \
   --no-build-isolation --config-settings=build-dir="$folder/build" --config-settings=ninja.make-fallback=true \
-  --config-settings=cmake.define.SCRUPLE_CUDA=OFF --config-settings=cmake.define.SCRUPLE_TRAIN=OFF
+  --config-settings=cmake.define.SCRUPLE_CUDA=OFF --config-settings=cmake.define.SCRUPLE_TRAIN=OFF \
+  --config-settings=cmake.define.CMAKE_CXX_FLAGS_RELEASE=-O1
 wheel=$(echo "$folder"/dist/*)
 
 # The command line is in it where what that needs is here; `make test` sees to it.

@@ -128,19 +128,19 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
   const GradientKernels& some = gradient_kernels();
   const auto is_fold = [&](const FoldKernel& fold) { return fold.kernel == kernel; };
   if (kernel == some.upload)
-    emulator::launch<Upload>(kernel, grid, block, arguments);
+    emulator::launch<const Upload&>(kernel, grid, block, arguments);
   else if (kernel == some.prepare)
-    emulator::launch<PrepareInput>(kernel, grid, block, arguments);
+    emulator::launch<const PrepareInput&>(kernel, grid, block, arguments);
   else if (kernel == some.draw)
     emulator::launch<DeviceRow*, int, const Constants*>(kernel, grid, block, arguments);
   else if (kernel == some.sum_squares)
     emulator::launch<DeviceTable, double*>(kernel, grid, block, arguments);
   else if (kernel == some.finish_norm)
-    emulator::launch<NormOutput>(kernel, grid, block, arguments);
+    emulator::launch<const NormOutput&>(kernel, grid, block, arguments);
   else if (kernel == some.advance)
-    emulator::launch<Advance>(kernel, grid, block, arguments);
+    emulator::launch<const Advance&>(kernel, grid, block, arguments);
   else if (kernel == array_kernel())
-    emulator::launch<ArrayWork>(kernel, grid, block, arguments);
+    emulator::launch<const ArrayWork&>(kernel, grid, block, arguments);
   else if (std::ranges::any_of(fold_kernels(), is_fold))
     emulator::launch<DeviceTable, float>(kernel, grid, block, arguments);
   else

@@ -33,7 +33,7 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __grid_constant__
+#define __grid_constant__ &  // as on a GPU, no thread has a copy
 #define alignas(bytes) __attribute__((aligned(bytes)))
 #define __CUDA_ARCH_LIST__ 900
 
