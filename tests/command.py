@@ -124,8 +124,8 @@ class Case(unittest.TestCase):
         return self.done("train", "--resume", self.path(out), *more, **options)
 
     def metrics(self, out="run", times=False, saves=False):
-        """Without times and saves, unless they are asked for: no two runs share them."""
-        rows = [json.loads(line) for line in content(self.path(out, "metrics.jsonl")).splitlines()]
+        """Without times and saves, unless they are asked for: no two runs share them. A kill may have cut the last line."""
+        rows = [json.loads(line) for line in content(self.path(out, "metrics.jsonl")).rpartition(b"\n")[0].splitlines()]
         return [
             {key: value for key, value in row.items() if times or key != "time"}
             for row in rows

@@ -3,6 +3,7 @@
 Usage: loop_test.py PATH_TO_SCRUPLE
 """
 
+import glob
 import json
 import math
 import os
@@ -406,13 +407,12 @@ class Saves(Case):
         dice, kills, device = random.Random(2), 8, os.environ.get("SCRUPLE_TEST_DEVICE", "cpu")
         # A save takes longer than a step.
         more = ("--layers", "4", "--width", "256", "--validation", "0", "--device", device)
-        for out in ("whole", "again"):
-            self.trained(*more, out=out, steps=40)
-        self.assertEqual(self.metrics("whole"), self.metrics("again"))
-        self.assertTrue(self.weights("whole") == self.weights("again"), "other weights in a second process")
+        self.trained(*more, out="unsaved", steps=40)
+        self.trained(*more, "--save-every", "2", "--keep", "0", out="whole", steps=40)
+        self.is_as_whole("unsaved")
         arguments, folder = self.training(*more, "--save-every", "2", steps=40), self.path("run/checkpoints")
         found = lambda: os.listdir(folder) if os.path.exists(folder) else []
-        for _ in range(kills):
+        for kill in range(kills):
             before = set(found())
             process = start(*arguments)
             until(lambda: process.poll() is not None or any("partial" in name for name in set(found()) - before))
@@ -421,15 +421,24 @@ class Saves(Case):
             process.wait()
             if any("partial" not in name for name in found()):
                 self.done("checkpoint", "verify", self.path("run"))
+                self.is_as_whole("run", f"kill {kill} of a process that found {sorted(before)}")
                 arguments = ["train", "--resume", self.path("run")]
             else:
                 shutil.rmtree(self.path("run"))
         self.done(*arguments)
-        for row, other in zip(self.metrics(), self.metrics("whole")):
-            self.assertEqual(row, other)
+        self.is_as_whole("run", f"the last process, which found {sorted(before)}")
         self.assertEqual(len(self.metrics()), 40)
-        self.assertTrue(self.weights() == self.weights("whole"), "other weights, with the same losses")
+        self.assertTrue(self.weights() == self.weights("whole"))
         self.assertEqual(sorted(found()), ["step-00000038", "step-00000040"])
+
+    def is_as_whole(self, out, where=""):
+        """Every step so far, and every tensor of each checkpoint."""
+        for row, other in zip(self.metrics(out), self.metrics("whole")):
+            self.assertEqual(row, other, where)
+        for path in sorted(glob.glob(self.path(out, "checkpoints", "step-????????", "model.safetensors"))):
+            (tensors, data), (others, other_data) = map(command.tensors_of, (path, path.replace(self.path(out), self.path("whole"))))
+            for name in set(others) - {"__metadata__"}:
+                self.assertTrue(data(tensors[name]) == other_data(others[name]), f"{where}: {name} in {path}")
 
 
 class Outliers(Case):
