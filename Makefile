@@ -31,7 +31,7 @@ build: ## install what is missing (apt), build the library and the command line 
 # compiles all of them, and visits every float where a test can (tests/support.h).
 test: ARCHITECTURES = $(if $(HAS_GPU),,90-real)
 test: OPTIMIZERS = $(if $(HAS_GPU)$(SCRUPLE_TEST_WHOLE),,AdamW)
-test: ## build everything with warnings as errors and run every test, in about 15 minutes on 2 cores
+test: ## build everything with warnings as errors and run every test, in 15 to 35 minutes on 2 cores
 	@scripts/packages.sh test
 	@scripts/python.sh
 	@$(CONFIGURE) -B $(BUILD) -DSCRUPLE_DEVELOPER=ON $(CUDA_FLAGS)
