@@ -16,7 +16,7 @@ WHOLE = os.environ.get("SCRUPLE_TEST_WHOLE", "0") != "0"
 ROW_KEYS = {"recipe", "optimizer", "seed", "activations", "bytes_per_param_planned", "bytes_per_param_measured",
             "peak_bytes", "ms_per_step", "steps", "unmoved", "val_loss", "gap"}
 # 10.8 million parameters, and nothing to compute.
-LARGE = ("--layers", "6", "--width", "384", "--heads", "6", "--context", "8", "--batch", "1", "--steps", "1")
+LARGE = ("--layers", "6", "--width", "384", "--heads", "6", "--context", "8", "--batch", "16", "--steps", "1")
 
 
 class Compare(command.Case):
