@@ -1,6 +1,6 @@
 #!/bin/sh
 # Each header compiles alone, and the public C header as C99: what a file needs, it includes.
-# Those that a file of every build begins with, that build has compiled alone; the others are compiled here.
+# Where a .cpp begins with a header, the build of `make test` has shown that; the others are compiled here.
 # usage: check_headers.sh [CXX [CC]]
 set -eu
 cd "$(dirname "$0")/.."

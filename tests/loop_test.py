@@ -410,6 +410,7 @@ class Saves(Case):
         self.trained(*more, out="unsaved", steps=40)
         self.trained(*more, "--save-every", "2", "--keep", "0", out="whole", steps=40)
         self.is_as_whole("unsaved")
+        self.assertTrue(self.weights("unsaved") == self.weights("whole"))
         arguments, folder = self.training(*more, "--save-every", "2", steps=40), self.path("run/checkpoints")
         found = lambda: os.listdir(folder) if os.path.exists(folder) else []
         for kill in range(kills):
