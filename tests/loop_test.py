@@ -423,10 +423,11 @@ class Saves(Case):
             if any("partial" not in name for name in found()):
                 self.done("checkpoint", "verify", self.path("run"))
                 self.is_as_whole("run", f"kill {kill} of a process that found {sorted(before)}")
-                arguments = ["train", "--resume", self.path("run")]
+                # The device is named again: the environment's SCRUPLE_DEVICE would move the run.
+                arguments = ["train", "--resume", self.path("run"), "--device", device]
             else:
                 shutil.rmtree(self.path("run"))
-        self.done(*arguments)
+        self.assertNotIn("a run that had not moved", self.done(*arguments))
         self.is_as_whole("run", f"the last process, which found {sorted(before)}")
         self.assertEqual(len(self.metrics()), 40)
         self.assertTrue(self.weights() == self.weights("whole"))
