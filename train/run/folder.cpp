@@ -38,9 +38,22 @@ nlohmann::json parsed(const std::string& line) {
   return nlohmann::json::parse(line, is_shallow, /*allow_exceptions=*/false);
 }
 
+// What a line has under the key, or `other` where that is of another type: a line that was damaged keeps no run from going
+// on.
+template <class Value>
+Value value_of(const nlohmann::json& row, const char* key, const Value& other) {
+  const auto found = row.find(key);
+  return found != row.end() && found->type() == nlohmann::json(other).type() ? found->get<Value>() : other;
+}
+
 double number_or_nan(const nlohmann::json& row, const char* key) {
   const auto found = row.find(key);
   return found != row.end() && found->is_number() ? found->get<double>() : std::nan("");
+}
+
+std::int64_t count_of(const nlohmann::json& row, const char* key) {
+  const double number = number_or_nan(row, key);
+  return number >= 0 && number < 0x1p53 ? static_cast<std::int64_t>(number) : 0;
 }
 
 // Every run has one, and no other program's file begins so by accident. A run that was killed early has an empty one.
@@ -86,9 +99,9 @@ std::string found_of_run(const std::string& run) {
 // A line of a step; `tokens` so far, which it moves on.
 Outcome step_of(const nlohmann::json& row, double& tokens) {
   Outcome step = {number_or_nan(row, "loss"), number_or_nan(row, "lr"), number_or_nan(row, "norm"),
-                  static_cast<float>(number_or_nan(row, "loss_scale")), row.value("skipped", false)};
-  step.outlier = row.value("outlier", false);
-  step.tensors = row.value("skipped_tensors", std::int64_t{0});
+                  static_cast<float>(number_or_nan(row, "loss_scale")), value_of(row, "skipped", false)};
+  step.outlier = value_of(row, "outlier", false);
+  step.tensors = count_of(row, "skipped_tensors");
   step.epoch = number_or_nan(row, "epoch");
   if (const double time = number_or_nan(row, "time"); time > 0) step.time = time;
   const double before = std::exchange(tokens, number_or_nan(row, "tokens")), taken = tokens - before;
@@ -97,12 +110,8 @@ Outcome step_of(const nlohmann::json& row, double& tokens) {
 }
 
 Saved saved_of(const nlohmann::json& row) {
-  const auto count = [&](const char* key) {
-    const double number = number_or_nan(row, key);
-    return number >= 0 && number < 0x1p53 ? static_cast<std::int64_t>(number) : 0;
-  };
-  return {count("saved_step"), number_or_nan(row, "save_waited"), number_or_nan(row, "save_seconds"),
-          count("save_bytes"), ""};
+  return {count_of(row, "saved_step"), number_or_nan(row, "save_waited"), number_or_nan(row, "save_seconds"),
+          count_of(row, "save_bytes"), ""};
 }
 
 }  // namespace
@@ -137,7 +146,7 @@ void RunFolder::claim(bool replace) {
 // The checkpoints go first and the metrics last, which the new run's replace: a kill in between leaves a run that is
 // shorter, never one with another's checkpoints.
 void RunFolder::begin() {
-  if (!std::exchange(replaces_, false)) return;
+  if (!replaces_) return;
   const std::string folder = checkpoints_of(path_);
   const std::vector<std::int64_t> steps = io::saved_steps(folder);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step)
@@ -147,6 +156,7 @@ void RunFolder::begin() {
   if (!fs::is_symlink(folder, ignored)) fs::remove(folder, ignored);  // others' files may be in it
   for (const std::string& name : files_of_run())
     if (path_ + "/" + name != metrics_path(path_)) fs::remove(path_ + "/" + name);
+  replaces_ = false;  // not before: what could not be removed once is tried, and told, again
 }
 
 void make_folder(const std::string& path) {
@@ -255,7 +265,7 @@ Record read_metrics(const std::string& run, std::int64_t steps) {
     if (row.contains("unmoved"))
       record.unmoved.push_back({step,
                                 {number_or_nan(row, "unmoved"), number_or_nan(row, "unmoved_most"),
-                                 row.value("unmoved_tensor", "")}});
+                                 value_of(row, "unmoved_tensor", std::string())}});
   }
   return record;
 }
