@@ -219,7 +219,7 @@ std::string words_of(const CLI::ParseError& error, const CLI::App& command) {
   const std::string name = said.substr(0, said.find(':'));
   const CLI::Option* const option = command.get_option_no_throw(name);
   if (is(error, CLI::ExitCodes::ExtrasError))
-    return full_name(command) + " takes no argument" + said.substr(said.rfind(':') + 1);
+    return full_name(command) + " takes no argument" + said.substr(name.size() + 1);
   if (!is(error, CLI::ExitCodes::ArgumentMismatch) || option == nullptr) return said;
   const std::size_t times = option->count();
   return name + (times > 1 ? " is given " + std::to_string(times) + " times" : " needs a value");

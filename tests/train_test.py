@@ -571,6 +571,7 @@ class Slips(Case):
         for word, meant in (("inspect", "checkpoint inspect"), ("export", "checkpoint export"),
                             ("verify", "checkpoint verify"), ("resume", "train --resume")):
             self.fails(2, f"; did you mean '{meant}'?\n", word, "run1")
+        self.fails(2, "scruple eval takes no argument b:2; try", "eval", "run1", "--data", "a", "b:2")
         self.assertNotIn("did you mean", run("steps").stderr)  # more than one command has that option
         self.fails(2, "has no option --bf16; did you mean '--to bf16'?\n", "checkpoint", "export", "run1", "--bf16")
 
