@@ -94,7 +94,7 @@ void RateOptions::complete() {
 train::Schedule RateOptions::schedule(std::int64_t steps) const {
   const std::int64_t rise = warmup >= 0 ? warmup : steps / 20;
   if (rise > steps)
-    throw UsageError("--warmup is " + std::to_string(rise) + ", and --steps is " + std::to_string(steps) +
+    throw UsageError("--warmup is " + std::to_string(rise) + ", and the run has " + plural(steps, "step") +
                      "; choose a --warmup of at most that");
   const auto fall = static_cast<std::int64_t>(std::llround(cooldown * static_cast<double>(steps)));
   if (rise + fall > steps)

@@ -294,7 +294,6 @@ Session session_of(const CLI::App& command, const TrainOptions& given) {
   options.model.context = session.model.config.shape.context;
   if (options.rate.lr == 0) options.rate.lr = session.model.has_weights() ? kTuningLr : kLr;
   options.rate.complete();
-  options.rate.overrides(train::parameters_of(session.model.config.shape));  // refused before data is read
   return session;
 }
 

@@ -76,10 +76,18 @@ void check_outliers(const train::Job& job) {
         "--loss-scale off or a number");
 }
 
-// Reads the data, and makes the job and the plan of it.
+// Makes the job, reads the data, and plans. What does not go together is refused before data is read, which may take long.
 Data prepare(Session& session) {
   TrainOptions& options = session.options;
   check_device(options.model.device);
+  const Choice choice = options.chosen();
+  train::Job& job = session.job;
+  job = make_job(choice, choice.recipe, options.model, session.model, options.gradients, options.activations);
+  job.overrides = options.rate.overrides(train::parameters_of(job.shape));
+  job.ema = options.ema;
+  job.skip_outliers = options.skip_outliers;
+  check_outliers(job);
+  if (options.epochs == 0) options.schedule();
   session.tokenizer = tokenizer_folder(session);
   Data data = open_data(options.data, options.cutting, session.model, session.tokenizer);
   if (!options.validation_data.empty())
@@ -87,16 +95,9 @@ Data prepare(Session& session) {
         open_data({options.validation_data}, options.cutting, session.model, session.tokenizer));
   if (session.from) check_data(session, data);
   count_epochs(session, data.training());
-  const Choice choice = options.chosen();
-  train::Job& job = session.job;
-  job = make_job(choice, choice.recipe, options.model, session.model, options.gradients, options.activations);
   job.isolates = data.training().isolates() ||
                  (session.validation != nullptr && session.validation->training().isolates());
   job.schedule = options.schedule();
-  job.overrides = options.rate.overrides(train::parameters_of(job.shape));
-  job.ema = options.ema;
-  job.skip_outliers = options.skip_outliers;
-  check_outliers(job);
   fit_recompute(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move
   session.plan = plan_of(choice, choice.recipe, job, options.gradients.policy);
