@@ -168,6 +168,7 @@ std::string best_words(const TrainOptions& options, const Record& record) {
   const std::int64_t best = record.best().first;
   const std::string folder = train::checkpoints_of(options.out) + "/" + io::step_name(best);
   if (best == taken(record)) return ".";
+  if (best == 0) return ": no step made it less.";
   return std::filesystem::exists(folder + "/manifest.json")
              ? "; its checkpoint is " + folder + "."
              : ", of which no checkpoint was kept: --save-every and --keep do.";

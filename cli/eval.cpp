@@ -206,6 +206,10 @@ void eval(const Options& options) {
               << ": they would not stand for all; --windows N takes fewer that do\n";
     throw Stopped{Interrupts::signal()};
   }
+  if (figures.loss.targets == 0)
+    throw std::runtime_error("nothing is to be predicted in " + plural(asked, "window") + " of " +
+                             grouped(all) +
+                             ": they hold prompts, or others' turns, alone; take more --windows");
   if (!std::isfinite(figures.loss.sum))
     throw std::runtime_error("the model's loss is not finite: its training diverged, or --activations " +
                              std::string(precision_name(setup.activations)) + " is too narrow for it");

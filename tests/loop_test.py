@@ -16,7 +16,7 @@ import sys
 import time
 
 import command
-from command import content, run, start, until
+from command import content, run, start, tiny, until
 
 
 class Case(command.Case):
@@ -71,6 +71,15 @@ class Schedules(Case):
         self.refused(2, "--warmup is 2 and --cooldown 0.5 of 3 steps, 2; together they must be at most --steps",
                      "--schedule", "wsd", "--cooldown", "0.5", "--warmup", "2")  # fmt: skip
         self.refused(2, "did you mean 'inverse-sqrt'?", "--schedule", "inverse-sqr")
+        self.fails(2, "--warmup is 9, and the run has 6 steps", "train", "--data", self.data, "--out", self.path("no"),
+                   *tiny("--warmup", "9", "--epochs", "0.1"))  # fmt: skip
+
+    def test_what_does_not_go_together_is_refused_before_data_is_read(self):
+        self.data = self.path("missing")
+        self.refused(2, "--warmup is 9, and the run has 3 steps", "--warmup", "9")
+        self.refused(2, "use --clip-tensor", "--gradients", "released", "--clip", "1")
+        self.refused(2, "--skip-outliers and a dynamic loss scale", "--skip-outliers", "6", "--loss-scale", "dynamic")
+        self.refused(2, "no parameter of the model", "--lr-for", "no=1")
 
 
 class Sources(Case):
@@ -218,6 +227,8 @@ class Validation(Case):
         # More patience goes on.
         run("train", "--resume", self.path("a"), "--stop-when", "4")
         self.assertEqual(len(self.losses("a")), len(losses) + 1)
+        done = run(*self.training("--stop-when", "2", "--lr", "1e-30", "--validate-every", "1", out="c", steps=9))
+        self.assertIn("is that of step 0: no step made it less.\n", done.stdout)
         more = [word if word != "0" else "1" for word in more]  # --keep
         done = run(*self.training(*more, "--stop-when", "3", out="b", steps=1000))
         self.assertIn(f"of step {5 * best}, of which no checkpoint was kept: --save-every and --keep do.\n", done.stdout)
@@ -303,7 +314,7 @@ class Metrics(Case):
         self.assertEqual([row["tokens"] for row in self.metrics("new")], [None, None])
         data = self.write("a.jsonl", "".join(json.dumps({"text": f"{n:05}"}) + "\n" for n in range(8)))
         self.done("train", "--data", data, "--out", self.path("padded"), "--layout", "padded", "--steps", "6", "--validation",
-                  "0", *command.tiny(batch="2"))  # fmt: skip
+                  "0", *tiny(batch="2"))  # fmt: skip
         self.assertEqual([row["epoch"] for row in self.metrics("padded")], [0.25, 0.5, 0.75, 1, 1.25, 1.5])
 
     def test_the_page_smooths_long_losses_and_says_what_a_step_is(self):
@@ -606,6 +617,9 @@ class Eval(Case):
                    "--context", "8")  # fmt: skip
         self.fails(1, "it takes at least 17 at --context 16", "eval", one, "--data", self.write("short", "x" * 16))
         self.fails(2, "--windows: '0' is not a whole number", "eval", one, "--data", self.data, "--windows", "0")
+        prompts = self.write("prompts.jsonl", json.dumps({"prompt": "p" * 100, "completion": "c"}))
+        self.ends(1, "nothing is to be predicted in 2 windows of 7", "eval", one, "--data", prompts, "--layout", "packed",
+                  "--windows", "2")  # fmt: skip
         os.remove(self.path("run/model.safetensors"))
         self.fails(1, "has a config.json and no weights", "eval", self.path("run"), "--data", self.data)
 

@@ -1,11 +1,10 @@
 // A run's folder: what a new run may replace, and what is known of an earlier one.
-#include "train/run/folder.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
 
 #include "tests/files.h"
+#include "train/run/folder.h"
 
 namespace scruple_tests {
 namespace {
