@@ -171,8 +171,9 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
       progress.warn("cannot write " + metrics.path() + ": make room; its lines wait, and the run goes on");
     metrics_wait = !written;
   };
+  std::exception_ptr failure;
   const auto goes_on = [&] {
-    return span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps;
+    return !failure && span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps;
   };
   train::Saves saves(trainer, options.choice.recipe, options.out, options.keep, session.host,
                      [&](const std::string& message) { progress.warn(message); });
@@ -223,11 +224,16 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
     saves.wait();
     return take_saved();
   };
-  std::exception_ptr failure;
+  const auto is_unsaved = [&] {
+    return record.steps.size() > record.resumed && session.saved < trainer.steps_taken() &&
+           train::losses_lost(record) == 0;
+  };
   try {
     train::run(record, trainer, data.training(), validation, span, show, save);
   } catch (...) {
     failure = std::current_exception();
+    span.saves_end();
+    if (trainer.is_whole() && is_unsaved()) save(record);
   }
   span.saves_end();
   if (failure && record.steps.size() == record.resumed) std::rethrow_exception(failure);

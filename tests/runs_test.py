@@ -228,7 +228,7 @@ class Failures(Case):
         return said, problem
 
     def test_in_the_middle_of_a_step(self):
-        """Tokens that become none of the model's: what was seen until then is written, and the run goes on from a save."""
+        """Tokens that become none of the model's: what was seen until then is written, and the run goes on from there."""
         self.data = self.path("text.bin")
         tokens = b"".join(bytes([byte, 0]) for byte in TEXT.encode())
         with open(self.data, "wb") as file:
@@ -239,6 +239,7 @@ class Failures(Case):
         said, problem = self.ended(process)
         self.assertIn("metrics.jsonl, report.html, checkpoints/", said)
         self.assertRegex(problem, r"^(.*\n)*scruple: .*65535")
+        self.assertRegex(problem, r"ended after step (\d+), .* goes on after step \1\.")
         self.assertIn("Throughput", content(self.path("a/report.html")).decode())
 
     def test_memory_runs_out_in_a_step(self):

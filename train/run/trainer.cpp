@@ -231,9 +231,12 @@ Outcome Trainer::step(const Windows& data, bool goes_on) {
     const Counted counted = part == 0 ? now.first : read_part(data, taken_, part);
     outcome.tokens += counted.tokens;
     weights.push_back(weight_of(counted.targets, now.all));
+    const bool last = part + 1 == parts;
+    if (job_.gradients.policy == SCRUPLE_RELEASED) whole_ = false;
     network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
-    if (Copies* const copies = backend_->copies(); copies != nullptr && part + 1 == parts)
+    if (Copies* const copies = backend_->copies(); copies != nullptr && last)
       copies->before_steps();
+    if (last) whole_ = false;
     sink_->end();
   }
   if (average_) average_->take(taken_ + 1);
@@ -252,7 +255,7 @@ Outcome Trainer::step(const Windows& data, bool goes_on) {
   if (job_.gradients.policy == SCRUPLE_RELEASED)
     outcome.tensors = report.skipped - std::exchange(tensors_skipped_, report.skipped);
   if (outliers_) look_at_guard(outcome);
-  ++taken_;
+  ++taken_, whole_ = true;
   if (data.has_epochs())
     outcome.epoch = static_cast<double>(taken_ * parts * job_.batch) / static_cast<double>(data.count());
   return outcome;

@@ -81,6 +81,8 @@ class Trainer {
   double validate(
       const Windows& data, std::int64_t windows, const GoOn& go_on = [](auto, auto) { return true; });
   std::int64_t steps_taken() const { return taken_; }
+  // Whether the state is that after steps_taken() steps, though an exception ended the next: it had moved nothing yet.
+  bool is_whole() const { return whole_; }
   Position position() const;  // between steps
   State& state() { return *state_; }
   Engine& engine() { return backend_->engine(); }
@@ -127,6 +129,7 @@ class Trainer {
   std::optional<Prepared> prepared_;
   std::int64_t taken_ = 0, tensors_skipped_ = 0;
   float loss_scale_ = 1;  // of the next step
+  bool whole_ = true;
 };
 
 }  // namespace scruple::train
