@@ -20,7 +20,7 @@ Event new_patient_event() {
 
 // Pinning touches new memory page by page on one thread, and other threads' calls of the driver wait for it. So threads
 // touch all of it first, in huge pages where the system has them, and pieces are pinned one by one: training goes on between
-// them.
+// them. Where there is no thread nothing is touched first.
 void* PinnedMemory::take(std::int64_t bytes) {
   constexpr std::int64_t kPage = 4096, kMostThreads = 8, kWorthAThread = 64 << 20;
   auto* const memory = static_cast<char*>(host_memory().take(bytes));
@@ -30,11 +30,11 @@ void* PinnedMemory::take(std::int64_t bytes) {
       std::max((bytes + std::min(cores, kMostThreads) - 1) / std::min(cores, kMostThreads), kWorthAThread);
   std::vector<std::future<void>> touching;
   for (std::int64_t first = 0; first < bytes; first += share)
-    touching.push_back(std::async(std::launch::async, [=] {
+    touching.push_back(std::async(std::launch::async | std::launch::deferred, [=] {
       for (std::int64_t i = first; i < std::min(bytes, first + share); i += kPage)
         static_cast<volatile char*>(memory)[i] = 0;
     }));
-  touching.clear();  // waits for them
+  touching.clear();  // waits for those that run
   std::vector<void*>& pieces = pinned_[memory];
   for (std::int64_t first = 0, size = 0; first < bytes; first += size) {
     char* const piece = memory + first;
