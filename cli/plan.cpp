@@ -140,8 +140,9 @@ AddRun run_of(const Options& options) {
   return [&options, run, model = choose_model(run)](Row& row) {
     GradientOptions gradients;
     gradients.policy = row.policy;
-    const train::Ledger needed =
-        train::memory_of(make_job(options.choice, row.recipe, run, model, gradients, options.activations));
+    train::Job job = make_job(options.choice, row.recipe, run, model, gradients, options.activations);
+    job.ema = options.ema ? 0.999 : 0;  // any decay takes as much
+    const train::Ledger needed = train::memory_of(job);
     row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
     row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
   };

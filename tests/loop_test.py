@@ -175,6 +175,10 @@ class Validation(Case):
         steps = [row["loss"] for row in self.metrics("b")]
         mean = sum(steps) / len(steps)
         self.assertIn(f"\nno validation; training loss {mean:.4f} nats per byte, mean of the last 6 steps; ", said)
+        # Of a run that began with a checkpoint, those that it has seen.
+        self.trained("--validation", "0", "--save-every", "3", out="first")
+        said = self.done("train", "--resume", self.step_of("first", 3), "--out", self.path("then"), "--steps", "5")
+        self.assertRegex(said, r"\nno validation; training loss \d\.\d+ nats per byte, mean of the last 2 steps; ")
         charts = self.report("b")[0]["sections"][0]["charts"]
         self.assertEqual([curve["name"] for curve in charts[0]["curves"]], ["training"])
         self.assertIn("There was no validation.", self.report("b")[1])
@@ -541,6 +545,11 @@ class Averages(Case):
             self.assertEqual(row["parts"]["ema"], 3_000_000)
         for row in self.json_of("plan", "--params", "1e6")["rows"]:
             self.assertNotIn("ema", row["parts"])
+        # Of coded weights a piece is decoded.
+        codes = ("--optimizer", "sgd", "--recipe", "lpmm", "--ema")
+        said = self.trained(*codes, "0.9", out="run", steps=1)
+        row = self.json_of("plan", self.path("run"), "--batch", "2", "--context", "16", "--device", "cpu", *codes)["rows"][0]
+        self.assertEqual(f"{row['total_bytes'] / 2**10:.2f}", re.search(r"\ntotal +([\d.]+)", said)[1])
 
     def test_refusals(self):
         self.refused(2, "--ema: '1' is not a number above 0 and below 1", "--ema", "1")
