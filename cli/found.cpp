@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <stdexcept>
 
-#include "memory.h"
+#include "room.h"
 #include "text.h"
 #include "train/run/checkpoint.h"
 #include "train/text/vocabulary.h"
@@ -66,7 +66,7 @@ void add_model(CLI::App& command, std::string& folder) {
 void check_fits(const std::string& what, const train::Ledger& needed, train::Backend& backend,
                 const std::string& smaller) {
   const bool on_host = backend.memory().is_host();
-  const std::int64_t free = on_host ? free_memory() : backend.free_bytes();
+  const std::int64_t free = free_memory(backend);
   if (needed.peak() <= free) return;
   const Unit unit = unit_for(needed.peak(), 1);
   Table table;

@@ -34,9 +34,10 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job
   return memory;
 }
 
-std::int64_t free_memory(const train::Job& job) {
-  const std::unique_ptr<train::Backend> backend = job.backend(job.threads);
-  return backend->memory().is_host() ? free_memory() : backend->free_bytes();
+std::int64_t free_memory(const train::Job& job) { return free_memory(*job.backend(job.threads)); }
+
+std::int64_t free_memory(train::Backend& backend) {
+  return backend.memory().is_host() ? free_memory() : backend.free_bytes();
 }
 
 void fit_recompute(train::Job& job, const ModelOptions& options, std::int64_t limit) {

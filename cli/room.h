@@ -21,8 +21,9 @@ inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max(
 // pass through.
 Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job& job,
                const std::string& policy);
-// What the job's device can still give.
+// What the job's device can still give, or this one.
 std::int64_t free_memory(const train::Job& job);
+std::int64_t free_memory(train::Backend& backend);
 // Where the options leave it open: as little recomputed as fits, also into `limit`. Each choice takes less memory than the
 // one before, and more time; the bits are the same.
 void fit_recompute(train::Job& job, const ModelOptions& options, std::int64_t limit = kNoLimit);

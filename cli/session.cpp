@@ -23,22 +23,22 @@ constexpr const char *kProgramNote = "program", *kDataTokens = "data_tokens", *k
                          "order";  // of windows; older runs, which have no such note, drew them by chance
 constexpr const char* kByEpochs = "epochs";
 
+std::string absolute(const std::string& path) {
+  return path == train::Data::kStandardInput ? path : std::filesystem::absolute(path).string();
+}
+
 // Of each: its path, tokens, checksum, and the part of the mixture that it is in, with its weight.
 nlohmann::json sources_of(const train::Data& data) {
   nlohmann::json list = nlohmann::json::array();
   for (const train::Data::Source& source : data.sources())
-    list.push_back({source.path == train::Data::kStandardInput
-                        ? source.path
-                        : std::filesystem::absolute(source.path).string(),
-                    source.tokens, (source.is_sample ? "sample " : "") + io::hex(source.crc32), source.part,
-                    source.weight});
+    list.push_back({absolute(source.path), source.tokens,
+                    (source.is_sample ? "sample " : "") + io::hex(source.crc32), source.part, source.weight});
   return list;
 }
 
 io::Metadata data_notes(const std::vector<std::string>& arguments, const train::Data& data) {
-  std::vector<std::string> paths = arguments;
-  for (std::string& path : paths)
-    if (path != train::Data::kStandardInput) path = std::filesystem::absolute(path).string();
+  std::vector<std::string> paths;
+  for (const std::string& path : arguments) paths.push_back(absolute(path));
   io::Metadata notes = {{"data", joined(paths, "\n")}, {kDataTokens, std::to_string(data.size())}};
   const std::vector<train::Data::Source> sources = data.sources();
   if (sources.size() == 1 && !sources[0].is_sample)
@@ -73,11 +73,10 @@ void check_sources(const std::string& noted, const train::Data& data) {
                          "name all files with --data"
                        : "is new in --data, and the run was started without it; take it out, or "
                          "name the right files with --data"));
-    }
-    if (before.size() != now.size())
       throw std::runtime_error("--data names " + plural(static_cast<std::int64_t>(now.size()), "file") +
                                ", and the run was started with " +
                                grouped(static_cast<std::int64_t>(before.size())) + "; name the same ones");
+    }
     for (std::size_t i = 0; i < now.size(); ++i) {
       const nlohmann::json &was = before.at(i), &is = now.at(i);
       if (std::equal(was.begin() + 1, was.end(), is.begin() + 1, is.end())) continue;
@@ -301,11 +300,10 @@ io::Metadata notes_for(const Session& session, const train::Data& data, const tr
   TrainOptions options = session.options;
   const bool is_gpt = options.model.is_gpt();
   if (!is_gpt) {
-    options.model.model = std::filesystem::absolute(options.model.model).string();
+    options.model.model = absolute(options.model.model);
     options.model.shape = {0, 0, 0};  // its config has them
   }
-  if (!options.validation_data.empty())
-    options.validation_data = std::filesystem::absolute(options.validation_data).string();
+  if (!options.validation_data.empty()) options.validation_data = absolute(options.validation_data);
   io::Metadata notes = data_notes(options.data, data);
   if (session.validation) notes[kValidationChecksum] = io::hex(session.validation->crc32());
   notes.merge(notes_of(options.options()));

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <filesystem>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -221,15 +222,14 @@ OptionTable CuttingOptions::options() {
 
 CLI::Validator a_date() {
   return {[](const std::string& value) {
-            const std::chrono::year_month_day day(
-                std::chrono::year(std::atoi(value.c_str())),
-                std::chrono::month(
-                    unsigned(std::atoi(value.substr(std::min<std::size_t>(5, value.size())).c_str()))),
-                std::chrono::day(
-                    unsigned(std::atoi(value.substr(std::min<std::size_t>(8, value.size())).c_str()))));
+            int year = 0;
+            unsigned month = 0, day = 0;
             const bool has_form = value.size() == 10 && value[4] == '-' && value[7] == '-' &&
-                                  value.find_first_not_of("0123456789-") == value.npos;
-            return has_form && day.ok() ? "" : "'" + value + "' is no date such as 2026-11-19";
+                                  value.find_first_not_of("0123456789-") == value.npos &&
+                                  std::sscanf(value.c_str(), "%d-%u-%u", &year, &month, &day) == 3;
+            return has_form && (std::chrono::year(year) / month / day).ok()
+                       ? ""
+                       : "'" + value + "' is no date such as 2026-11-19";
           },
           "DATE"};
 }
