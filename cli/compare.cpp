@@ -129,7 +129,7 @@ Run run_one(const std::string& name, const Choice& choice, const std::string& po
   if (from != nullptr && !from->empty())
     for (std::size_t p = 0; p < from->size(); ++p)
       trainer.state().set(static_cast<int>(p), (*from)[p].data());
-  Progress progress(name, job, trainer, ledger);
+  Progress progress(name, job, trainer);
   train::Span span = span_of(job.schedule.steps);
   span.validating = [&](auto done, auto all) { progress.validating(done, all); };
   const Record record = train::run(trainer, text.training, text.validation, span, [&](const Record& seen) {

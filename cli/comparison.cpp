@@ -165,8 +165,7 @@ std::string stop_words(const Comparison& found, const CompareOptions& options) {
   const Run& run = found.last();
   return std::string("Stopped by ") + Interrupts::name() + " in the run '" + run.name +
          (options.seeds > 1 ? ", seed " + std::to_string(run.seed) : "") + "', after step " +
-         grouped(static_cast<std::int64_t>(run.record.steps.size())) + " of " + grouped(run.steps) +
-         ": that run is not complete.";
+         grouped(run.record.taken()) + " of " + grouped(run.steps) + ": that run is not complete.";
 }
 
 constexpr const char* kOneSeed = "One seed: nothing here tells a small gap from noise.";

@@ -70,13 +70,11 @@ std::string resume_command(const TrainOptions& options) {
          (reads_input(options.data) ? " --data FILE (the same bytes)" : "");
 }
 
-std::int64_t taken(const Record& record) { return static_cast<std::int64_t>(record.steps.size()); }
-
 // Why a run that came to its end ended no better than it began; "": it did not, or its loss is not finite, which is told
 // in other words.
 std::string why_no_better(const Record& record) {
-  if (const std::int64_t skipped = record.skipped(); 2 * skipped > taken(record))
-    return grouped(skipped) + " of " + plural(taken(record), "step") +
+  if (const std::int64_t skipped = record.skipped(); 2 * skipped > record.taken())
+    return grouped(skipped) + " of " + plural(record.taken(), "step") +
            (2 * record.outliers() > skipped
                 ? " were skipped as outliers; choose a smaller --lr or a larger --skip-outliers"
                 : " were skipped, because a gradient was not finite; choose a smaller --lr or --loss-scale");
@@ -95,7 +93,7 @@ void print_end(const Session& session, const Record& record, const Ending& endin
   const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
   const auto tell = [&](std::int64_t skipped, const std::string& why) {
     if (skipped > 0)
-      std::cout << grouped(skipped) << " of " << plural(taken(record), "step")
+      std::cout << grouped(skipped) << " of " << plural(record.taken(), "step")
                 << (skipped == 1 ? " was" : " were") << " skipped: " << why << ".\n";
   };
   const std::int64_t left = record.tensors_skipped();
@@ -139,12 +137,12 @@ std::string told(const Session& session, const Record& record, const Ending& end
   std::string text = failure.empty() ? "" : failure + ".\n";
   for (const std::string& problem : ending.problems) text += problem + ".\n";
   if (failure.empty())
-    text += "The weights after step " + grouped(taken(record)) +
+    text += "The weights after step " + grouped(record.taken()) +
             (ending.weights.empty()          ? " could not be written anywhere."
              : ending.weights == options.out ? " are in " + ending.weights + "."
                                              : " are in " + ending.weights + ", not in " + options.out + ".");
   else
-    text += "The run ended after step " + grouped(taken(record)) +
+    text += "The run ended after step " + grouped(record.taken()) +
             ", in the middle of the next: its weights are not written.";
   if (session.saved > 0)
     text += std::string(failure.empty() ? " Once there is room, '" : " '") + resume_command(options) +
@@ -167,7 +165,7 @@ std::string failure_of(const Session& session, const std::exception_ptr& failure
 std::string best_words(const TrainOptions& options, const Record& record) {
   const std::int64_t best = record.best().first;
   const std::string folder = train::checkpoints_of(options.out) + "/" + io::step_name(best);
-  if (best == taken(record)) return ".";
+  if (best == record.taken()) return ".";
   if (best == 0) return ": no step made it less.";
   return std::filesystem::exists(folder + "/manifest.json")
              ? "; its checkpoint is " + folder + "."
@@ -185,10 +183,9 @@ Ending finish(Session& session, const Record& record, train::Trainer& trainer, t
   if (!ending.metrics) ending.problems.push_back("cannot write the end of " + metrics.path() + "; make room");
   ending.report = attempt(ending, [&] {
     const std::string kind = options.model.is_gpt() ? "GPT" : kind_words(session.model.config);
-    io::write_text(
-        options.out + "/report.html",
-        train::to_html(page_of({name_of(options.data), kind, options.choice.recipe, layout, session.job,
-                                record, trainer, session.ledger, session.host, session.plan})));
+    io::write_text(options.out + "/report.html",
+                   train::to_html(page_of({name_of(options.data), kind, options.choice.recipe, layout,
+                                           session.job, record, trainer, session.host, session.plan})));
   });
   if (!failure) ending.weights = write_weights_somewhere(session, trainer, ending);
   return ending;
@@ -202,11 +199,11 @@ void conclude(const Session& session, const Record& record, const Ending& ending
   print_end(session, record, ending, most_tokens);
   const std::int64_t lost = train::losses_lost(record);
   if (record.stopped && lost == 0)
-    std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(taken(record)) << " of "
+    std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(record.taken()) << " of "
               << grouped(options.model.steps)
               << (ending.problems.empty() ? ". To go on:\n  " + resume_command(options) : ".") << std::endl;
   if (record.settled)
-    std::cout << "Ended by --stop-when after step " << grouped(taken(record)) << " of "
+    std::cout << "Ended by --stop-when after step " << grouped(record.taken()) << " of "
               << grouped(options.model.steps) << ": the best validation loss, "
               << fixed(record.best().second, 4) << ", is that of step " << grouped(record.best().first)
               << best_words(options, record) << std::endl;
@@ -219,12 +216,12 @@ void conclude(const Session& session, const Record& record, const Ending& ending
                              precision_name(session.job.activations));
   if (lost > 0)
     throw std::runtime_error(
-        "the training diverged: its loss is not finite since step " + grouped(taken(record) - lost + 1) +
+        "the training diverged: its loss is not finite since step " + grouped(record.taken() - lost + 1) +
         ". Choose a smaller --lr, or a longer --warmup" +
         (session.saved == 0
              ? ""
              : "; the last checkpoint, of step " + grouped(session.saved) + ", is from before that"));
-  const bool ended_early = !record.stopped && !record.settled && taken(record) < options.model.steps;
+  const bool ended_early = !record.stopped && !record.settled && record.taken() < options.model.steps;
   if (const std::int64_t outliers = train::outliers_lost(record); ended_early && outliers > 0)
     throw std::runtime_error("the last " + plural(outliers, "step") +
                              " were skipped as outliers, and the run ended: its "

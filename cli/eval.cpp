@@ -120,8 +120,8 @@ Figures evaluate(Evaluator& on, const train::Windows& data, std::int64_t windows
     for (std::int64_t i = 0; i < rows && !bytes.empty(); ++i)
       if (batch.targets[i] >= 0) figures.bytes += bytes[static_cast<std::size_t>(batch.targets[i])];
   };
-  figures.loss = train::loss_over(*on.network, on.weights.visible(), on.batches, on.setup.batch, data,
-                                  windows, window, go_on, seen);
+  figures.loss =
+      train::loss_over(*on.network, on.weights.visible(), on.batches, data, windows, window, go_on, seen);
   figures.seconds = passed();
   return figures;
 }

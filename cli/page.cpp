@@ -109,7 +109,7 @@ std::string saves_of(const Record& record) {
 
 train::Figures speed_of(const Trained& run) {
   const Record& record = run.record;
-  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  const std::int64_t taken = record.taken();
   const auto before = static_cast<std::int64_t>(record.resumed);
   train::Figures speed = {
       "Speed",
@@ -157,7 +157,7 @@ train::Chart memory_chart(const train::Ledger& ledger, const Record& record) {
       if (i > 0) add(record.memory[i].step - 1, record.memory[i - 1]);
       add(record.memory[i].step, record.memory[i]);
     }
-    add(static_cast<std::int64_t>(record.steps.size()), record.memory.back());
+    add(record.taken(), record.memory.back());
     chart.curves.push_back(curve);
   }
   if (ledger.limit() < ledger.peak() / 2 * 3) {  // else it would be far out of the picture
@@ -168,7 +168,7 @@ train::Chart memory_chart(const train::Ledger& ledger, const Record& record) {
 }
 
 train::Section memory_of(const Trained& run) {
-  const train::Ledger& ledger = run.ledger;
+  const train::Ledger& ledger = run.trainer.ledger();
   const auto params = static_cast<double>(train::parameter_count(run.job.shape));
   train::Bars::Row planned = {"planned", {}}, measured = {"measured", {}};
   for (const auto& [kind, bytes] : run.plan.parts())
@@ -281,15 +281,14 @@ train::Section loss_of(const Record& record, const train::Job& job) {
 std::string validation_words(const Record& record, const train::Job& job) {
   const std::string unit = " " + nats_per(job.shape);
   if (!record.validates) {
-    constexpr std::size_t kMeanOf = 20;
+    constexpr std::int64_t kMeanOf = 20;
     double sum = 0;
-    const std::size_t count = std::min(kMeanOf, record.steps.size());
-    for (std::size_t i = record.steps.size() - count; i < record.steps.size(); ++i)
-      sum += record.steps[i].loss;
+    std::int64_t count = 0;
+    for (auto step = record.steps.rbegin(); step != record.steps.rend() && count < kMeanOf; ++step)
+      if (!std::isnan(step->lr)) sum += step->loss, ++count;  // else it is not known
     const std::string mean = count == 0 ? ""
                                         : "; training loss " + fixed(sum / static_cast<double>(count), 4) +
-                                              unit + ", mean of the last " +
-                                              plural(static_cast<std::int64_t>(count), "step");
+                                              unit + ", mean of the last " + plural(count, "step");
     return "no validation" + mean;
   }
   if (record.validations.empty()) return "no validation was finished";
@@ -306,8 +305,8 @@ train::Report page_of(const Trained& run) {
   const train::Job& job = run.job;
   const Record& record = run.record;
   const std::string lead = run.kind + ", " + shape_words(job.shape) + ", recipe " + run.recipe + ", " +
-                           grouped(static_cast<std::int64_t>(record.steps.size())) + " of " +
-                           plural(job.schedule.steps, "step") + "; " + validation_words(record, job) + ".";
+                           grouped(record.taken()) + " of " + plural(job.schedule.steps, "step") + "; " +
+                           validation_words(record, job) + ".";
   return {"Scruple: " + run.data,
           lead,
           {loss_of(record, job),

@@ -67,13 +67,12 @@ std::string share_words(double share) { return std::isnan(share) ? "-" : fixed(1
 
 std::string mfu_words(double rate, double most) { return most > 0 ? share_words(rate / most) : ""; }
 
-Progress::Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
-                   const train::Ledger& ledger)
+Progress::Progress(std::string label, const train::Job& job, const train::Trainer& trainer)
     : label_(std::move(label)),
       steps_(job.schedule.steps),
       most_tokens_(most_tokens(trainer, job)),
       tensors_(std::ssize(train::parameters_of(job.shape))),
-      ledger_(ledger) {}
+      ledger_(trainer.ledger()) {}
 
 StatusLine::StatusLine() : terminal_(isatty(STDERR_FILENO) != 0), last_(Clock::now()) {}
 
@@ -89,10 +88,9 @@ void Progress::warn(const std::string& message) {
 }
 
 std::string Progress::line(const train::Record& record, double seconds_left, bool is_saving) const {
-  const auto done = static_cast<std::int64_t>(record.steps.size());
   const double rate = record.tokens_per_second();
   const train::Outcome& last = record.steps.back();
-  std::string text = label_ + "  step " + grouped(done) + "/" + grouped(steps_);
+  std::string text = label_ + "  step " + grouped(record.taken()) + "/" + grouped(steps_);
   if (!std::isnan(last.epoch)) text += "  epoch " + fixed(last.epoch, 2);
   text += "  loss " + fixed(last.loss, 4) + "  ";
   if (!record.validations.empty()) text += "val " + fixed(record.validations.back().second, 4) + "  ";
@@ -134,7 +132,7 @@ void StatusLine::put(std::string text) {
 }
 
 void Progress::show(const train::Record& record, double seconds_left, bool is_saving) {
-  const bool last = static_cast<std::int64_t>(record.steps.size()) == steps_;
+  const bool last = record.taken() == steps_;
   if (status_.is_due(last && !status_.is_terminal())) status_.put(line(record, seconds_left, is_saving));
 }
 

@@ -40,8 +40,7 @@ class StatusLine {
 
 class Progress {
  public:
-  Progress(std::string label, const train::Job& job, const train::Trainer& trainer,
-           const train::Ledger& ledger);
+  Progress(std::string label, const train::Job& job, const train::Trainer& trainer);
   void show(const train::Record& record, double seconds_left, bool is_saving = false);
   void validating(std::int64_t done, std::int64_t all);  // batches
   void warn(const std::string& message);                 // on a line of its own

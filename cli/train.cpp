@@ -55,7 +55,7 @@ void tidy(const TrainOptions& options) {
 
 // Whether a run that has taken these steps has also written all that it should.
 bool is_complete(const TrainOptions& options, const Record& record) {
-  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  const std::int64_t taken = record.taken();
   const bool is_validated =
       !validates(options) || (!record.validations.empty() && record.validations.back().first == taken);
   return (taken == options.model.steps || train::has_settled(record, options.stop_when)) && is_validated &&
@@ -149,11 +149,8 @@ void print_resumed(const Session& session, const Trainer& trainer) {
   std::cout << '\n';
 }
 
-// Trains to the end, a stop, or what is returned: a failure after some steps, which leave something to write.
-std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, train::Metrics& metrics,
-                         Record& record) {
+train::Span span_for(const Session& session) {
   const TrainOptions& options = session.options;
-  Progress progress(options.choice.recipe, session.job, trainer, session.ledger);
   train::Span span = span_of(options.model.steps, options.validate_every);
   span.save_every = options.save_every;
   if (options.save_every == 0) span.save_seconds = 60 * kSaveMinutes;
@@ -161,6 +158,21 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   span.save_last = session.in_place || session.job.ema > 0;
   span.validates = validates(options);
   span.patience = options.stop_when;
+  return span;
+}
+
+// Whether this session has taken steps since the last save, and they are worth one.
+bool is_unsaved(const Session& session, const Record& record) {
+  return record.steps.size() > record.resumed && session.saved < record.taken() &&
+         train::losses_lost(record) == 0;
+}
+
+// Trains to the end, a stop, or what is returned: a failure after some steps, which leave something to write.
+std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, train::Metrics& metrics,
+                         Record& record) {
+  const TrainOptions& options = session.options;
+  Progress progress(options.choice.recipe, session.job, trainer);
+  train::Span span = span_for(session);
   const train::Windows validation = session.validation ? session.validation->training() : data.validation();
   span.validating = [&](auto done, auto all) { progress.validating(done, all); };
   bool metrics_wait = false;
@@ -172,9 +184,7 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
     metrics_wait = !written;
   };
   std::exception_ptr failure;
-  const auto goes_on = [&] {
-    return !failure && span.go_on() && static_cast<std::int64_t>(record.steps.size()) < span.steps;
-  };
+  const auto goes_on = [&] { return !failure && span.go_on() && record.taken() < span.steps; };
   train::Saves saves(trainer, options.choice.recipe, options.out, options.keep, session.host,
                      [&](const std::string& message) { progress.warn(message); });
   // Hours of training are worth more than this file.
@@ -224,16 +234,12 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
     saves.wait();
     return take_saved();
   };
-  const auto is_unsaved = [&] {
-    return record.steps.size() > record.resumed && session.saved < trainer.steps_taken() &&
-           train::losses_lost(record) == 0;
-  };
   try {
     train::run(record, trainer, data.training(), validation, span, show, save);
   } catch (...) {
     failure = std::current_exception();
     span.saves_end();
-    if (trainer.is_whole() && is_unsaved()) save(record);
+    if (trainer.is_whole() && is_unsaved(session, record)) save(record);
   }
   span.saves_end();
   if (failure && record.steps.size() == record.resumed) std::rethrow_exception(failure);

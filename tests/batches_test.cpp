@@ -88,7 +88,7 @@ TEST(Losses, EveryTargetWeighsTheSame) {
     Passes passes(job);
     Batches batches(job, false, passes.ledger);
     return loss_over(
-        *passes.network, passes.state.visible(), batches, in_batch, windows, count_of_all(windows),
+        *passes.network, passes.state.visible(), batches, windows, count_of_all(windows),
         [&](std::int64_t index) { return window_of_all(windows, index); }, [](auto, auto) { return true; });
   };
   const Loss one = loss_in(1), four = loss_in(4);
@@ -107,7 +107,7 @@ TEST(Losses, AStopLeavesWhatWasSeen) {
   Batches batches(job, false, passes.ledger);
   const Windows windows = data.training();
   const Loss loss = loss_over(
-      *passes.network, passes.state.visible(), batches, 2, windows, count_of_all(windows),
+      *passes.network, passes.state.visible(), batches, windows, count_of_all(windows),
       [&](std::int64_t index) { return window_of_all(windows, index); },
       [](std::int64_t done, std::int64_t all) { return all == 6 && done < 2; });
   EXPECT_EQ(loss.windows, 4);

@@ -51,10 +51,11 @@ Batch Batches::batch() const {
           isolates_ ? starts_.as<std::int32_t>() : nullptr};
 }
 
-Loss loss_over(Network& network, Visible weights, Batches& batches, std::int64_t in_batch,
-               const Windows& data, std::int64_t count, const std::function<Window(std::int64_t)>& window,
-               const GoOn& go_on, const std::function<void(const Batch&)>& seen) {
+Loss loss_over(Network& network, Visible weights, Batches& batches, const Windows& data, std::int64_t count,
+               const std::function<Window(std::int64_t)>& window, const GoOn& go_on,
+               const std::function<void(const Batch&)>& seen) {
   Loss loss;
+  const std::int64_t in_batch = batches.windows();
   const std::int64_t all = (count + in_batch - 1) / in_batch;
   for (std::int64_t b = 0; b < all; ++b) {
     if (!go_on(b, all)) return loss;

@@ -28,6 +28,7 @@ class Batches {
   // Throws where the data's documents are isolated and this was not made for it.
   Counted read(const Windows& data, const std::function<Window(std::int64_t)>& window);
   Batch batch() const;  // the last that was read
+  std::int64_t windows() const { return windows_; }
 
  private:
   std::int64_t windows_, context_;
@@ -47,8 +48,8 @@ using GoOn = std::function<bool(std::int64_t batches_done, std::int64_t batches)
 
 // Over windows 0 to `count` - 1 of `window`. `seen` is called with each batch that was read.
 Loss loss_over(
-    Network& network, Visible weights, Batches& batches, std::int64_t in_batch, const Windows& data,
-    std::int64_t count, const std::function<Window(std::int64_t)>& window, const GoOn& go_on,
+    Network& network, Visible weights, Batches& batches, const Windows& data, std::int64_t count,
+    const std::function<Window(std::int64_t)>& window, const GoOn& go_on,
     const std::function<void(const Batch&)>& seen = [](const Batch&) {});
 
 // Every token of the data once: windows one after another; of the last, which ends with the text, only what no other has

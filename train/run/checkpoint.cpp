@@ -68,25 +68,21 @@ void write_weights(const std::string& folder, const ModelConfig& model, Trainer&
     const std::string format = info_of(weight.format).name;
     const bool is_half = format == "bf16" || format == "fp16";
     const io::Dtype dtype = format == "bf16" ? io::Dtype::bf16 : is_half ? io::Dtype::f16 : io::Dtype::f32;
-    if (is_half && memory.is_host()) {
-      data.push_back({dtype, [&weight] { return weight.codes; }});
-    } else if (memory.is_host()) {
-      data.push_back({dtype, [&, format] {
-                        decoded = Block();
+    data.push_back({dtype, [&, format, is_half]() -> const void* {
+                      decoded = Block();
+                      if (is_half && memory.is_host()) return weight.codes;
+                      if (memory.is_host()) {
                         if (format != "fp32")
                           decoded = Block(ledger, "workspace", row.size * std::int64_t{sizeof(float)});
                         return visible_values(trainer.engine(), row, decoded.as<float>());
-                      }});
-    } else {
-      data.push_back({dtype, [&, is_half] {
-                        copy.resize(static_cast<std::size_t>(is_half ? (row.size + 1) / 2 : row.size));
-                        if (is_half)
-                          memory.read(copy.data(), weight.codes, 2 * row.size);
-                        else
-                          check(scruple_decode(trainer.engine().raw(), &row, SCRUPLE_WEIGHT, copy.data()));
-                        return copy.data();
-                      }});
-    }
+                      }
+                      copy.resize(static_cast<std::size_t>(is_half ? (row.size + 1) / 2 : row.size));
+                      if (is_half)
+                        memory.read(copy.data(), weight.codes, 2 * row.size);
+                      else
+                        check(scruple_decode(trainer.engine().raw(), &row, SCRUPLE_WEIGHT, copy.data()));
+                      return copy.data();
+                    }});
   }
   write_model(folder, model, data, {{kStep, std::to_string(trainer.steps_taken())}});
 }
@@ -116,7 +112,7 @@ Contents contents_of(Trainer& trainer, const std::string& recipe, const io::Meta
   io::Manifest& manifest = contents.manifest;
   manifest.library = scruple_version();
   manifest.recipe = recipe;
-  manifest.step = position.taken;
+  manifest.step = trainer.steps_taken();
   for (std::size_t g = 0; g < trainer.groups().size(); ++g)
     manifest.groups.push_back(group_of(trainer.groups().at(g)));
   if (const scruple_scaler& scaler = position.scaler; scaler.scale > 0)

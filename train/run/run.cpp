@@ -36,6 +36,14 @@ std::int64_t due_from(std::int64_t step, std::int64_t last, std::int64_t every) 
   return last / every - (step - 1) / every + (last % every == 0 ? 0 : 1);
 }
 
+// How many steps at the end are so, of those from `first` on.
+template <class Test>
+std::int64_t at_end(const Record& record, std::size_t first, const Test& is_so) {
+  std::size_t i = record.steps.size();
+  while (i > first && is_so(record.steps[i - 1])) --i;
+  return static_cast<std::int64_t>(record.steps.size() - i);
+}
+
 // Amounts rarely change: a long run keeps few of them.
 void note_memory(std::int64_t step, const Ledger& ledger, std::vector<Held>& memory) {
   Held held = {step, {}};
@@ -94,29 +102,21 @@ bool has_settled(const Record& record, std::int64_t patience) {
 }
 
 std::int64_t losses_lost(const Record& record) {
-  std::int64_t lost = 0;
-  for (std::size_t i = record.steps.size(); i > record.resumed && !std::isfinite(record.steps[i - 1].loss);
-       --i)
-    ++lost;
-  return lost;
+  return at_end(record, record.resumed, [](const Outcome& step) { return !std::isfinite(step.loss); });
 }
 
 std::int64_t outliers_lost(const Record& record) {
-  const auto taken = std::find_if(record.steps.rbegin(), record.steps.rend(),
-                                  [](const Outcome& step) { return !step.outlier; });
-  return taken - record.steps.rbegin();
+  return at_end(record, 0, [](const Outcome& step) { return step.outlier; });
 }
 
 std::int64_t skipped_at_last(const Record& record) {
-  const std::vector<Outcome>& steps = record.steps;
-  const auto is_same = [&](std::size_t i) { return steps[i].loss_scale == steps.back().loss_scale; };
-  std::size_t i = steps.size();
-  while (i > record.resumed && steps[i - 1].skipped && is_same(i - 1)) --i;
-  return static_cast<std::int64_t>(steps.size() - i);
+  return at_end(record, record.resumed, [&](const Outcome& step) {
+    return step.skipped && step.loss_scale == record.steps.back().loss_scale;
+  });
 }
 
 double seconds_left(const Record& record, const Span& span) {
-  const auto taken = static_cast<std::int64_t>(record.steps.size());
+  const std::int64_t taken = record.taken();
   const bool saves = span.save_every > 0 || span.save_last;
   const auto all = [](std::int64_t times, double each) { return static_cast<double>(times) * each; };
   return all(span.steps - taken, 1e-3 * record.ms_per_step()) +

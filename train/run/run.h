@@ -63,6 +63,7 @@ struct Record {
   bool validates = true;     // else it has no validations, and never will
   bool settled = false;      // ended by Span::patience
 
+  std::int64_t taken() const { return static_cast<std::int64_t>(steps.size()); }
   double ms_per_step() const;
   double tokens_per_second() const;      // of this session's steps
   std::int64_t skipped() const;          // steps, for whatever reason; released: in whole or in part

@@ -57,14 +57,15 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
       [this](std::size_t p) -> const Optimizer& { return groups_.of(p); }, job.describe, ledger);
   if (job.ema > 0) average_.emplace(*backend_, *state_, job.ema, job.seed, ledger);
   Position position;
-  if (from != nullptr)
+  if (from != nullptr) {
     position = take_up(*from);
-  else
+    job_.scaler = position.scaler;
+    job_.gradients.adagc_norms = position.adagc_norms.data();
+  } else {
     state_->start(job.initial ? job.initial : random_values(state_->parameters(), job.seed, job.threads),
                   ledger);
-  if (from != nullptr) job_.scaler = position.scaler;
+  }
   if (job_.scaler.scale > 0) job_.gradients.scaler = &job_.scaler, loss_scale_ = job_.scaler.scale;
-  if (from != nullptr) job_.gradients.adagc_norms = position.adagc_norms.data();
   if (is_guarded(job)) set_guard(from);
   job_.gradients.memory = accumulators_.memory();
   sink_ = std::make_unique<Sink>(engine(), state_->table(), job_.gradients);
@@ -161,7 +162,8 @@ Position Trainer::take_up(const io::Checkpoint& from) {
     io::fail(from.folder(), " has ", manifest.groups.size(), " groups of tensors, and its run has ", wanted);
   const std::vector<io::Group> groups = groups_of(from);
   for (std::size_t g = 0; g < groups_.size(); ++g) check_group(groups[g], group_of(groups_.at(g)));
-  Position position = {manifest.step, {}, {}, scaler_of(manifest.loss_scale)};
+  Position position;
+  position.scaler = scaler_of(manifest.loss_scale);
   for (std::size_t p = 0; p < parameters.size(); ++p) {
     const io::TensorState& tensor = manifest.tensors[p];
     if (tensor.group != groups_.group_of(p) || tensor.id != p)
@@ -171,7 +173,7 @@ Position Trainer::take_up(const io::Checkpoint& from) {
     position.adagc_norms.push_back(tensor.adagc_norm.value_or(0));
   }
   if (average_) take_up_average(from, groups);
-  taken_ = position.taken;
+  taken_ = manifest.step;
   return position;
 }
 
@@ -185,7 +187,6 @@ void Trainer::take_up_average(const io::Checkpoint& from, const std::vector<io::
 
 Position Trainer::position() const {
   Position position;
-  position.taken = taken_;
   if (job_.scaler.scale > 0) position.scaler = sink_->read().scaler;
   position.steps.resize(state_->parameters().size());
   position.adagc_norms.resize(state_->parameters().size());
@@ -234,8 +235,7 @@ Outcome Trainer::step(const Windows& data, bool goes_on) {
     const bool last = part + 1 == parts;
     if (job_.gradients.policy == SCRUPLE_RELEASED) whole_ = false;
     network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
-    if (Copies* const copies = backend_->copies(); copies != nullptr && last)
-      copies->before_steps();
+    if (Copies* const copies = backend_->copies(); copies != nullptr && last) copies->before_steps();
     if (last) whole_ = false;
     sink_->end();
   }
@@ -277,7 +277,7 @@ double Trainer::validate(const Windows& data, std::int64_t windows, const GoOn& 
   prepared_.reset();  // batches_ takes others
   const std::int64_t all = validated_windows(windows, data);
   const auto window = [&](std::int64_t index) -> Window { return {data.even_start(index, all)}; };
-  const Loss loss = loss_over(*network_, state_->visible(), *batches_, job_.batch, data, all, window, go_on);
+  const Loss loss = loss_over(*network_, state_->visible(), *batches_, data, all, window, go_on);
   return loss.windows < all ? std::nan("") : loss.mean();
 }
 

@@ -50,7 +50,6 @@ std::int64_t validated_windows(std::int64_t asked, const Windows& data);
 
 // Where a run stands, beside its planes: what a checkpoint keeps of it.
 struct Position {
-  std::int64_t taken = 0;
   std::vector<std::int64_t> steps;  // of each parameter: the step about to be taken
   std::vector<double> adagc_norms;  // of each parameter; 0: none
   scruple_scaler scaler = {};       // scale 0: none
@@ -89,7 +88,7 @@ class Trainer {
   Memory& memory() { return backend_->memory(); }  // where the state's planes are
   Copies* copies() { return backend_->copies(); }  // nullptr: none are made
   const Backend& backend() const { return *backend_; }
-  Ledger& ledger() { return accumulators_.ledger; }
+  Ledger& ledger() const { return accumulators_.ledger; }
   const Groups& groups() const { return groups_; }
   const Outliers* outliers() const { return outliers_ ? &*outliers_ : nullptr; }
   const Average* average() const { return average_ ? &*average_ : nullptr; }
