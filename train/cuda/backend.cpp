@@ -28,11 +28,11 @@ class Gpu final : public Backend {
   }
   std::unique_ptr<Network> network(const Setup& setup, Visible weights, scruple_policy policy,
                                    Ledger& ledger) override {
-    return std::make_unique<cuda::Transformer>(setup, weights, policy == SCRUPLE_RELEASED, engine_, stream_,
-                                               copies_, memory_, ledger);
+    return cuda::transformer(setup, weights, policy == SCRUPLE_RELEASED, engine_, stream_, copies_, memory_,
+                             ledger);
   }
   std::unique_ptr<Generator> generator(const Description& shape, Visible weights, Ledger& ledger) override {
-    return std::make_unique<cuda::CachedTransformer>(shape, weights, engine_, stream_, memory_, ledger);
+    return cuda::cached_transformer(shape, weights, engine_, stream_, memory_, ledger);
   }
 
  private:
