@@ -9,13 +9,6 @@ namespace {
 
 constexpr const char* kDoing = "copying a checkpoint from the GPU";
 
-// A thread that waits for it sleeps.
-Event new_patient_event() {
-  cudaEvent_t made = nullptr;
-  check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming | cudaEventBlockingSync), "making an event");
-  return Event(made);
-}
-
 }  // namespace
 
 // Pinning touches new memory page by page on one thread, and other threads' calls of the driver wait for it. So threads
@@ -66,7 +59,10 @@ void PinnedCopies::queue(const Plane& plane) {
 }
 
 void PinnedCopies::take(std::span<const Plane> planes) {
-  if (reached_ == nullptr) reached_ = new_event(), all_ = new_patient_event();
+  if (reached_ == nullptr) {
+    reached_ = new_event();
+    all_ = new_event(cudaEventDisableTiming | cudaEventBlockingSync);  // a thread that waits for it sleeps
+  }
   std::size_t tensors = 0;
   for (const Plane& plane : planes) tensors = std::max(tensors, plane.tensor + 1);
   while (copied_.size() < tensors) copied_.push_back(new_event());

@@ -12,20 +12,6 @@ namespace {
 // What the ledger does not count: cuBLAS's kernels, graphs, the engine's tables.
 constexpr std::int64_t kUncounted = 256 << 20;
 
-}  // namespace
-
-void* take_pinned(std::int64_t bytes) {
-  void* memory = nullptr;
-  const cudaError_t error = cudaMallocHost(&memory, static_cast<std::size_t>(bytes));
-  if (error == cudaSuccess) return memory;
-  cudaGetLastError();
-  throw std::runtime_error("the host has no " + std::to_string((bytes >> 20) + 1) +
-                           " MiB of memory that the GPU can copy from (" + cudaGetErrorString(error) +
-                           "); close what else runs here, and leave --offload out if it was asked for");
-}
-
-namespace {
-
 // Not of any work: this machine has no GPU that this build could use, or its driver is not the right one.
 bool is_of_machine(cudaError_t error) {
   switch (error) {
@@ -46,6 +32,16 @@ bool is_of_machine(cudaError_t error) {
 }
 
 }  // namespace
+
+void* take_pinned(std::int64_t bytes) {
+  void* memory = nullptr;
+  const cudaError_t error = cudaMallocHost(&memory, static_cast<std::size_t>(bytes));
+  if (error == cudaSuccess) return memory;
+  cudaGetLastError();
+  throw std::runtime_error("the host has no " + std::to_string((bytes >> 20) + 1) +
+                           " MiB of memory that the GPU can copy from (" + cudaGetErrorString(error) +
+                           "); close what else runs here, and leave --offload out if it was asked for");
+}
 
 void check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return;
@@ -69,9 +65,9 @@ Stream::operator cudaStream_t() const {
 }
 void Stream::wait() const { check(cudaStreamSynchronize(*this), "waiting for the GPU"); }
 
-Event new_event() {
+Event new_event(unsigned flags) {
   cudaEvent_t made = nullptr;
-  check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "making an event");
+  check(cudaEventCreateWithFlags(&made, flags), "making an event");
   return Event(made);
 }
 

@@ -34,7 +34,7 @@ struct DestroyEvent {
   void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
 };
 using Event = std::unique_ptr<CUevent_st, DestroyEvent>;
-Event new_event();
+Event new_event(unsigned flags = cudaEventDisableTiming);
 
 // Device memory, taken and given back in the stream's order: neither waits.
 class DeviceMemory final : public Memory {

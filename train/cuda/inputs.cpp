@@ -22,16 +22,15 @@ std::int64_t Inputs::head_rows(std::int64_t rows, std::int64_t counted) {
 
 Inputs::~Inputs() {
   for (const Copy& copy : copies_)
-    if (copy.done != nullptr) cudaEventSynchronize(copy.done), cudaEventDestroy(copy.done);
+    if (copy.done != nullptr) cudaEventSynchronize(copy.done.get());
 }
 
 std::int64_t Inputs::read(const Batch& batch, float weight) {
   Copy& copy = copies_[static_cast<std::size_t>(turn_)];
   if (copy.host == nullptr)
     copy.host = pinned<std::int32_t>(device_.bytes() / std::int64_t{sizeof(std::int32_t)});
-  if (copy.done == nullptr)
-    check(cudaEventCreateWithFlags(&copy.done, cudaEventDisableTiming), "making an event");
-  check(cudaEventSynchronize(copy.done), "waiting for a batch");
+  if (copy.done == nullptr) copy.done = new_event();
+  check(cudaEventSynchronize(copy.done.get()), "waiting for a batch");
   std::int32_t *const tokens = copy.host.get(), *const positions = tokens + 2 * stride_;
   const std::int64_t counted = read_batch(model_, rows_, batch, positions);
   std::copy_n(batch.tokens, rows_, tokens);
@@ -44,7 +43,7 @@ std::int64_t Inputs::read(const Batch& batch, float weight) {
   check(cudaMemcpyAsync(device_.as<void>(), tokens, static_cast<std::size_t>(device_.bytes()),
                         cudaMemcpyHostToDevice, stream_),
         "copying a batch to the GPU");
-  check(cudaEventRecord(copy.done, stream_), "copying a batch to the GPU");
+  check(cudaEventRecord(copy.done.get(), stream_), "copying a batch to the GPU");
   turn_ = (turn_ + 1) % kCopies;
   return counted;
 }

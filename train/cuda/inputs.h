@@ -60,7 +60,7 @@ class Inputs {
   // Pinned, so that the copy is queued like everything else: while one is on its way the next batch goes into the other.
   struct Copy {
     Pinned<std::int32_t> host;
-    cudaEvent_t done = nullptr;
+    Event done;
   };
   std::array<Copy, kCopies> copies_;
   int turn_ = 0;
