@@ -21,6 +21,14 @@ bool is_shortage(const std::exception& error) {
          (of_library != nullptr && of_library->status() == SCRUPLE_OUT_OF_MEMORY);
 }
 
+// What takes less memory in the passes, and the job does not have.
+std::vector<std::string> options_of_passes(const train::Job& job) {
+  std::vector<std::string> names;
+  if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
+  if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
+  return names;
+}
+
 }  // namespace
 
 Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job& job,
@@ -50,18 +58,6 @@ void fit_recompute(train::Job& job, const ModelOptions& options, std::int64_t li
 }
 
 bool on_gpu(const train::Job& job) { return job.backend == train::cuda_backend; }
-
-namespace {
-
-// What takes less memory in the passes, and the job does not have.
-std::vector<std::string> options_of_passes(const train::Job& job) {
-  std::vector<std::string> names;
-  if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
-  if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
-  return names;
-}
-
-}  // namespace
 
 std::string savings(const train::Job& job, bool chooses_recipe) {
   std::vector<std::string> smaller = {"model"}, names = options_of_passes(job);

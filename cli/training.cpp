@@ -16,6 +16,7 @@
 namespace scruple::cli {
 namespace {
 
+constexpr std::int64_t kLarge = std::int64_t{1} << 20;  // a recipe may leave small tensors in fp32
 constexpr const char* kAccumulations[] = {"none", "momentum", "adama"};  // of scruple_accumulation
 
 scruple_scaler scaler_of(const std::string& text, train::Precision activations) {
@@ -302,12 +303,6 @@ train::Data open_data(const std::vector<std::string>& arguments, const CuttingOp
   note_about(data, cutting, token_word(model.config.shape));
   return data;
 }
-
-namespace {
-
-constexpr std::int64_t kLarge = std::int64_t{1} << 20;  // a recipe may leave small tensors in fp32
-
-}  // namespace
 
 std::string computed_in(const Choice& choice, const std::string& recipe) {
   const scruple_tensor tensor = choice.describe(choice.make_optimizer(), recipe, kLarge);

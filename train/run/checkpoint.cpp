@@ -53,9 +53,7 @@ void check_tensors(const io::Checkpoint& checkpoint, const std::vector<Parameter
            parameters[p].name, "\" there, or of another shape");
 }
 
-namespace {
 constexpr const char* kStep = "step";  // in the metadata of exported weights
-}
 
 void write_weights(const std::string& folder, const ModelConfig& model, Trainer& trainer, Ledger& ledger) {
   const std::vector<scruple_tensor>& visible = trainer.state().visible();

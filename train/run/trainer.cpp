@@ -24,6 +24,26 @@ Block guard_block(const Job& job, Backend& backend, Ledger& ledger) {
   return is_guarded(job) ? Block(ledger, "workspace", sizeof(Guard), backend.memory()) : Block();
 }
 
+// What the job asks for is what the checkpoint was made with; the learning rate is the schedule's.
+void check_group(io::Group saved, io::Group wanted) {
+  saved.hyperparameters.erase("lr"), wanted.hyperparameters.erase("lr");
+  if (saved.optimizer != wanted.optimizer || saved.seed != wanted.seed ||
+      saved.hyperparameters != wanted.hyperparameters)
+    io::fail("the checkpoint's optimizer is ", saved.optimizer, " with seed ", saved.seed,
+             " and this run's is ", wanted.optimizer, " with seed ", wanted.seed,
+             ", or their hyperparameters differ; resume with the settings that it was saved with");
+}
+
+scruple_scaler scaler_of(const std::optional<io::LossScale>& saved) {
+  if (!saved) return {};
+  scruple_scaler scaler = {static_cast<float>(saved->scale), static_cast<float>(saved->growth),
+                           static_cast<float>(saved->backoff), static_cast<std::int32_t>(saved->interval),
+                           static_cast<std::int32_t>(saved->clean)};
+  scruple_scaler probe = scaler;
+  check(scruple_scaler_update(&probe, 0));  // refuses what no scaler can be
+  return scaler;
+}
+
 }  // namespace
 
 scruple_memory Trainer::Accumulators::memory() {
@@ -128,30 +148,6 @@ Ledger memory_of(const Job& job) {
   }
   return ledger;
 }
-
-namespace {
-
-// What the job asks for is what the checkpoint was made with; the learning rate is the schedule's.
-void check_group(io::Group saved, io::Group wanted) {
-  saved.hyperparameters.erase("lr"), wanted.hyperparameters.erase("lr");
-  if (saved.optimizer != wanted.optimizer || saved.seed != wanted.seed ||
-      saved.hyperparameters != wanted.hyperparameters)
-    io::fail("the checkpoint's optimizer is ", saved.optimizer, " with seed ", saved.seed,
-             " and this run's is ", wanted.optimizer, " with seed ", wanted.seed,
-             ", or their hyperparameters differ; resume with the settings that it was saved with");
-}
-
-scruple_scaler scaler_of(const std::optional<io::LossScale>& saved) {
-  if (!saved) return {};
-  scruple_scaler scaler = {static_cast<float>(saved->scale), static_cast<float>(saved->growth),
-                           static_cast<float>(saved->backoff), static_cast<std::int32_t>(saved->interval),
-                           static_cast<std::int32_t>(saved->clean)};
-  scruple_scaler probe = scaler;
-  check(scruple_scaler_update(&probe, 0));  // refuses what no scaler can be
-  return scaler;
-}
-
-}  // namespace
 
 Position Trainer::take_up(const io::Checkpoint& from) {
   const io::Manifest& manifest = from.manifest();
