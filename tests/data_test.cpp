@@ -150,6 +150,23 @@ TEST_F(DataTest, IsolatedDocumentsKnowWhereTheyBegin) {
   EXPECT_EQ(last.starts, Numbers(9, 0));
 }
 
+TEST_F(DataTest, AnEmptyFileIsNoDocument) {
+  const auto window = [&](const std::vector<std::string>& files) {
+    Cutting cutting = isolated(7);
+    cutting.validation_share = 0;
+    const Data data({{files}}, cutting);
+    EXPECT_EQ(data.documents(), 3);
+    EXPECT_EQ(data.left_out(), static_cast<std::int64_t>(files.size()) - 3);
+    const Window found = read(data.training(), 0);
+    EXPECT_EQ(found.starts, (Numbers{0, 0, 2, 2, 4, 4, 4}));
+    return shown(found.targets);
+  };
+  const std::string a = put("AB", "a"), none = put("", "none"), b = put("CD", "b"), c = put("EFGH", "c");
+  EXPECT_EQ(window({a, b, c}), "B.D.FGH");
+  EXPECT_EQ(window({a, none, b, c}), "B.D.FGH");
+  EXPECT_EQ(window({none, a, b, none, none, c, none}), "B.D.FGH");
+}
+
 // An isolated window says of each document what that document alone says.
 TEST_F(DataTest, IsolatedAndPaddedCountTheSameTargets) {
   std::string lines;

@@ -272,6 +272,7 @@ void Documents::map_bytes(const std::string& path) {
   check_is_text(text_of(bytes), path, /*bytes_are_tokens=*/true);
   const std::span tokens(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());
   stretches_.push_back({path, tokens, at(), bytes});
+  if (bytes.empty()) return leave_out(at());
   documents_.push_back({at(), at() + stretches_.back().size(), at()});
   mapped_ += stretches_.back().size();
 }
