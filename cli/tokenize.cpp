@@ -134,7 +134,7 @@ void encode(const Options& options) {
                      fixed(static_cast<double>(so_far.bytes) / 1e6, 0) + " MB  " + speed(so_far));
       });
   status.clear();
-  if (encoded.bytes == 0) throw std::runtime_error("the files have no text; nothing was written");
+  if (encoded.tokens == 0) throw std::runtime_error("the files have no text; nothing was written");
   writer.finish();
   const std::vector<std::string>& paths = writer.paths();
   std::cout << "wrote " << paths.front() << (paths.size() > 1 ? " to " + paths.back() : "") << ": "

@@ -328,14 +328,18 @@ class Files(Case):
         model = self.saved("gpt2", self.kinds["gpt2"])
         cut = self.path("cut.bin")
         write(cut, numpy.array([20240520, 1, 10] + [0] * 253, dtype="<i4").tobytes() + b"\0\0")
+        blank = self.path("blank.jsonl")
+        write(blank, '\n{"text": ""}\n')
         for arguments, code, words in (
                 (("--model", model), 2, b"--out"), (("--model", model, "x", "--decode", "y"), 2, b"--decode"),
                 (("--model", self.path("nowhere"), "-", "--out", "x"), 1, b"nowhere"),
                 (("--model", self.temporary.name, "-", "--out", "x"), 1, b"has no tokenizer.json"),
                 (("--model", model, "-", "--out", "x", "--end", "<nope>"), 2, b"has no token <nope>"),
-                (("--model", model, "--decode", cut), 1, b"was cut"), (("--model", model, "-", "--out", "x"), 1, b"no text")):
+                (("--model", model, "--decode", cut), 1, b"was cut"), (("--model", model, "-", "--out", "x"), 1, b"no text"),
+                (("--model", model, "-", blank, "--out", self.path("x"), "--shard-tokens", "9"), 1, b"no text")):
             with self.subTest(arguments):
                 self.fails(code, words, *arguments, input=b"")
+        self.assertFalse([name for name in os.listdir(self.temporary.name) if name.startswith("x")])
 
 
 class Streams(Case):
@@ -416,6 +420,15 @@ class Streams(Case):
         said = self.fails(1, b'standard input, line 2001: "text" is a number', "--model", model, "--json", "-", "--out",
                           self.path("bad"), "--shard-tokens", "50000", input=bad)
         self.assertFalse([name for name in os.listdir(self.temporary.name) if name.startswith("bad")], said)
+
+    def test_standard_input_goes_on_where_it_stands(self):
+        model, text = self.saved("gpt2", self.kinds["gpt2"]), self.path("begun.txt")
+        write(text, "a header\nand the text")
+        for inputs in (("-",), ("-", "-")):  # nothing is left for a second time
+            with open(text, "rb", buffering=0) as file:
+                file.seek(9)
+                self.done("--model", model, *inputs, "--out", self.path("begun.bin"), "--end", "none", stdin=file)
+            self.assertEqual(self.read(self.path("begun.bin")).tolist(), self.kinds["gpt2"].encode("and the text").ids)
 
     def test_memory_is_bounded(self):
         model = self.saved("gpt2", self.kinds["gpt2"])

@@ -89,7 +89,7 @@ class Parts {
       if (buffer_.empty()) break;
     }
     part = {buffer_.substr(0, end),
-            paths_[which_] == Documents::kStandardInput ? "standard input" : paths_[which_],
+            name(),
             lines_,
             are_lines,
             begins_,
@@ -108,8 +108,12 @@ class Parts {
     }
   };
 
+  std::string name() const {
+    return paths_[which_] == Documents::kStandardInput ? "standard input" : paths_[which_];
+  }
+
   [[noreturn]] void fail(const char* doing, int error) const {
-    io::fail("cannot ", doing, " ", paths_[which_], ": ", std::generic_category().message(error),
+    io::fail("cannot ", doing, " ", name(), ": ", std::generic_category().message(error),
              "; nothing was written");
   }
 
@@ -118,7 +122,8 @@ class Parts {
     file_.reset(path == Documents::kStandardInput ? stdin : std::fopen(path.c_str(), "rbe"));
     if (file_ == nullptr) fail("open", errno);
     struct stat status {};
-    size_ = ::fstat(::fileno(file_.get()), &status) == 0 && S_ISREG(status.st_mode) ? status.st_size : 0;
+    const bool is_file = ::fstat(::fileno(file_.get()), &status) == 0 && S_ISREG(status.st_mode);
+    size_ = is_file ? status.st_size - ::ftello(file_.get()) : 0;  // who gave it may have read its beginning
     buffer_.clear();
     is_at_end_ = false, begins_ = true, lines_ = 0, read_ = 0;
     fill(kBlock);
@@ -127,7 +132,7 @@ class Parts {
 
   void fill(std::size_t wanted) {
     if (static_cast<std::int64_t>(wanted) > limit_)
-      io::fail(paths_[which_], ": ", buffer_.size() >> 20, " MiB of it are one ",
+      io::fail(name(), ": ", buffer_.size() >> 20, " MiB of it are one ",
                are_lines_ || is_json_lines(paths_[which_]) ? "line" : "word",
                ", and more does not fit into memory; ", "give a file with shorter ones");
     while (!is_at_end_ && buffer_.size() < wanted) {
@@ -140,7 +145,7 @@ class Parts {
       if (std::ferror(file_.get()) != 0) fail("read", errno);
       is_at_end_ = std::feof(file_.get()) != 0;
       if (is_at_end_ && read_ < size_)
-        io::fail(paths_[which_], " was shortened while it was read: it had ", size_,
+        io::fail(name(), " was shortened while it was read: it had ", size_,
                  " bytes, and ends after ", read_, "; nothing was written");
     }
   }
