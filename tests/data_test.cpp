@@ -427,7 +427,8 @@ TEST_F(DataTest, TooLittleIsRefused) {
       "one.jsonl has 1 document with something to learn at --context 5, and training and validation take at "
       "least one each",
       put("{\"prompt\": \"a\", \"completion\": \"b\"}", "one.jsonl"), {.context = 5});
-  expect_refused("none.jsonl has 0 documents with something to learn at --context 2 (1 were left out)",
+  expect_refused("none.jsonl has 0 documents with something to learn at --context 2 (1 were left out), and training and "
+                 "validation take at least one each; give more documents or a larger --context",
                  put("{\"prompt\": \"long\", \"completion\": \"b\"}\n", "none.jsonl"), {.context = 2});
   std::filesystem::create_directory(path("bare"));
   expect_refused("bare has no *.txt, *.md, *.jsonl or *.ndjson file", path("bare"), {.context = 5});

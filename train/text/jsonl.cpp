@@ -142,8 +142,11 @@ class Events : public Json::json_sax_t {
       refuse("\"", name, "\" stands twice");
     return true;
   }
-  bool parse_error(std::size_t at, const std::string&, const Json::exception&) override {
+  bool parse_error(std::size_t at, const std::string&, const Json::exception& error) override {
     // nlohmann's own words repeat what was read, however long it is.
+    if (std::string_view(error.what()).find("invalid string: surrogate U+") != std::string_view::npos)
+      refuse("it has half of a surrogate pair (\\uD800 to \\uDFFF) at byte ", at,
+             ", which is no character; leave it out");
     const char there = at > 0 && at <= line_.size() ? line_[at - 1] : '\0';
     refuse("it is no JSON at byte ", at, at > line_.size() ? ", its end" : "",
            there > ' ' && there < 127 ? std::string(", '") + there + "'" : "", "; a line must be ", kForms);
