@@ -414,6 +414,37 @@ TEST(Jinja, HostileTemplatesEnd) {
   EXPECT_EQ(rendered("{{ 'abc'[-99999999999:99999999999] }}"), "abc");
 }
 
+// A list that has one text many times is small; what is made of it is not.
+TEST(Jinja, WhatATemplateLooksAtIsLimited) {
+  const std::string doubled =
+      "{% set ns = namespace(x='0123456789abcde ', all=[], deep=['a'], more=['a']) %}"
+      "{% for i in range(16) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+      "{% for i in range(13) %}{% set ns.all = (ns.all or [ns.x]) + ns.all %}{% endfor %}"
+      "{% for i in range(45) %}{% set ns.deep = [ns.deep, ns.deep] %}{% set ns.more = [ns.more, ns.more] %}"
+      "{% endfor %}";
+  EXPECT_EQ(rendered(doubled + "{{ ns.x | length }} {{ ns.deep | length }} {{ ns.all is string }}"),
+            "1048576 2 False");
+  for (const char* last :
+       {"ns.all", "ns.deep", "ns.deep ~ 'x'", "ns.deep | string", "ns.deep | tojson", "ns.deep == ns.more",
+        "ns.deep in [ns.more]", "ns.all | join", "ns.all | tojson", "ns.all | map('upper') | list",
+        "ns.all | select('in', ns.x ~ 'b') | list", "ns.all | sort", "ns.all | unique", "ns.x | join(ns.x)",
+        "ns.x.join(ns.x)", "ns.x.replace('a', ns.x)", "ns.x.strip(ns.x[:-1] ~ 'é')",
+        "ns.x.replace('a', '\\n') | indent(ns.x)", "ns.x is in ns.x"}) {
+    const std::string said = message_of([&] { rendered(doubled + "{{ " + last + " }}"); });
+    EXPECT_EQ(said, "line 1: it does not come to an end") << last;
+  }
+}
+
+TEST(Jinja, ManyMembersCostNoMoreThanTheirNumber) {
+  std::string all;
+  for (int i = 0; i < 60'000; ++i) all += "'k" + std::to_string(i) + "': " + std::to_string(i) + ", ";
+  EXPECT_EQ(rendered("{% set d = {" + all +
+                     "'k7': 'seven', 'last': 1} %}{{ d | length }} {{ d.k7 }} {{ d['k59999'] }} "
+                     "{{ d.k60000 is defined }}{% set ns = namespace(n=0) %}{% for key in d %}"
+                     "{% set ns.n = ns.n + (1 if d[key] else 0) %}{% endfor %} {{ ns.n }}"),
+            "60001 seven 59999 False 60000");
+}
+
 TEST(Jinja, ABreakInAnElseLeavesTheLoopAroundIt) {
   EXPECT_EQ(rendered("{% for i in [1, 2, 3] %}{{ i }}{% for j in [] %}{% else %}{% if i == 2 %}{% break %}"
                      "{% endif %}{% endfor %}{% endfor %}."),

@@ -123,7 +123,10 @@ class Parser {
   Statement read_print() {
     const Expression value = read_tuple();
     expect_end();
-    return [=](Run& run) { run.write(text_of(value(run))); };
+    return [=](Run& run) {
+      const Value shown = value(run);
+      run.write(shown.text() != nullptr ? *shown.text() : written(run, shown));
+    };
   }
 
   Statement read_statement() {
@@ -179,8 +182,9 @@ class Parser {
     --loops_;
     const Statement otherwise = read_else("endfor");
     return [=](Run& run) {
-      std::vector<Value> items = items_of(list(run));
-      run.spend(static_cast<std::int64_t>(items.size()));
+      const Value all = list(run);
+      run.spend(all.text() != nullptr ? static_cast<std::int64_t>(all.text()->size()) : size_of(all));
+      std::vector<Value> items = items_of(all);
       const auto is_left_out = [&](const Value& item) {
         bool is_kept = false;
         run.in_scope(run.scope, [&] {
@@ -231,7 +235,7 @@ class Parser {
     const std::string name = read_name();
     if (is_sign("(")) refuse("a filter block with arguments is not known here");
     const Expression text = read_captured("endfilter");
-    return [=](Run& run) { run.write(text_of(filter(name, text(run), {}))); };
+    return [=](Run& run) { run.write(text_of(filter(name, text(run), {run, {}, {}}))); };
   }
 
   Statement read_generation() {
@@ -491,10 +495,7 @@ class Parser {
     const std::string name = read_name();
     if (!is_sign("(")) return [=](Run&, const Value& value) { return member_of(value, name); };
     const Given given = read_arguments();
-    return [=](Run& run, const Value& value) {
-      run.spend(size_of(value));
-      return run.costly(method(name, value, given.evaluated(run)));
-    };
+    return [=](Run& run, const Value& value) { return method(name, value, given.evaluated(run)); };
   }
 
   Step read_item() {
@@ -519,11 +520,7 @@ class Parser {
   Step read_filter() {
     const std::string name = read_name();
     const Given given = read_arguments();
-    const bool looks_at_all = name != "length" && name != "default";
-    return [=](Run& run, const Value& value) {
-      if (looks_at_all || value.text() != nullptr) run.spend(size_of(value));
-      return run.costly(filter(name, value, given.evaluated(run)));
-    };
+    return [=](Run& run, const Value& value) { return filter(name, value, given.evaluated(run)); };
   }
 
   // is name, is not name, is name(argument), is name argument

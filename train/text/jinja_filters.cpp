@@ -118,14 +118,14 @@ Value join(const Value& value, const Arguments& given) {
   std::string out;
   bool is_first = true;
   for (const Value& item : items_of(value)) {
-    if (!std::exchange(is_first, false)) out += between;
-    out += text_of(attribute == nullptr ? item : attribute_of(item, text_in(*attribute, "attribute")));
+    if (!std::exchange(is_first, false)) append(out, between);
+    append(out, text_of(attribute == nullptr ? item : attribute_of(item, text_in(*attribute, "attribute"))));
   }
   return out;
 }
 
 Arguments rest_of(const Arguments& given, std::size_t from) {
-  Arguments out;
+  Arguments out{given.run, {}, {}};
   for (std::size_t i = from; i < given.values.size(); ++i) out.values.push_back(given.values[i]);
   return out;
 }
@@ -193,7 +193,9 @@ Value unique(const Value& value, const Arguments& given) {
   if (given.size() > 0) fail("'unique' with arguments is not known here");
   std::vector<Value> out;
   for (const Value& item : items_of(value)) {
-    const auto same = [&](const Value& other) { return equal(folded(item), folded(other)); };
+    const Value key = folded(item);
+    spend(given.run, static_cast<std::int64_t>(out.size()) * (1 + weight_of(key)));
+    const auto same = [&](const Value& other) { return equal(key, folded(other)); };
     if (std::none_of(out.begin(), out.end(), same)) out.push_back(item);
     if (out.size() > 1000) fail("'unique' of more than 1000 values");
   }
@@ -214,7 +216,7 @@ Value indented(const Value& value, const Arguments& given) {
   for (const Value& line : split(text_in(value, "indent"), &newline, -1)) {
     const bool indents = is_first ? first != nullptr && first->is_true()
                                   : !line.text()->empty() || (blank != nullptr && blank->is_true());
-    out += (is_first ? "" : "\n") + (indents ? by : "") + *line.text();
+    append(out, (is_first ? "" : "\n") + (indents ? by : "") + *line.text());
     is_first = false;
   }
   return out;
@@ -302,8 +304,16 @@ const Value& compared(const Arguments& given) {
   return given.values[0];
 }
 
+bool is_same(const Value& value, const Arguments& given) {
+  const Value& other = compared(given);
+  spend(given.run, std::min(weight_of(value), weight_of(other)));
+  return equal(value, other);
+}
+
 bool is_in(const Value& value, const Arguments& given) {
   const Value& all = compared(given);
+  spend(given.run, all.text() == nullptr ? std::min(weight_of(all), size_of(all) * (1 + weight_of(value)))
+                                         : size_of(all) * (1 + weight_of(value)));
   if (const std::string* text = all.text()) return text->find(text_in(value, "in")) != text->npos;
   if (const Dict* dict = all.dict()) return value.text() != nullptr && dict->find(*value.text()) != nullptr;
   const std::vector<Value> items = items_of(all);
@@ -311,15 +321,14 @@ bool is_in(const Value& value, const Arguments& given) {
 }
 
 const std::map<std::string, Test, std::less<>>& tests() {
-  static const Test same = [](const Value& a, const Arguments& given) { return equal(a, compared(given)); };
-  static const Test other = [](const Value& a, const Arguments& given) { return !equal(a, compared(given)); };
+  static const Test other = [](const Value& a, const Arguments& given) { return !is_same(a, given); };
   static const Test is_list = [](const Value& v, const Arguments&) {
     return v.list() != nullptr || v.text() != nullptr || v.dict() != nullptr || v.is_undefined();
   };
   static const std::map<std::string, Test, std::less<>> rows = {
-      {"equalto", same},
-      {"eq", same},
-      {"==", same},
+      {"equalto", is_same},
+      {"eq", is_same},
+      {"==", is_same},
       {"ne", other},
       {"!=", other},
       {"in", is_in},
@@ -376,7 +385,7 @@ std::string formatted(const std::string& text, const Arguments& given) {
     const std::string name = text.substr(at + 1, end - at - 1);
     const Value* value = given.find(name.empty() ? place++ : given.values.size(), name);
     if (value == nullptr) fail("format() of {", io::shown(name), "} is not known here");
-    out += text_of(*value);
+    append(out, text_of(*value));
     at = end;
   }
   return out;
@@ -399,7 +408,8 @@ Value of_text(const std::string& name, const std::string& text, const Arguments&
   if (name == "upper" || name == "lower" || name == "title" || name == "capitalize")
     return in_case(name, text);
   if (name == "format") return formatted(text, given);
-  if (name == "join") return join(given.values.empty() ? Value() : given.values[0], {{Value(text)}, {}});
+  if (name == "join")
+    return join(given.values.empty() ? Value() : given.values[0], {given.run, {Value(text)}, {}});
   if (name == "count") {
     const std::string& part = needed_text(given, 0, "part");
     const std::vector<Value> parts = split(text, &part, -1);
@@ -464,12 +474,39 @@ Value member_of(const Value& value, const std::string& name) {
   if (value.dict() != nullptr &&
       std::find(std::begin(kDictMethods), std::end(kDictMethods), name) != std::end(kDictMethods))
     fail("the method '", name, "' without a call is not known here");
-  const std::vector<Member>* members = value.dict() != nullptr    ? &value.dict()->members
-                                       : value.space() != nullptr ? &value.space()->members
-                                                                  : nullptr;
-  for (std::size_t i = 0; members != nullptr && i < members->size(); ++i)
-    if ((*members)[i].first == name) return (*members)[i].second;
-  return Undefined{name};
+  const Space* space = value.dict() != nullptr ? value.dict() : value.space();
+  const Value* found = space == nullptr ? nullptr : space->find(name);
+  return found != nullptr ? *found : Value(Undefined{name});
+}
+
+std::int64_t size_of(const Value& value) {
+  if (const List* list = value.list()) return static_cast<std::int64_t>(list->items.size());
+  if (const Dict* dict = value.dict()) return static_cast<std::int64_t>(dict->members.size());
+  return weight_of(value);
+}
+
+// Arguments are put between items, or looked for at each place of a text.
+static void spend(std::int64_t work, const Arguments& given) {
+  std::int64_t times = 1 + static_cast<std::int64_t>(given.size()) / 16;
+  for (const Value& value : given.values) times += weight_of(value);
+  for (const auto& [name, value] : given.named) times += weight_of(value);
+  spend(given.run, work);  // first by itself: neither is so large that their product is too large
+  spend(given.run, work * times);
+}
+
+// The work of a filter: of those that look at a list alone, of those that take the characters of a text, of others.
+static std::int64_t work_of(const std::string& name, const Value& value) {
+  constexpr std::string_view kOfNothing[] = {"length", "count", "default", "d"};
+  constexpr std::string_view kOfItems[] = {"first",   "last",   "list",   "items",      "map",
+                                           "reverse", "select", "reject", "selectattr", "rejectattr"};
+  constexpr std::string_view kOfCharacters[] = {"join", "sort", "unique"};
+  const auto is_one_of = [&](const auto& names) {
+    return std::find(std::begin(names), std::end(names), name) != std::end(names);
+  };
+  if (value.text() != nullptr)
+    return is_one_of(kOfItems) || is_one_of(kOfCharacters) ? static_cast<std::int64_t>(value.text()->size())
+                                                           : weight_of(value);
+  return is_one_of(kOfNothing) ? 0 : is_one_of(kOfItems) ? size_of(value) : weight_of(value);
 }
 
 Value filter(const std::string& name, const Value& value, const Arguments& arguments) {
@@ -477,7 +514,10 @@ Value filter(const std::string& name, const Value& value, const Arguments& argum
     fail("'", name, "' behind 'safe' is not known here");
   const auto row = filters().find(name);
   if (row == filters().end()) fail("the filter '", name, "' is not known here");
-  return row->second(value, arguments);
+  spend(work_of(name, value), arguments);
+  Value out = row->second(value, arguments);
+  spend(arguments.run, size_of(out));
+  return out;
 }
 
 bool test(const std::string& name, const Value& value, const Arguments& arguments) {
@@ -488,8 +528,13 @@ bool test(const std::string& name, const Value& value, const Arguments& argument
 
 Value method(const std::string& name, const Value& value, const Arguments& arguments) {
   if (value.is_safe) fail("the method '", name, "' behind 'safe' is not known here");
-  if (value.text() != nullptr) return of_text(name, *value.text(), arguments);
-  if (value.dict() != nullptr) return of_dict(name, value, arguments);
+  spend(size_of(value), arguments);
+  if (value.text() != nullptr || value.dict() != nullptr) {
+    Value out =
+        value.text() != nullptr ? of_text(name, *value.text(), arguments) : of_dict(name, value, arguments);
+    spend(arguments.run, size_of(out));
+    return out;
+  }
   if (value.is_undefined())
     fail(io::shown(std::get<Undefined>(value.data).name), " is not defined, and ", name,
          "() of it is called");

@@ -10,7 +10,12 @@
 
 namespace scruple::train::jinja {
 
+struct Run;  // jinja_run.h
+void spend(Run& run, std::int64_t work);
+std::int64_t size_of(const Value& value);  // as work, without what is inside its items
+
 struct Arguments {
+  Run& run;
   std::vector<Value> values;
   std::vector<Member> named;
 
@@ -20,6 +25,7 @@ struct Arguments {
   std::int64_t integer(std::size_t place, std::string_view name, std::int64_t otherwise) const;
 };
 
+// Their work is spent.
 Value filter(const std::string& name, const Value& value, const Arguments& arguments);
 bool test(const std::string& name, const Value& value, const Arguments& arguments);
 Value method(const std::string& name, const Value& value, const Arguments& arguments);

@@ -13,18 +13,18 @@ namespace scruple::train::jinja {
 
 using io::fail;
 
-std::int64_t size_of(const Value& value) {
-  if (const std::string* text = value.text()) return static_cast<std::int64_t>(text->size()) / 16;
-  if (const List* list = value.list()) return static_cast<std::int64_t>(list->items.size());
-  if (const Dict* dict = value.dict()) return static_cast<std::int64_t>(dict->members.size());
-  return 0;
-}
+void spend(Run& run, std::int64_t work) { run.spend(work); }
 
 // ---- Operators ----
 
 std::string described(const Value& value) {
   const auto* none = std::get_if<Undefined>(&value.data);
   return none == nullptr ? value.kind() : io::shown(none->name) + " (it is not defined)";
+}
+
+std::string written(Run& run, const Value& value) {
+  run.spend(weight_of(value));
+  return text_of(value);
 }
 
 Value signed_number(const Value& value, bool is_negative) {
@@ -43,7 +43,7 @@ static Value whole_arithmetic(char sign, std::int64_t a, std::int64_t b) {
 }
 
 Value arithmetic(Run& run, const std::string& sign, const Value& a, const Value& b) {
-  if (sign == "~") return run.costly(text_of(a) + text_of(b));
+  if (sign == "~") return run.costly(written(run, a) + written(run, b));
   if (a.is_safe || b.is_safe) fail("'", sign, "' behind 'safe' is not known here; it would escape HTML");
   if (sign == "+" && a.text() != nullptr && b.text() != nullptr) return run.costly(*a.text() + *b.text());
   if (sign == "+" && a.list() != nullptr && b.list() != nullptr && a.list()->is_tuple == b.list()->is_tuple) {
@@ -69,11 +69,9 @@ Value arithmetic(Run& run, const std::string& sign, const Value& a, const Value&
 }
 
 bool compare(Run& run, const std::string& sign, const Value& a, const Value& b) {
-  run.spend(size_of(a) + size_of(b));
-  if (sign == "==") return equal(a, b);
-  if (sign == "!=") return !equal(a, b);
-  if (sign == "in") return test("in", a, {{b}, {}});
-  if (sign == "not in") return !test("in", a, {{b}, {}});
+  if (sign == "not in") return !compare(run, "in", a, b);
+  if (sign == "==" || sign == "!=" || sign == "in") return test(sign, a, {run, {b}, {}});
+  run.spend(std::min(weight_of(a), weight_of(b)));
   if (sign == "<") return less(a, b);
   if (sign == ">") return less(b, a);
   return sign == "<=" ? !less(b, a) : !less(a, b);
@@ -87,12 +85,19 @@ Value item_of(Run& run, const Value& of, const Value& key) {
   }
   if (of.is_undefined()) fail(described(of), ", and an item of it is asked for");
   if (!key.is_integer() || (of.text() == nullptr && of.list() == nullptr)) return Undefined{"an item"};
-  if (of.text() != nullptr) run.spend(size_of(of));
-  const std::vector<Value> characters = of.text() != nullptr ? items_of(of) : std::vector<Value>();
-  const std::vector<Value>& items = of.text() != nullptr ? characters : of.list()->items;
-  const auto size = static_cast<std::int64_t>(items.size());
-  const std::int64_t at = key.integer() < 0 ? key.integer() + size : key.integer();
-  return at < 0 || at >= size ? Value(Undefined{"an item"}) : items[static_cast<std::size_t>(at)];
+  const auto item = [&](const auto& items) -> Value {
+    const auto size = static_cast<std::int64_t>(items.size());
+    const std::int64_t at = key.integer() < 0 ? key.integer() + size : key.integer();
+    if (at < 0 || at >= size) return Undefined{"an item"};
+    const auto& found = items[static_cast<std::size_t>(at)];
+    if constexpr (std::is_same_v<decltype(found), const Value&>)
+      return found;
+    else
+      return std::string(found);
+  };
+  if (of.list() != nullptr) return item(of.list()->items);
+  run.spend(size_of(of));
+  return item(characters_of(*of.text()));
 }
 
 Value slice_of(Run& run, const Value& of, Bound from, Bound to, Bound by) {
@@ -120,6 +125,7 @@ Value slice_of(Run& run, const Value& of, Bound from, Bound to, Bound by) {
 
 static Value call_macro(Run& run, const Macro& macro, const Arguments& given) {
   const auto& parameters = macro.parameters;
+  run.spend(static_cast<std::int64_t>(parameters.size() * given.size()) / 16);
   if (given.values.size() > parameters.size()) fail(macro.name, "() is given too many arguments");
   for (const auto& argument : given.named)
     if (std::none_of(parameters.begin(), parameters.end(),
@@ -189,6 +195,7 @@ Value call(Run& run, const std::string& name, const Arguments& given) {
 
 void assign(Run& run, const Target& target, Value value) {
   const auto& [names, member] = target;
+  run.spend(static_cast<std::int64_t>(run.scope->names.size()) / 16);
   if (!member.empty()) {
     const Value* of = run.find(names[0]);
     if (of == nullptr || of->space() == nullptr)

@@ -40,8 +40,6 @@ struct Scope {
 
 enum class Flow { goes_on, leaves, next };  // leaves: the loop; next: to its next round
 
-std::int64_t size_of(const Value& value);  // as work
-
 struct Run {
   void spend(std::int64_t more) {
     if ((work += more) > kMostWork) io::fail("it does not come to an end");
@@ -65,9 +63,11 @@ struct Run {
     return text;
   }
 
-  Value* find(std::string_view name) const {
-    for (Scope* at = scope; at != nullptr; at = at->outer)
+  Value* find(std::string_view name) {
+    for (Scope* at = scope; at != nullptr; at = at->outer) {
+      spend(static_cast<std::int64_t>(at->names.size()) / 16);
       if (Value* found = at->find(name)) return found;
+    }
     return nullptr;
   }
   template <class F>
@@ -126,7 +126,7 @@ struct Given {  // to a function, a macro, a filter or a test
   std::vector<std::pair<std::string, Expression>> all;  // with their names, or ""
 
   Arguments evaluated(Run& run) const {
-    Arguments out;
+    Arguments out{run, {}, {}};
     for (const auto& [name, value] : all)
       if (name.empty())
         out.values.push_back(value(run));
@@ -146,6 +146,7 @@ struct Macro {
 // ---- Operators ----
 
 std::string described(const Value& value);
+std::string written(Run& run, const Value& value);  // str()
 Value signed_number(const Value& value, bool is_negative);
 Value arithmetic(Run& run, const std::string& sign, const Value& a, const Value& b);
 bool compare(Run& run, const std::string& sign, const Value& a, const Value& b);

@@ -16,6 +16,10 @@ using io::fail;
 
 constexpr int kMostDepth = 64;  // of lists in lists
 
+constexpr std::int64_t kMostWeight = std::int64_t{1} << 32;
+constexpr std::size_t kMostText = std::size_t{1} << 27;  // bytes
+constexpr std::size_t kMostParts = 1'000'000;
+
 int depth_of(const Value& value) {
   if (value.space() != nullptr) fail("a namespace inside another value is not known here");
   if (const List* list = value.list()) return list->depth;
@@ -146,7 +150,7 @@ std::string json_of(const Value& value, const JsonStyle& style, int level) {
   std::string out;
   if (list != nullptr) {
     for (const Value& item : list->items)
-      out += (out.empty() ? line(level + 1) : between) + json_of(item, style, level + 1);
+      append(out, (out.empty() ? line(level + 1) : between) + json_of(item, style, level + 1));
     return "[" + out + line(level) + "]";
   }
   std::vector<const Member*> members;
@@ -154,8 +158,8 @@ std::string json_of(const Value& value, const JsonStyle& style, int level) {
   const auto by_key = [](const Member* a, const Member* b) { return a->first < b->first; };
   if (style.sorted) std::sort(members.begin(), members.end(), by_key);
   for (const Member* member : members)
-    out += (out.empty() ? line(level + 1) : between) + json_text(member->first, style.ascii) + ": " +
-           json_of(member->second, style, level + 1);
+    append(out, (out.empty() ? line(level + 1) : between) + json_text(member->first, style.ascii) + ": " +
+                    json_of(member->second, style, level + 1));
   return "{" + out + line(level) + "}";
 }
 
@@ -163,31 +167,70 @@ std::string json_of(const Value& value, const JsonStyle& style, int level) {
 
 Value Value::list(std::vector<Value> items, bool is_tuple) {
   int depth = 0;
-  for (const Value& item : items) depth = std::max(depth, depth_of(item));
+  std::int64_t weight = 0;
+  for (const Value& item : items) {
+    depth = std::max(depth, depth_of(item));
+    weight = std::min(weight + 1 + weight_of(item), kMostWeight);
+  }
   Value value;
-  value.data = std::make_shared<const List>(List{std::move(items), is_tuple, checked(depth + 1)});
+  value.data = std::make_shared<const List>(List{std::move(items), is_tuple, checked(depth + 1), weight});
   return value;
 }
 
 Value Value::dict(std::vector<Member> members) {
   int depth = 0;
-  for (const Member& member : members) depth = std::max(depth, depth_of(member.second));
+  std::int64_t weight = 0;
+  for (const auto& [key, item] : members) {
+    depth = std::max(depth, depth_of(item));
+    weight += 1 + static_cast<std::int64_t>(key.size()) / 16 + weight_of(item);
+    weight = std::min(weight, kMostWeight);
+  }
   Value value;
-  value.data = std::make_shared<const Dict>(Dict{std::move(members), checked(depth + 1)});
+  value.data = std::make_shared<const Dict>(std::move(members), checked(depth + 1), weight);
   return value;
 }
 
-const Value* Dict::find(std::string_view key) const {
-  for (const auto& [name, value] : members)
-    if (name == key) return &value;
-  return nullptr;
+std::size_t Space::place_of(std::string_view key) const {
+  if (!places_.empty()) {
+    const auto found = places_.find(std::string(key));
+    return found == places_.end() ? members.size() : found->second;
+  }
+  const auto found =
+      std::find_if(members.begin(), members.end(), [&](const Member& one) { return one.first == key; });
+  return static_cast<std::size_t>(found - members.begin());
+}
+
+const Value* Space::find(std::string_view key) const {
+  const std::size_t place = place_of(key);
+  return place == members.size() ? nullptr : &members[place].second;
 }
 
 void Space::set(const std::string& key, Value value) {
   depth_of(value);  // refuses a namespace
-  for (auto& [name, old] : members)
-    if (name == key) return void(old = std::move(value));
+  const std::size_t place = place_of(key);
+  if (place < members.size()) return void(members[place].second = std::move(value));
   members.emplace_back(key, std::move(value));
+  index(place);
+}
+
+void Space::index(std::size_t from) {
+  constexpr std::size_t kFew = 16;
+  if (members.size() <= kFew) return;
+  for (std::size_t at = places_.empty() ? 0 : from; at < members.size(); ++at)
+    places_.emplace(members[at].first, at);
+}
+
+Dict::Dict(std::vector<Member> all, int how_deep, std::int64_t how_heavy)
+    : depth(how_deep), weight(how_heavy) {
+  members = std::move(all);
+  index(0);
+}
+
+std::int64_t weight_of(const Value& value) {
+  if (const std::string* text = value.text()) return static_cast<std::int64_t>(text->size()) / 16;
+  if (const List* list = value.list()) return list->weight;
+  if (const Dict* dict = value.dict()) return dict->weight;
+  return 0;
 }
 
 std::int64_t Value::integer() const {
@@ -280,10 +323,11 @@ std::vector<std::string_view> characters_of(std::string_view text) {
 }
 
 std::string_view stripped(std::string_view text, bool left, bool right, const std::string* of) {
+  std::vector<std::string_view> all = characters_of(of == nullptr ? std::string_view() : *of);
+  std::sort(all.begin(), all.end());
   const auto goes = [&](std::string_view character) {
-    if (of == nullptr) return is_space(character_at(character));
-    const auto all = characters_of(*of);
-    return std::find(all.begin(), all.end(), character) != all.end();
+    return of == nullptr ? is_space(character_at(character))
+                         : std::binary_search(all.begin(), all.end(), character);
   };
   while (left && !text.empty() && goes(text.substr(0, character_length(text[0]))))
     text.remove_prefix(character_length(text[0]));
@@ -296,14 +340,25 @@ std::string_view stripped(std::string_view text, bool left, bool right, const st
   return text;
 }
 
+void append(std::string& out, std::string_view more) {
+  if (out.size() + more.size() > kMostText) fail("a text of more than ", kMostText, " bytes");
+  out += more;
+}
+
 std::string replaced(std::string_view text, std::string_view from, std::string_view to, std::int64_t most) {
   if (from.empty()) fail("replacing an empty text is not known here");
   std::string out;
   for (std::size_t found = 0; most != 0 && (found = text.find(from)) != text.npos; --most) {
-    (out += text.substr(0, found)) += to;
+    out += text.substr(0, found);
+    append(out, to);
     text.remove_prefix(found + from.size());
   }
   return out += text;
+}
+
+static void add_part(std::vector<Value>& out, std::string_view part) {
+  if (out.size() >= kMostParts) fail("a text is split into more than ", kMostParts, " parts");
+  out.emplace_back(std::string(part));
 }
 
 std::vector<Value> split(std::string_view text, const std::string* by, std::int64_t most) {
@@ -311,17 +366,17 @@ std::vector<Value> split(std::string_view text, const std::string* by, std::int6
   if (by != nullptr && by->empty()) fail("split() by an empty text");
   if (by != nullptr) {
     for (std::size_t found = 0; most != 0 && (found = text.find(*by)) != text.npos; --most) {
-      out.emplace_back(std::string(text.substr(0, found)));
+      add_part(out, text.substr(0, found));
       text.remove_prefix(found + by->size());
     }
-    out.emplace_back(std::string(text));
+    add_part(out, text);
     return out;
   }
   for (text = stripped(text, true, false); !text.empty(); text = stripped(text, true, false)) {
     std::size_t end = 0;
     while (end < text.size() && !is_space(character_at(text, end))) end += character_length(text[end]);
     if (most-- == 0) end = text.size();
-    out.emplace_back(std::string(text.substr(0, end)));
+    add_part(out, text.substr(0, end));
     text.remove_prefix(end);
   }
   return out;
@@ -331,10 +386,10 @@ std::vector<Value> split_last(std::string_view text, const std::string* by, std:
   if (by == nullptr || by->empty()) fail("rsplit() by white space is not known here");
   std::vector<Value> out;
   for (std::size_t found = 0; most != 0 && (found = text.rfind(*by)) != text.npos; --most) {
-    out.emplace_back(std::string(text.substr(found + by->size())));
+    add_part(out, text.substr(found + by->size()));
     text = text.substr(0, found);
   }
-  out.emplace_back(std::string(text));
+  add_part(out, text);
   std::reverse(out.begin(), out.end());
   return out;
 }

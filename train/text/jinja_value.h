@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -78,18 +79,29 @@ struct List {
   std::vector<Value> items;
   bool is_tuple = false;
   int depth = 1;
-};
-struct Dict {
-  std::vector<Member> members;  // in their order; each key once
-  int depth = 1;
-
-  const Value* find(std::string_view key) const;
+  std::int64_t weight = 0;
 };
 struct Space {
-  std::vector<Member> members;
+  std::vector<Member> members;  // in their order; each key once
 
+  const Value* find(std::string_view key) const;
   void set(const std::string& key, Value value);  // throws for a namespace
+
+ protected:
+  void index(std::size_t from);
+
+ private:
+  std::size_t place_of(std::string_view key) const;      // the number of members where there is none
+  std::unordered_map<std::string, std::size_t> places_;  // of many members
 };
+struct Dict : Space {
+  Dict(std::vector<Member> all, int how_deep, std::int64_t how_heavy);
+  int depth;
+  std::int64_t weight;
+};
+
+// The work of looking at all of it: 16 bytes of text, or an item. One that stands at several places counts at each.
+std::int64_t weight_of(const Value& value);
 
 bool equal(const Value& a, const Value& b);
 bool less(const Value& a, const Value& b);  // throws where Python has no order
@@ -106,6 +118,8 @@ std::int64_t length_of(std::string_view text);
 std::vector<std::string_view> characters_of(std::string_view text);
 // Without the characters at its ends that are in `of`, or, where that is null, white space.
 std::string_view stripped(std::string_view text, bool left, bool right, const std::string* of = nullptr);
+// Throws where it would be longer than any template's.
+void append(std::string& out, std::string_view more);
 std::string replaced(std::string_view text, std::string_view from, std::string_view to, std::int64_t most);
 std::vector<Value> split(std::string_view text, const std::string* by, std::int64_t most);
 std::vector<Value> split_last(std::string_view text, const std::string* by, std::int64_t most);
