@@ -17,6 +17,21 @@ import numpy as np
 from transformers import AutoTokenizer
 
 
+SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+
+
+def messages_of(line):
+    """Of "messages", or of "conversations" with "from" and "value". What is null is not there."""
+    messages = [{key: value for key, value in message.items() if value is not None} for message in
+                line.get("messages") or line.get("conversations", [])]
+    for message in messages:
+        if "from" in message:
+            speaker = message.pop("from")
+            message.setdefault("role", SPEAKERS.get(speaker, speaker))
+            message.setdefault("content", message.pop("value", None))
+    return messages
+
+
 def spans_of(tokenizer, messages, train_on, **more):
     """Characters that the assistant says, by rendering the messages before and after each of its turns."""
     whole = tokenizer.apply_chat_template(messages, tokenize=False, **more)
@@ -35,7 +50,7 @@ def spans_of(tokenizer, messages, train_on, **more):
 
 
 def tokens_and_mask(tokenizer, line, train_on):
-    messages = [{k: v for k, v in message.items() if v is not None} for message in line["messages"]]
+    messages = messages_of(line)
     more = {"tools": line.get("tools")}
     if not any(message["role"] == "assistant" for message in messages):
         return [], np.zeros(0, bool)  # left out
@@ -72,6 +87,8 @@ def main():
             tokens += found
             flags.append(mask.astype(np.uint8))  # bit 0: it counts; bit 1: it begins a document
             flags[-1][0] |= 2
+    if not flags:
+        raise SystemExit(f"{args.chats} has no conversation with an answer; nothing was written")
     size = 2 if len(tokenizer) <= 1 << 16 else 4
     header = np.zeros(256, "<u4")
     header[:5] = 20261119, 1, len(tokens) & 0xFFFFFFFF, len(tokens) >> 32, size

@@ -582,6 +582,21 @@ class Commands(Case):
             self.assertEqual(flags_of(by_script), (tokens, counts, begins))
             self.assertIn(f"of which {sum(counts):,} count; 2 were left out", made.stdout)
 
+    def test_the_script_reads_conversations_and_refuses_none(self):
+        script = os.path.join(os.path.dirname(__file__), "..", "examples", "chats.py")
+        names = {"user": "human", "assistant": "gpt", "system": "system"}
+        others = self.write("others.jsonl", "".join(json.dumps({"conversations": [
+            {"from": names[message["role"]], "value": message["content"]} for message in line["messages"]]}) + "\n" for line in self.lines))
+        found = []
+        for chats in (self.chats, others):
+            subprocess.run([sys.executable, script, "--model", self.model, chats, "--out", self.path("out.bin")], check=True, capture_output=True)
+            found.append(flags_of(self.path("out.bin")))
+        self.assertEqual(found[0], found[1])
+        none = self.write("none.jsonl", '{"messages": [{"role": "user", "content": "?"}]}\n')
+        made = subprocess.run([sys.executable, script, "--model", self.model, none, "--out", self.path("none.bin")], capture_output=True, text=True)
+        self.assertEqual((made.returncode, made.stderr), (1, f"{none} has no conversation with an answer; nothing was written\n"))
+        self.assertFalse(os.path.exists(self.path("none.bin")))
+
     def test_lines_of_texts_and_prompts(self):
         end = self.kinds["bytes"].token_to_id("<|im_end|>")
         words = self.kinds["bytes"].encode
