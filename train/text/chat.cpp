@@ -19,8 +19,6 @@ using jinja::Rendering;
 using jinja::Span;
 using jinja::Value;
 
-constexpr std::string_view kSpaces = " \t\n\r\v\f";
-
 // What "from" says in place of a role.
 constexpr std::pair<std::string_view, const char*> kSpeakers[] = {
     {"human", "user"}, {"gpt", "assistant"},       {"tool", "tool"},        {"system", "system"},
@@ -102,7 +100,7 @@ std::string first_lines(std::string_view text) {
     const std::size_t end = std::min(text.find('\n'), text.size());
     if (const std::string_view line = text.substr(0, end); !is_blank(line)) {
       std::size_t size = std::min(line.size(), kWidth);
-      while (size < line.size() && (static_cast<unsigned char>(line[size]) & 0xC0u) == 0x80u) --size;
+      while (size < line.size() && !begins_character(line[size])) --size;
       out += "\n  " + std::string(line.substr(0, size)) + (size < line.size() ? "..." : "");
       ++lines;
     }

@@ -15,7 +15,6 @@ namespace scruple::train::jinja {
 namespace {
 
 constexpr std::size_t kMostSource = 1 << 20;  // bytes
-constexpr std::string_view kSpaces = " \t\n\r\v\f";
 
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
 bool is_digit(char c) { return c >= '0' && c <= '9'; }

@@ -32,14 +32,6 @@ int checked(int depth) {
   return depth;
 }
 
-// The number of the character that begins at `at`, in valid text.
-char32_t character_at(std::string_view text, std::size_t at = 0) {
-  utf8proc_int32_t point = 0;
-  utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()) + at,
-                   static_cast<utf8proc_ssize_t>(text.size() - at), &point);
-  return static_cast<char32_t>(point);
-}
-
 // Those of Python's str.isspace.
 bool is_space(char32_t c) {
   return (c >= 0x09 && c <= 0x0D) || (c >= 0x1C && c <= 0x20) || c == 0x85 || c == 0xA0 || c == 0x1680 ||
@@ -311,8 +303,7 @@ std::string json_of(const Value& value, const JsonStyle& style) { return json_of
 // ---- Texts ----
 
 std::int64_t length_of(std::string_view text) {
-  return std::count_if(text.begin(), text.end(),
-                       [](char c) { return (static_cast<unsigned char>(c) & 0xC0u) != 0x80u; });
+  return std::count_if(text.begin(), text.end(), begins_character);
 }
 
 std::vector<std::string_view> characters_of(std::string_view text) {
@@ -333,7 +324,7 @@ std::string_view stripped(std::string_view text, bool left, bool right, const st
     text.remove_prefix(character_length(text[0]));
   while (right && !text.empty()) {
     std::size_t at = text.size() - 1;
-    while ((static_cast<unsigned char>(text[at]) & 0xC0u) == 0x80u) --at;
+    while (!begins_character(text[at])) --at;
     if (!goes(text.substr(at))) break;
     text = text.substr(0, at);
   }

@@ -38,12 +38,9 @@ bool is_word(char c) {
 
 // Whether what stands around a place has the same tokens when it is cut there.
 bool cuts_well(Tokenizer& tokenizer, std::string_view text, std::size_t place) {
-  const auto begins_character = [&](std::size_t at) {
-    return (static_cast<unsigned char>(text[at]) & 0xC0u) != 0x80u;
-  };
   std::size_t begin = place - kAround, end = place + kAround;
-  while (begin < place && !begins_character(begin)) ++begin;
-  while (end > place && !begins_character(end)) --end;
+  while (begin < place && !begins_character(text[begin])) ++begin;
+  while (end > place && !begins_character(text[end])) --end;
   const auto tokens_of = [&](std::size_t from, std::size_t to) {
     std::int64_t replaced = 0;
     return tokenizer.encode(valid_utf8(text.substr(from, to - from), replaced), Tokenizer::Part::completion);
@@ -88,12 +85,7 @@ class Parts {
         end = are_lines ? buffer_.rfind('\n') + 1 : place_to_cut(tokenizer, buffer_);
       if (buffer_.empty()) break;
     }
-    part = {buffer_.substr(0, end),
-            name(),
-            lines_,
-            are_lines,
-            begins_,
-            end == buffer_.size() && is_at_end_};
+    part = {buffer_.substr(0, end), name(), lines_, are_lines, begins_, end == buffer_.size() && is_at_end_};
     buffer_.erase(0, end);
     begins_ = false;
     if (are_lines) lines_ += std::count(part.text.begin(), part.text.end(), '\n');
@@ -145,8 +137,8 @@ class Parts {
       if (std::ferror(file_.get()) != 0) fail("read", errno);
       is_at_end_ = std::feof(file_.get()) != 0;
       if (is_at_end_ && read_ < size_)
-        io::fail(name(), " was shortened while it was read: it had ", size_,
-                 " bytes, and ends after ", read_, "; nothing was written");
+        io::fail(name(), " was shortened while it was read: it had ", size_, " bytes, and ends after ", read_,
+                 "; nothing was written");
     }
   }
 

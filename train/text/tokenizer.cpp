@@ -79,13 +79,6 @@ void each_part(const Json& object, const char* list, const std::function<void(co
 
 // ---- Characters ----
 
-// The one that begins at `at`, in valid text.
-char32_t character_at(std::string_view text, std::size_t at) {
-  utf8proc_int32_t point = 0;
-  utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()) + at,
-                   static_cast<utf8proc_ssize_t>(text.size() - at), &point);
-  return static_cast<char32_t>(point);
-}
 utf8proc_category_t category_of(char32_t c) { return utf8proc_category(static_cast<utf8proc_int32_t>(c)); }
 bool is_space(char32_t c) {
   const utf8proc_category_t kind = category_of(c);
@@ -103,7 +96,7 @@ bool is_of_word(char32_t c) {  // \w
 }
 std::size_t before(std::string_view text, std::size_t at) {  // where the character before `at` begins
   do --at;
-  while ((static_cast<unsigned char>(text[at]) & 0xC0u) == 0x80u);
+  while (!begins_character(text[at]));
   return at;
 }
 

@@ -1,8 +1,17 @@
 #include "train/text/utf8.h"
 
+#include <utf8proc.h>
+
 #include "io/utf8.h"
 
 namespace scruple::train {
+
+char32_t character_at(std::string_view text, std::size_t at) {
+  utf8proc_int32_t point = 0;
+  utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(text.data()) + at,
+                   static_cast<utf8proc_ssize_t>(text.size() - at), &point);
+  return static_cast<char32_t>(point);
+}
 
 std::string valid_utf8(std::string_view text, std::int64_t& replaced) {
   std::string out;
