@@ -78,12 +78,14 @@ class ChatTest : public Files {
     for (std::int64_t at = document.begin; at < document.end; ++at) {
       std::int32_t token = 0;
       copy_tokens(all.sources(), at, 1, &token);
-      const bool is_counted = counts(document, all.gaps(), at);
-      const char c = token < 5 ? "?aust"[token] : token == 10 ? '_' : static_cast<char>(token);
-      text += is_counted && c == '|'               ? '!'
-              : is_counted && c >= 'a' && c <= 'z' ? static_cast<char>(c - 32)
-                                                   : c;
+      text += token < 5 ? "?aust"[token] : token == 10 ? '_' : static_cast<char>(token);
     }
+    each_counted(document, all.gaps(), [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t at = begin - document.begin; at < end - document.begin; ++at) {
+        char& c = text[static_cast<std::size_t>(at)];
+        c = c == '|' ? '!' : c >= 'a' && c <= 'z' ? static_cast<char>(c - 32) : c;
+      }
+    });
     return text;
   }
   std::string refused(const std::string& line) {

@@ -41,13 +41,6 @@ void each_counted(const Document& document, std::span<const Gap> gaps, Take&& ta
   if (at < document.end) take(at, document.end);
 }
 
-// Whether the token at `place` of a document counts as a target.
-inline bool counts(const Document& document, std::span<const Gap> gaps, std::int64_t place) {
-  const auto ends_before = [](const Gap& gap, std::int64_t at) { return gap.end <= at; };
-  const auto gap = std::lower_bound(gaps.begin(), gaps.end(), place, ends_before);
-  return place >= document.counted && (gap == gaps.end() || place < gap->begin);
-}
-
 // The tokens of one source: a file, a folder, standard input. Sources follow each other as if they were one.
 struct Stretch {
   std::string path;
