@@ -151,9 +151,10 @@ void encode(const Options& options) {
 void decode(const Options& options) {
   Words words = words_of(options);
   const std::vector<train::Token> tokens = train::read_tokens(options.decode);
-  const auto part = options.bare ? train::Tokenizer::Part::bare : train::Tokenizer::Part::prompt;
-  const std::vector<train::Token> before = words.tokenizer.encode("", part);
-  std::vector<train::Token> after = words.tokenizer.encode("", !options.bare);
+  using Part = train::Tokenizer::Part;
+  const std::vector<train::Token> before =
+      words.tokenizer.encode("", options.bare ? Part::bare : Part::prompt);
+  std::vector<train::Token> after = words.tokenizer.encode("", options.bare ? Part::bare : Part::whole);
   after.erase(after.begin(), after.begin() + static_cast<std::ptrdiff_t>(before.size()));
   if (words.end && (after.empty() || after.back() != *words.end)) after.push_back(*words.end);
   std::span<const train::Token> text = tokens;

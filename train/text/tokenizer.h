@@ -39,9 +39,6 @@ class Tokenizer {
   // The tokens of `text`, which must be valid UTF-8 (train/text/utf8.h). Not for two threads at once.
   std::vector<Token> encode(std::string_view text, Part part, const Progress& progress = {},
                             std::vector<Added>* added = nullptr);
-  std::vector<Token> encode(std::string_view text, bool with_template = true) {
-    return encode(text, with_template ? Part::whole : Part::bare);
-  }
   // The bytes that these tokens stand for. A token may end within a character. Throws where there is no such token.
   std::string decode(std::span<const Token> tokens) const;
 
