@@ -342,10 +342,11 @@ void Data::hold_out(Part& part, const std::string& name, const char* token) cons
   const std::int64_t least = (holds_out ? 2 : 1) * window;
   const char* const takers = holds_out ? "training and validation take at least " : "it takes at least ";
   if (all(part) < least && !is_packed())
-    io::fail(name, " has ", counted(all(part), "document"), " with something to learn at --context ", context,
-             left_out_ > 0 ? " (" + std::to_string(left_out_) + " were left out)" : "", ", and ", takers,
-             holds_out ? "one each" : "one",
-             "; give more documents or a larger --context, or put them one after another with --layout packed");
+    io::fail(
+        name, " has ", counted(all(part), "document"), " with something to learn at --context ", context,
+        left_out_ > 0 ? " (" + std::to_string(left_out_) + " were left out)" : "", ", and ", takers,
+        holds_out ? "one each" : "one",
+        "; give more documents or a larger --context, or put them one after another with --layout packed");
   if (all(part) < least)
     io::fail(name, " has ", counted(all(part), token), ", and ", takers, least, " at --context ", context,
              "; give a longer text or a smaller --context");
