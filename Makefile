@@ -109,7 +109,7 @@ sanitize: ## build with the address and undefined-behaviour sanitizers and run e
 
 # Of the tests, those of C++ that start threads; but not following_test and stochastic_test, which would take hours and
 # run no code that parity_test does not.
-THREADED = accumulator cached_transformer checkpoint cpu_math errors gpt measure norm_fold parity planes save_failures sink trainer
+THREADED = accumulator cached_transformer checkpoint cpu_math errors gpt measure norm_fold parity planes save_failures sink sink_skips trainer
 sanitize-threads: ## build with the thread sanitizer and run the tests that start threads
 	@scripts/packages.sh test
 	@cmake --preset sanitize-threads --log-level=NOTICE

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs the GPU tests, in their quick form, under compute-sanitizer: memory, uninitialised reads, races.
-# usage: sanitize_gpu.sh FOLDER   (with cuda_test, sink_test and, where they are built, the trainer's tests: make test-gpu builds them)
+# usage: sanitize_gpu.sh FOLDER   (with cuda_test, sink_test, sink_skips_test and, where they are built, the trainer's tests: make test-gpu builds them)
 set -u
 folder=${1:?usage: sanitize_gpu.sh FOLDER}
 log=$(mktemp)
@@ -18,7 +18,7 @@ check() {  # tool, test, filter
 }
 for tool in memcheck initcheck; do
   check $tool cuda_test "-$provoking"
-  check $tool sink_test '*'
+  for test in sink_test sink_skips_test; do check $tool $test '*'; done
 done
 check racecheck cuda_test "$sharing"
 # The trainer's kernels, and the trainer on tiny models: of each family in 16 bits, with graphs and copies beside the

@@ -299,15 +299,18 @@ struct Hostile {
   const char* words;  // of the message
 };
 
-std::vector<Hostile> hostile_manifests() {
-  const std::string huge = "9223372036854775807", tensor = R"({"name":"t",)",
-                    piece = R"([[0,0,200,"89abcdef"]])";
-  std::string many_keys, group = R"({"optimizer":"o","seed":1,"hyperparameters":{}})";
-  for (int i = 0; i < 1025; ++i) many_keys += (i == 0 ? "\"k" : ",\"k") + std::to_string(i) + "\":0";
-  const std::string plane =
-      R"({"kind":"codes","dtype":"F32","shape":[200],"block_bytes":512,"pieces":[[0,0,200,"89abcdef"]]})";
-  std::string whole = kGood, again = whole.substr(whole.find(tensor));
-  again = again.substr(0, again.rfind("]}"));
+const std::string kTensor = R"({"name":"t",)", kPiece = R"([[0,0,200,"89abcdef"]])",
+                  kPlane = R"({"kind":"codes","dtype":"F32","shape":[200],"block_bytes":512,"pieces":)" +
+                           kPiece + "}";
+
+// The tensor of kGood once more.
+std::string good_tensor() {
+  const std::string whole = kGood, tensor = whole.substr(whole.find(kTensor));
+  return tensor.substr(0, tensor.rfind("]}"));
+}
+
+std::vector<Hostile> hostile_texts() {
+  const std::string whole = kGood;
   return {
       {"empty", "", "first line"},
       {"not JSON", "hello\n", "first line"},
@@ -353,6 +356,14 @@ std::vector<Hostile> hostile_manifests() {
       {"step of 2^63", with_step("\"step\":9223372036854775808,"), "whole number"},
       {"recipe is null", with("\"recipe\":\"r\"", "\"recipe\":null"), "null was found"},
       {"recipe not UTF-8", with("\"recipe\":\"r\"", "\"recipe\":\"\xff\""), "not valid"},
+      {"terminal codes in a name", with_step("\"\\u001b[2J\":1,"), "\"?[2J\""},
+  };
+}
+
+std::vector<Hostile> hostile_groups() {
+  std::string many_keys, group = R"({"optimizer":"o","seed":1,"hyperparameters":{}})";
+  for (int i = 0; i < 1025; ++i) many_keys += (i == 0 ? "\"k" : ",\"k") + std::to_string(i) + "\":0";
+  return {
       {"groups is an object", with("\"groups\":[", "\"groups\":{"), "must be an array"},
       {"no groups", with(R"([{"optimizer":"o","seed":1,"hyperparameters":{"lr":0.1}}])", "[]"),
        "of group 0, and there are 0"},
@@ -370,6 +381,11 @@ std::vector<Hostile> hostile_manifests() {
       {"trainer with a number", with("\"k\":\"v\"", "\"k\":1"), "must be a string"},
       {"trainer with an object", with("\"k\":\"v\"", "\"k\":{}"), "must be a string"},
       {"trainer with a key twice", with("\"k\":\"v\"", "\"k\":\"v\",\"k\":\"v\""), "\"k\" stands twice"},
+  };
+}
+
+std::vector<Hostile> hostile_tensors() {
+  return {
       {"no files", with(R"([{"name":"model.safetensors","bytes":8,"header_crc32":"01234567"}])", "[]"),
        "names no file"},
       {"a file elsewhere", with("\"model.safetensors\"", "\"../model.safetensors\""),
@@ -383,9 +399,9 @@ std::vector<Hostile> hostile_manifests() {
                 R"({"name":"model.safetensors")"),
        "more than 256"},
       {"a tensor twice",
-       [&] {
+       [] {
          std::string text = kGood;
-         return sealed(text.insert(text.find(tensor), again + ","));
+         return sealed(text.insert(text.find(kTensor), good_tensor() + ","));
        }(),
        "two tensors are called \"t\""},
       {"a tensor without a name", with("\"name\":\"t\"", "\"name\":\"\""), "no name"},
@@ -395,6 +411,12 @@ std::vector<Hostile> hostile_manifests() {
       {"step 0 of a tensor", with("\"id\":0,\"step\":1", "\"id\":0,\"step\":0"), "the first is 1"},
       {"a norm that is a string", with("\"adagc_norm\":null", "\"adagc_norm\":\"1\""), "must be a number"},
       {"half a null", with("\"adagc_norm\":null", "\"adagc_norm\":nul"), "must be a number"},
+  };
+}
+
+std::vector<Hostile> hostile_arrays() {
+  const std::string whole = kGood, huge = "9223372036854775807";
+  return {
       {"a tensor without arrays",
        with(R"("arrays":[{"name":"weight")", R"("arrays":[],"x":[{"name":"weight")"), "\"x\""},
       {"no arrays at all", sealed(whole.substr(0, whole.find("[{\"name\":\"weight\"")) + "[]}]}\n"),
@@ -424,40 +446,50 @@ std::vector<Hostile> hostile_manifests() {
       {"bytes of a block that cut an element", with("\"block_bytes\":512", "\"block_bytes\":514"),
        "no whole number"},
       {"huge blocks", with("\"block_bytes\":512", "\"block_bytes\":9223372036854775804"), "does not fit"},
-      {"no pieces", with(piece, "[]"), "end at element 0 of 200"},
-      {"a piece of three", with(piece, "[[0,0,200]]"), "has 3 values"},
-      {"a piece of five", with(piece, R"([[0,0,200,"89abcdef",0]])"), "more than four"},
-      {"a piece that is a number", with(piece, "[0]"), "must be an array"},
-      {"a piece in a file that is not there", with(piece, R"([[1,0,200,"89abcdef"]])"),
-       "in file 1, and there are 1"},
-      {"a piece that begins late", with(piece, R"([[0,128,200,"89abcdef"]])"), "ends at 0"},
-      {"a piece that ends early", with(piece, R"([[0,0,128,"89abcdef"]])"), "of 200"},
-      {"a piece that ends late", with(piece, R"([[0,0,201,"89abcdef"]])"), "not after 200"},
-      {"a piece of nothing", with(piece, R"([[0,0,0,"89abcdef"]])"), "must end after"},
-      {"a piece that cuts a block", with(piece, R"([[0,0,100,"89abcdef"],[0,100,200,"89abcdef"]])"),
-       "multiple of 128"},
-      {"two pieces in one file", with(piece, R"([[0,0,128,"89abcdef"],[0,128,200,"89abcdef"]])"),
-       "in one file"},
-      {"a piece's checksum is a number", with(piece, "[[0,0,200,1]]"), "must be a string"},
-      {"a piece's checksum is not hex", with(piece, R"([[0,0,200,"89abcdeg"]])"), "eight digits"},
       {"a tensor called as another's plane",
-       [&] {
-         std::string text = kGood, other = again, extra = plane;
+       [] {
+         std::string text = kGood, other = good_tensor(), extra = kPlane;
          other.replace(other.find("\"t\""), 3, "\"t/extra\"");
          extra.replace(extra.find("codes"), 5, "extra");
-         text.insert(text.find(plane) + plane.size(), "," + extra);
-         return sealed(text.insert(text.find(tensor), other + ","));
+         text.insert(text.find(kPlane) + kPlane.size(), "," + extra);
+         return sealed(text.insert(text.find(kTensor), other + ","));
        }(),
        "a tensor has that name too"},
-      {"three planes", with(plane, plane + repeated("," + plane, 2)), "more planes"},
-      {"codes twice", with(plane, plane + "," + plane), "more planes"},
+      {"three planes", with(kPlane, kPlane + repeated("," + kPlane, 2)), "more planes"},
+      {"codes twice", with(kPlane, kPlane + "," + kPlane), "more planes"},
       {"an array twice",
        with(R"("arrays":[)",
-            R"("arrays":[{"name":"weight","format":"","rounding":"","planes":[)" + plane + "]},"),
+            R"("arrays":[{"name":"weight","format":"","rounding":"","planes":[)" + kPlane + "]},"),
        "stands once"},
       {"an array called as a kind of plane",
-       with(plane + "]}", plane + R"(]},{"name":"extra","format":"f","rounding":"n","planes":[]})"),
+       with(kPlane + "]}", kPlane + R"(]},{"name":"extra","format":"f","rounding":"n","planes":[]})"),
        "not that of a kind"},
+  };
+}
+
+std::vector<Hostile> hostile_pieces() {
+  return {
+      {"no pieces", with(kPiece, "[]"), "end at element 0 of 200"},
+      {"a piece of three", with(kPiece, "[[0,0,200]]"), "has 3 values"},
+      {"a piece of five", with(kPiece, R"([[0,0,200,"89abcdef",0]])"), "more than four"},
+      {"a piece that is a number", with(kPiece, "[0]"), "must be an array"},
+      {"a piece in a file that is not there", with(kPiece, R"([[1,0,200,"89abcdef"]])"),
+       "in file 1, and there are 1"},
+      {"a piece that begins late", with(kPiece, R"([[0,128,200,"89abcdef"]])"), "ends at 0"},
+      {"a piece that ends early", with(kPiece, R"([[0,0,128,"89abcdef"]])"), "of 200"},
+      {"a piece that ends late", with(kPiece, R"([[0,0,201,"89abcdef"]])"), "not after 200"},
+      {"a piece of nothing", with(kPiece, R"([[0,0,0,"89abcdef"]])"), "must end after"},
+      {"a piece that cuts a block", with(kPiece, R"([[0,0,100,"89abcdef"],[0,100,200,"89abcdef"]])"),
+       "multiple of 128"},
+      {"two pieces in one file", with(kPiece, R"([[0,0,128,"89abcdef"],[0,128,200,"89abcdef"]])"),
+       "in one file"},
+      {"a piece's checksum is a number", with(kPiece, "[[0,0,200,1]]"), "must be a string"},
+      {"a piece's checksum is not hex", with(kPiece, R"([[0,0,200,"89abcdeg"]])"), "eight digits"},
+  };
+}
+
+std::vector<Hostile> hostile_sizes() {
+  return {
       {"deep arrays", with("\"shape\":[200]", "\"shape\":" + std::string(1'000'000, '[')),
        "must be a number"},
       {"deep objects", with("\"trainer\":{\"k\":\"v\"}", "\"trainer\":" + repeated("{\"k\":", 1'000'000)),
@@ -466,12 +498,19 @@ std::vector<Hostile> hostile_manifests() {
        "must be its codes"},
       {"a number of a million digits",
        with("\"block_bytes\":512", "\"block_bytes\":" + std::string(1'000'000, '9')), "whole number"},
-      {"a million empty pieces", with(piece, "[" + repeated("[],", 1'000'000) + "[]]"), "has 0 values"},
+      {"a million empty pieces", with(kPiece, "[" + repeated("[],", 1'000'000) + "[]]"), "has 0 values"},
       {"a million pieces",
-       with(piece, "[" + repeated(R"([0,0,0,"00000000"],)", 1'000'000) + R"([0,0,0,"00000000"]])"),
+       with(kPiece, "[" + repeated(R"([0,0,0,"00000000"],)", 1'000'000) + R"([0,0,0,"00000000"]])"),
        "must end after"},
-      {"terminal codes in a name", with_step("\"\\u001b[2J\":1,"), "\"?[2J\""},
   };
+}
+
+std::vector<Hostile> hostile_manifests() {
+  std::vector<Hostile> all;
+  for (const auto& some : {hostile_texts(), hostile_groups(), hostile_tensors(), hostile_arrays(),
+                           hostile_pieces(), hostile_sizes()})
+    all.insert(all.end(), some.begin(), some.end());
+  return all;
 }
 
 TEST(HostileManifests, AreRefusedWithTheReason) {

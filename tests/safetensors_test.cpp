@@ -243,10 +243,10 @@ std::vector<Hostile> wrong_kinds() {
   return all;
 }
 
-std::vector<Hostile> hostile_files() {
-  const std::string good = entry("\"F32\"", "[2]", "[0,8]"), eight(8, 'x');
-  const std::string huge = "9223372036854775807";
-  std::string utf8 = R"({"a?":)" + good + "}";
+const std::string kEight(8, 'x'), kGoodEntry = entry("\"F32\"", "[2]", "[0,8]");
+
+std::vector<Hostile> hostile_json() {
+  std::string utf8 = R"({"a?":)" + kGoodEntry + "}";
   utf8[3] = '\xff';
   return {
       {"empty", "", "has 0 bytes"},
@@ -263,7 +263,7 @@ std::vector<Hostile> hostile_files() {
       {"is a number", file_of("17"), "begin with '{'"},
       {"JSON cut short", file_of("{\"a\":"),
        "tensor \"a\" must be an object, and the end of the file was found"},
-      {"JSON with a comma too many", file_of(R"({"a":)" + good + ",}", eight),
+      {"JSON with a comma too many", file_of(R"({"a":)" + kGoodEntry + ",}", kEight),
        "a key must be a string, and the character \"}\" was found"},
       {"JSON with a comment", file_of("{/*x*/}"),
        "a key must be a string, and the character \"/\" was found"},
@@ -272,33 +272,56 @@ std::vector<Hostile> hostile_files() {
       {"zero byte behind the object", file_of(std::string("{}\0 hidden", 10)), "zero byte"},
       {"zero byte in a name", file_of(std::string("{\"\0\":1}", 8)),
        "a key has a byte that is not valid in a JSON string"},
-      {"name not UTF-8", file_of(utf8, eight), "a key has a byte that is not valid in a JSON string"},
-      {"half a surrogate", file_of(R"({"\ud800":)" + good + "}", eight),
+      {"name not UTF-8", file_of(utf8, kEight), "a key has a byte that is not valid in a JSON string"},
+      {"half a surrogate", file_of(R"({"\ud800":)" + kGoodEntry + "}", kEight),
        "a string has half a surrogate pair"},
       {"single quotes", file_of("{'a':1}"), "a key must be a string, and the character \"'\" was found"},
       {"NaN", file_of(R"({"a":NaN})"), "tensor \"a\" must be an object, and the character \"N\" was found"},
-      {"a tensor twice", file_of(R"({"a":)" + good + R"(,"a":)" + good + "}", eight), "\"a\" stands twice"},
+      {"deep arrays", file_of("{\"a\":" + std::string(1'000'000, '[')),
+       "tensor \"a\" must be an object, and an array was found"},
+      {"deep arrays in a shape", file_of(R"({"a":{"shape":)" + std::string(1'000'000, '[')),
+       "a dimension must be a number, and an array was found"},
+      {"deep objects", file_of(repeated("{\"a\":", 1'000'000)),
+       "tensor \"a\" has a field \"a\", which has no place there"},
+      {"a number of a million digits", one("\"U8\"", "[" + std::string(1'000'000, '9') + "]", "[0,8]", 8),
+       "a dimension is 9999999999"},
+      {"a name of a million letters", file_of("{\"" + std::string(1'000'000, 'n') + "\":1}"), "nnn..."},
+      {"terminal codes in a name", file_of("{\"\\u001b[2J\":1}"), "\"?[2J\""},
+  };
+}
+
+std::vector<Hostile> hostile_fields() {
+  return {
+      {"a tensor twice", file_of(R"({"a":)" + kGoodEntry + R"(,"a":)" + kGoodEntry + "}", kEight),
+       "\"a\" stands twice"},
       {"a tensor twice, spelled differently",
-       file_of(R"({"a":)" + good + R"(,"\u0061":)" + good + "}", eight), "\"a\" stands twice"},
+       file_of(R"({"a":)" + kGoodEntry + R"(,"\u0061":)" + kGoodEntry + "}", kEight), "\"a\" stands twice"},
       {"dtype twice",
-       file_of(R"({"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}})", eight),
+       file_of(R"({"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}})", kEight),
        "\"dtype\" stands twice"},
-      {"shape twice", file_of(R"({"a":{"dtype":"F32","shape":[2],"shape":[2],"data_offsets":[0,8]}})", eight),
+      {"shape twice",
+       file_of(R"({"a":{"dtype":"F32","shape":[2],"shape":[2],"data_offsets":[0,8]}})", kEight),
        "\"shape\" stands twice"},
       {"offsets twice",
-       file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"data_offsets":[0,8]}})", eight),
+       file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"data_offsets":[0,8]}})", kEight),
        "\"data_offsets\" stands twice"},
       {"metadata twice", file_of(R"({"__metadata__":{},"__metadata__":{}})"), "__metadata__ stands twice"},
       {"a metadata key twice", file_of(R"({"__metadata__":{"k":"1","k":"2"}})"), "\"k\" stands twice"},
       {"a tensor is empty", file_of(R"({"a":{}})"), "tensor \"a\" has no \"dtype\""},
-      {"no dtype", file_of(R"({"a":{"shape":[2],"data_offsets":[0,8]}})", eight),
+      {"no dtype", file_of(R"({"a":{"shape":[2],"data_offsets":[0,8]}})", kEight),
        "tensor \"a\" has no \"dtype\""},
-      {"no shape", file_of(R"({"a":{"dtype":"F32","data_offsets":[0,8]}})", eight),
+      {"no shape", file_of(R"({"a":{"dtype":"F32","data_offsets":[0,8]}})", kEight),
        "tensor \"a\" has no \"shape\""},
-      {"no offsets", file_of(R"({"a":{"dtype":"F32","shape":[2]}})", eight),
+      {"no offsets", file_of(R"({"a":{"dtype":"F32","shape":[2]}})", kEight),
        "tensor \"a\" has no \"data_offsets\""},
-      {"a field more", file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1}})", eight),
+      {"a field more", file_of(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"x":1}})", kEight),
        "has a field \"x\""},
+  };
+}
+
+std::vector<Hostile> hostile_layouts() {
+  const std::string huge = "9223372036854775807";
+  return {
       {"unknown dtype", one("\"F33\"", "[2]", "[0,8]", 8), "dtype \"F33\" is not known"},
       {"dtype in small letters", one("\"f32\"", "[2]", "[0,8]", 8), "not known"},
       {"dtype of half a byte", one("\"F4\"", "[16]", "[0,8]", 8), "dtype \"F4\" is not known"},
@@ -337,39 +360,35 @@ std::vector<Hostile> hostile_files() {
       {"size too large for the shape", one("\"F32\"", "[1]", "[0,8]", 8), "takes 4 bytes"},
       {"one value without its bytes", one("\"F32\"", "[]", "[0,0]", 0), "takes 4 bytes"},
       {"overlap",
-       file_of(R"({"a":)" + good + R"(,"b":)" + entry("\"F32\"", "[2]", "[4,12]") + "}",
+       file_of(R"({"a":)" + kGoodEntry + R"(,"b":)" + entry("\"F32\"", "[2]", "[4,12]") + "}",
                std::string(12, 'x')),
        "may not overlap"},
-      {"the same bytes twice", file_of(R"({"a":)" + good + R"(,"b":)" + good + "}", eight),
+      {"the same bytes twice", file_of(R"({"a":)" + kGoodEntry + R"(,"b":)" + kGoodEntry + "}", kEight),
        "may not overlap"},
       {"an empty tensor inside another",
-       file_of(R"({"a":)" + good + R"(,"b":)" + entry("\"F32\"", "[0]", "[4,4]") + "}", eight),
+       file_of(R"({"a":)" + kGoodEntry + R"(,"b":)" + entry("\"F32\"", "[0]", "[4,4]") + "}", kEight),
        "may not overlap"},
       {"hole in the middle",
-       file_of(R"({"a":)" + good + R"(,"b":)" + entry("\"F32\"", "[2]", "[9,17]") + "}",
+       file_of(R"({"a":)" + kGoodEntry + R"(,"b":)" + entry("\"F32\"", "[2]", "[9,17]") + "}",
                std::string(17, 'x')),
        "belong to no tensor"},
       {"hole at the beginning", one("\"F32\"", "[2]", "[4,12]", 12), "belong to no tensor"},
       {"bytes at the end", one("\"F32\"", "[2]", "[0,8]", 9), "1 bytes follow the last tensor"},
       {"bytes and no tensor", file_of("{}", "x"), "1 bytes follow"},
-      {"deep arrays", file_of("{\"a\":" + std::string(1'000'000, '[')),
-       "tensor \"a\" must be an object, and an array was found"},
-      {"deep arrays in a shape", file_of(R"({"a":{"shape":)" + std::string(1'000'000, '[')),
-       "a dimension must be a number, and an array was found"},
-      {"deep objects", file_of(repeated("{\"a\":", 1'000'000)),
-       "tensor \"a\" has a field \"a\", which has no place there"},
-      {"a number of a million digits", one("\"U8\"", "[" + std::string(1'000'000, '9') + "]", "[0,8]", 8),
-       "a dimension is 9999999999"},
-      {"a name of a million letters", file_of("{\"" + std::string(1'000'000, 'n') + "\":1}"), "nnn..."},
-      {"terminal codes in a name", file_of("{\"\\u001b[2J\":1}"), "\"?[2J\""},
   };
+}
+
+std::vector<Hostile> hostile_files() {
+  std::vector<Hostile> all;
+  for (const auto& some : {hostile_json(), hostile_fields(), hostile_layouts(), wrong_kinds()})
+    all.insert(all.end(), some.begin(), some.end());
+  return all;
 }
 
 using SafetensorsReading = Files;
 
 TEST_F(SafetensorsReading, HostileFilesAreRefusedWithTheReason) {
-  std::vector<Hostile> all = hostile_files();
-  for (const Hostile& hostile : wrong_kinds()) all.push_back(hostile);
+  const std::vector<Hostile> all = hostile_files();
   EXPECT_GE(all.size(), 40u);
   for (const Hostile& hostile : all) {
     put(hostile.content);

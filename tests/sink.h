@@ -259,4 +259,20 @@ inline scruple_accumulation mode_of(const std::string& rule) {
 
 inline constexpr scruple_policy kPolicies[] = {SCRUPLE_STORED, SCRUPLE_RELEASED, SCRUPLE_COMPRESSED};
 
+class Sinks : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    if (engine.handle == nullptr) GTEST_SKIP() << GetParam() << ": " << scruple_last_error();
+  }
+  const Engine engine{2, GetParam()};
+};
+
+// The engines to test on, as GoogleTest names them.
+inline std::string engine_name(const testing::TestParamInfo<std::string>& engine) {
+  std::string name = engine.param;
+  for (char& c : name)
+    if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
+  return name;
+}
+
 }  // namespace scruple_tests
