@@ -103,6 +103,95 @@ double chunk_sum(const float* x, std::size_t n) {
   return sum;
 }
 
+void copy(Lab& lab, void* to, const void* from, std::int64_t bytes) {
+  CHECK_OK(scruple_copy(lab.device, to, from, bytes));
+}
+
+Tensor random_block(Lab& lab, const Optimizer& optimizer, std::int64_t size) {
+  Tensor block(optimizer, size, "scruple", lab.host);
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    if (!block.used(a)) continue;
+    if (a != SCRUPLE_GRADIENT) block.row.arrays[a].rounding = SCRUPLE_STOCHASTIC;
+    std::vector<float> values = values_of(size, static_cast<std::uint64_t>(a));
+    if (a == SCRUPLE_SLOT + 1)
+      for (float& x : values) x = x * x;
+    block.encode(lab.host, a, values);
+  }
+  return block;
+}
+
+// Fills the planes of a tensor in the device's memory with those of the block, over and over.
+void repeat(Lab& lab, Tensor& block, scruple_tensor& big) {
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    if (!block.used(a)) continue;
+    std::int64_t block_bytes[2], bytes[2];
+    CHECK_OK(scruple_format_bytes(big.arrays[a].format, block.row.size, &block_bytes[0], &block_bytes[1]));
+    CHECK_OK(scruple_format_bytes(big.arrays[a].format, big.size, &bytes[0], &bytes[1]));
+    const scruple_array &from = block.row.arrays[a], &to = big.arrays[a];
+    for (const bool aux : {false, true}) {
+      auto* plane = static_cast<unsigned char*>(aux ? to.aux : to.codes);
+      std::int64_t have = block_bytes[aux ? 1 : 0];
+      copy(lab, plane, aux ? from.aux : from.codes, have);
+      while (have > 0 && have < bytes[aux ? 1 : 0]) {
+        const std::int64_t more = std::min(have, bytes[aux ? 1 : 0] - have);
+        copy(lab, plane + have, plane, more);
+        have += more;
+      }
+    }
+  }
+  CHECK_OK(scruple_engine_synchronize(lab.device));
+}
+
+// Of `elements` of repeated blocks and 1000 more: chunks repeat as the block does.
+double norm_of_repeated(Lab& lab, const Tensor& block, std::int64_t elements) {
+  std::vector<float> decoded = block.decode(lab.host, SCRUPLE_GRADIENT);
+  std::vector<double> sums;
+  for (std::size_t at = 0; at < decoded.size(); at += 65536) sums.push_back(chunk_sum(&decoded[at], 65536));
+  double total = 0;
+  for (std::int64_t chunk = 0; chunk < elements / 65536; ++chunk)
+    total += sums[static_cast<std::size_t>(chunk) % sums.size()];
+  return std::sqrt(total + chunk_sum(decoded.data(), 1000));
+}
+
+// The elements [first, first + n) of repeated blocks, before a step.
+Tensor window_of(Tensor& block, const Optimizer& optimizer, std::uint32_t id, std::int64_t first,
+                 std::int64_t n) {
+  Tensor window(optimizer, n);
+  window.row.id = id;
+  window.row.offset = first;
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
+    if (block.used(a)) window.use(a, block.row.arrays[a].format, block.row.arrays[a].rounding);
+  for (std::int64_t at = 0; at < n; at += 128) {
+    const std::int64_t piece = std::min<std::int64_t>(128, n - at);
+    scruple_tensor from{}, to{};
+    CHECK_OK(scruple_tensor_view(&block.row, (first + at) % block.row.size, 128, &from));
+    CHECK_OK(scruple_tensor_view(&window.row, at, piece, &to));
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+      if (!block.used(a)) continue;
+      std::int64_t codes = 0, aux = 0;
+      CHECK_OK(scruple_format_bytes(to.arrays[a].format, piece, &codes, &aux));
+      std::memcpy(to.arrays[a].codes, from.arrays[a].codes, static_cast<std::size_t>(codes));
+      if (aux > 0) std::memcpy(to.arrays[a].aux, from.arrays[a].aux, static_cast<std::size_t>(aux));
+    }
+  }
+  return window;
+}
+
+void expect_window(Lab& lab, const scruple_tensor& big, Tensor& window) {
+  const std::int64_t first = window.row.offset;
+  scruple_tensor view{};
+  CHECK_OK(scruple_tensor_view(&big, first, window.row.size, &view));
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    if (!window.used(a)) continue;
+    Bytes codes(window.codes(a).size), aux(window.aux(a).size);
+    copy(lab, codes.data(), view.arrays[a].codes, length(codes));
+    copy(lab, aux.data(), view.arrays[a].aux, length(aux));
+    CHECK_OK(scruple_engine_synchronize(lab.device));
+    EXPECT_TRUE(same_bytes(codes, window.codes(a).bytes())) << "array " << a << " codes, window at " << first;
+    EXPECT_TRUE(same_bytes(aux, window.aux(a).bytes())) << "array " << a << " aux, window at " << first;
+  }
+}
+
 // A block of planes is repeated to fill a tensor of 2^31 + 1000 elements (fewer for a CPU engine), two steps
 // are taken, and windows of it are compared with the same window stepped on the CPU.
 TEST_F(CudaBig, OverTwoToThe31Elements) {
@@ -111,54 +200,15 @@ TEST_F(CudaBig, OverTwoToThe31Elements) {
   const std::int64_t block_size = std::int64_t{1} << (cuda ? 24 : 19),
                      base = std::int64_t{1} << (cuda ? 31 : 22), size = base + 1000;
   const Optimizer optimizer;
-  Tensor block(optimizer, block_size, "scruple", lab().host);
-  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
-    if (!block.used(a)) continue;
-    if (a != SCRUPLE_GRADIENT) block.row.arrays[a].rounding = SCRUPLE_STOCHASTIC;
-    std::vector<float> values = values_of(block_size, static_cast<std::uint64_t>(a));
-    if (a == SCRUPLE_SLOT + 1)
-      for (float& x : values) x = x * x;
-    block.encode(lab().host, a, values);
-  }
-
+  Tensor block = random_block(lab(), optimizer, block_size);
   scruple_tensor big = block.row;
   big.size = size;
   big.id = 5;
   for (scruple_array& array : big.arrays) array.codes = array.aux = nullptr;
   if (scruple_tensor_alloc(lab().device, &big, SCRUPLE_STATE | 1u << SCRUPLE_GRADIENT) != SCRUPLE_OK)
     GTEST_SKIP() << "no memory for " << size << " elements: " << scruple_last_error();
-  const auto copy = [&](void* to, const void* from, std::int64_t bytes) {
-    CHECK_OK(scruple_copy(lab().device, to, from, bytes));
-  };
-  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
-    if (!block.used(a)) continue;
-    std::int64_t block_bytes[2], bytes[2];
-    CHECK_OK(scruple_format_bytes(big.arrays[a].format, block_size, &block_bytes[0], &block_bytes[1]));
-    CHECK_OK(scruple_format_bytes(big.arrays[a].format, size, &bytes[0], &bytes[1]));
-    const scruple_array &from = block.row.arrays[a], &to = big.arrays[a];
-    for (const bool aux : {false, true}) {
-      auto* plane = static_cast<unsigned char*>(aux ? to.aux : to.codes);
-      std::int64_t have = block_bytes[aux ? 1 : 0];
-      copy(plane, aux ? from.aux : from.codes, have);
-      while (have > 0 && have < bytes[aux ? 1 : 0]) {
-        const std::int64_t more = std::min(have, bytes[aux ? 1 : 0] - have);
-        copy(plane + have, plane, more);
-        have += more;
-      }
-    }
-  }
-  CHECK_OK(scruple_engine_synchronize(lab().device));
-
-  // The norm first: chunks repeat as the block does.
-  std::vector<float> decoded = block.decode(lab().host, SCRUPLE_GRADIENT);
-  std::vector<double> sums;
-  for (std::size_t at = 0; at < decoded.size(); at += 65536) sums.push_back(chunk_sum(&decoded[at], 65536));
-  double total = 0;
-  for (std::int64_t chunk = 0; chunk < base / 65536; ++chunk)
-    total += sums[static_cast<std::size_t>(chunk) % sums.size()];
-  total += chunk_sum(decoded.data(), 1000);
-  EXPECT_EQ(norm_of(lab().device, {big}), std::sqrt(total));
-
+  repeat(lab(), block, big);
+  EXPECT_EQ(norm_of(lab().device, {big}), norm_of_repeated(lab(), block, base));
   for (int t = 1; t <= 2; ++t) {
     big.step = t;
     CHECK_OK(scruple_step(lab().device, &big, 1, nullptr));
@@ -175,42 +225,12 @@ TEST_F(CudaBig, OverTwoToThe31Elements) {
     windows.emplace_back(
         static_cast<std::int64_t>(random.next() % static_cast<std::uint64_t>(base / 128 - 32)) * 128, 4096);
   for (const auto& [first, n] : windows) {
-    std::vector<Tensor> expected;
-    expected.emplace_back(optimizer, n);
-    Tensor& window = expected[0];
-    window.row.id = big.id;
-    window.row.offset = first;
-    for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
-      if (block.used(a)) window.use(a, block.row.arrays[a].format, block.row.arrays[a].rounding);
-    for (std::int64_t at = 0; at < n; at += 128) {
-      const std::int64_t piece = std::min<std::int64_t>(128, n - at);
-      scruple_tensor from{}, to{};
-      CHECK_OK(scruple_tensor_view(&block.row, (first + at) % block_size, 128, &from));
-      CHECK_OK(scruple_tensor_view(&window.row, at, piece, &to));
-      for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
-        if (!block.used(a)) continue;
-        std::int64_t codes = 0, aux = 0;
-        CHECK_OK(scruple_format_bytes(to.arrays[a].format, piece, &codes, &aux));
-        std::memcpy(to.arrays[a].codes, from.arrays[a].codes, static_cast<std::size_t>(codes));
-        if (aux > 0) std::memcpy(to.arrays[a].aux, from.arrays[a].aux, static_cast<std::size_t>(aux));
-      }
-    }
+    Tensor window = window_of(block, optimizer, big.id, first, n);
     for (int t = 1; t <= 2; ++t) {
       window.row.step = t;
       step(lab().host, window);
     }
-    scruple_tensor view{};
-    CHECK_OK(scruple_tensor_view(&big, first, n, &view));
-    for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
-      if (!block.used(a)) continue;
-      Bytes codes(window.codes(a).size), aux(window.aux(a).size);
-      copy(codes.data(), view.arrays[a].codes, length(codes));
-      copy(aux.data(), view.arrays[a].aux, length(aux));
-      CHECK_OK(scruple_engine_synchronize(lab().device));
-      EXPECT_TRUE(same_bytes(codes, window.codes(a).bytes()))
-          << "array " << a << " codes, window at " << first;
-      EXPECT_TRUE(same_bytes(aux, window.aux(a).bytes())) << "array " << a << " aux, window at " << first;
-    }
+    expect_window(lab(), big, window);
     if (HasFailure()) break;
   }
   scruple_tensor_free(lab().device, &big);

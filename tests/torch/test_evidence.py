@@ -1,6 +1,8 @@
 """evidence/: its tasks run in their small form, and runs are appended once."""
 
+import contextlib
 import gzip
+import io
 import json
 import pathlib
 import random
@@ -8,12 +10,30 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
+
+import torch
 
 EVIDENCE = pathlib.Path(__file__).resolve().parents[2] / "evidence"
+sys.path.insert(0, str(EVIDENCE))
+import recommendation  # noqa: E402
+import run as runner  # noqa: E402
 
 
 def run(*command):
-    return subprocess.run([sys.executable, "-W", "ignore", *map(str, command)], capture_output=True, text=True)
+    """evidence/run.py in this process, which has torch already; other programs in one of their own."""
+    command = list(map(str, command))
+    if command[0] != str(EVIDENCE / "run.py"):
+        return subprocess.run([sys.executable, "-W", "ignore", *command], capture_output=True, text=True)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runner.main()
+        except SystemExit as end:
+            code = end.code
+    if isinstance(code, str):
+        code, _ = 1, err.write(code)
+    return subprocess.CompletedProcess(command, code or 0, out.getvalue(), err.getvalue())
 
 
 def lines_of(test, task, rows, *more):
@@ -91,10 +111,9 @@ class Evidence(unittest.TestCase):
             self.assertIn("no row of no task", run(*command, "--rows", "nobody").stderr)
 
     def test_auc(self):
-        done = run("-c", f"import sys, torch; sys.path.insert(0, {str(EVIDENCE)!r}); from recommendation import auc; "
-                   "print(auc(torch.tensor([1., 2., 2., 3.]), torch.tensor([0., 0., 1., 1.])), "
-                   "auc(torch.zeros(5), torch.tensor([0., 1., 0., 1., 1.])))")
-        self.assertEqual(done.stdout.split(), ["0.875", "0.5"], done.stderr)
+        auc, tensor = recommendation.auc, torch.tensor
+        self.assertEqual(float(auc(tensor([1.0, 2.0, 2.0, 3.0]), tensor([0.0, 0.0, 1.0, 1.0]))), 0.875)
+        self.assertEqual(float(auc(torch.zeros(5), tensor([0.0, 1.0, 0.0, 1.0, 1.0]))), 0.5)
 
     def test_tuned(self):
         """Of files in Adult's form: who is tuned begins with what was learnt, and only older people are left."""
@@ -108,17 +127,20 @@ class Evidence(unittest.TestCase):
                         some = [draw.randrange(50) for _ in range(5)]
                         cells = (age, "a", some[0], "b", some[1], *"cdefg", *some[2:], "h", rich)
                         out.write(", ".join(map(str, cells)) + "\n")
-            program = f"import sys; sys.path.insert(0, {str(EVIDENCE)!r}); import torch; "
-            program += "import recommendation as r; "
-            program += "r.Tuned.learned = (lambda learn: lambda self, people: (setattr(self, 'steps', 60), "
-            program += "print(len(people[0])), learn(self, people))[2])(r.Tuned.learned); "
-            program += f"t = r.tasks({folder!r}, False, torch.device('cpu'))[1]; "
-            program += "print(len(t.training[0]), torch.equal(t.model().top[0].weight, t.start['top.0.weight']), t.begin)"
-            done = run("-c", program)
-        younger, older, same, begin = done.stdout.split()
-        self.assertEqual(int(younger) + int(older), 400, done.stderr)
-        self.assertGreater(int(older), 150)
-        self.assertEqual((same, len(begin)), ("True", 8))
+            younger, learn = [], recommendation.Tuned.learned
+
+            def learned(task, people):
+                task.steps = 60
+                younger.append(len(people[0]))
+                return learn(task, people)
+
+            with mock.patch.object(recommendation.Tuned, "learned", learned):
+                task = recommendation.tasks(folder, False, torch.device("cpu"))[1]
+            same = torch.equal(task.model().top[0].weight, task.start["top.0.weight"])
+        older = len(task.training[0])
+        self.assertEqual(younger[0] + older, 400)
+        self.assertGreater(older, 150)
+        self.assertEqual((same, len(task.begin)), (True, 8))
 
     def test_missing_data(self):
         with tempfile.TemporaryDirectory() as folder:
