@@ -90,9 +90,14 @@ void reset_slots(scruple_engine& engine, const scruple_tensor& t, uint32_t mask)
 }
 
 void release(scruple_engine& engine, scruple_tensor& t) {
-  for (scruple_array& array : t.arrays) {
-    if ((array.owned & 1) != 0) engine.free(array.codes), array.codes = nullptr;
-    if ((array.owned & 2) != 0) engine.free(array.aux), array.aux = nullptr;
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    scruple_array& array = t.arrays[a];
+    const auto free = [&](void*& plane, bool aux) {
+      is_on_host(t, a, aux) ? engine.free_host(plane) : engine.free(plane);
+      plane = nullptr;
+    };
+    if ((array.owned & 1) != 0) free(array.codes, false);
+    if ((array.owned & 2) != 0) free(array.aux, true);
     array.owned = 0;
   }
 }
@@ -102,8 +107,11 @@ void allocate(scruple_engine& engine, scruple_tensor& t, uint32_t mask) {
     if ((mask >> a & 1u) == 0 || !is_used(t, a)) continue;
     scruple_array& array = t.arrays[a];
     const Bytes bytes = bytes_of(*array.format, t.size);
-    if (array.codes == nullptr) array.codes = engine.alloc(bytes.codes), array.owned |= 1;
-    if (array.aux == nullptr && bytes.aux > 0) array.aux = engine.alloc(bytes.aux), array.owned |= 2;
+    const auto alloc = [&](i64 size, bool aux) {
+      return is_on_host(t, a, aux) ? engine.alloc_host(size) : engine.alloc(size);
+    };
+    if (array.codes == nullptr) array.codes = alloc(bytes.codes, false), array.owned |= 1;
+    if (array.aux == nullptr && bytes.aux > 0) array.aux = alloc(bytes.aux, true), array.owned |= 2;
     if ((array.owned & 1) == 0) mask &= ~(1u << a);  // it may hold state already
   }
   reset_slots(engine, t, mask);

@@ -93,7 +93,7 @@ void check_steppable(const scruple_tensor& t, i64 index) {
 
 bool same_but_for_step(const scruple_tensor& a, const scruple_tensor& b) {
   return a.optimizer == b.optimizer && a.size == b.size && a.offset == b.offset && a.folds == b.folds &&
-         a.id == b.id && std::memcmp(a.arrays, b.arrays, sizeof a.arrays) == 0;
+         a.id == b.id && a.host == b.host && std::memcmp(a.arrays, b.arrays, sizeof a.arrays) == 0;
 }
 
 CheckedTable::Rule rule_of(const scruple_tensor& t) { return {&t.optimizer->rule(), t.optimizer->active()}; }
@@ -154,6 +154,11 @@ bool is_nonneg(const scruple_tensor& tensor, int array) {
   return role_of(tensor, array) == SCRUPLE_ROLE_NONNEG;
 }
 
+bool is_on_host(const scruple_tensor& tensor, int array, bool aux) {
+  if (tensor.host == 0 || array == SCRUPLE_GRADIENT) return false;
+  return array != SCRUPLE_WEIGHT || (aux && !tensor.arrays[array].format->aux_is_scale);
+}
+
 bool has_formats(const scruple_tensor& tensor, int weight, int moment, int nonneg) {
   if (tensor.arrays[SCRUPLE_WEIGHT].format->index != weight) return false;
   for (int a = SCRUPLE_SLOT; a < SCRUPLE_GRADIENT; ++a)
@@ -179,6 +184,8 @@ void check_tensor(const scruple_tensor& t, i64 index) {
     fail(SCRUPLE_INVALID, "tensor ", index, ": folds is ", t.folds, "; it must be 0 to 2^32 - 1");
   if (t.step < 0 || t.step > 0xffffffffLL)
     fail(SCRUPLE_INVALID, "tensor ", index, ": step is ", t.step, "; it must be 0 to 2^32 - 1");
+  if (t.host > SCRUPLE_HOST_STATE)
+    fail(SCRUPLE_INVALID, "tensor ", index, ": host is ", t.host, "; it must be 0 or SCRUPLE_HOST_STATE");
 }
 
 void check_array(const scruple_tensor& t, i64 index, int array, bool memory) {

@@ -12,6 +12,7 @@
 #include <span>
 #include <unordered_map>
 
+#include "engine/cuda_ring.h"
 #include "engine/cuda_rows.h"
 
 namespace scruple {
@@ -24,6 +25,7 @@ class CudaEngine final : public scruple_engine {
     const CurrentDevice current(device_);
     multiprocessors_ = attribute(cudaDevAttrMultiProcessorCount, device_);
     if (const char* most = std::getenv("SCRUPLE_CUDA_BLOCKS")) most_blocks_ = std::atoll(most);
+    if (const char* bytes = std::getenv("SCRUPLE_CUDA_SLOT")) ring_.set_slot(std::atoll(bytes));
     shares_host_memory_ = attribute(cudaDevAttrPageableMemoryAccessUsesHostPageTables, device_) != 0;
     check(cudaEventCreateWithFlags(&last_use_, cudaEventDisableTiming), "creating an event");
     for (Workspace& workspace : workspaces_) {
@@ -47,21 +49,17 @@ class CudaEngine final : public scruple_engine {
     check_readable(options.clip, "clip");
     check_readable(options.loss_scale, "loss_scale");
     check_readable(options.steps, "steps");
-    if (!is_in_place(tensors, count, version, options.multiplier)) {
-      begin(workspaces_[kForStep]);
-      for (i64 i = 0; i < count; ++i) {
-        const u32 constants = constants_of(tensors[i], options.multiplier);
-        constants_of_last_.push_back(constants);
-        if (tensors[i].size > 0) add_step_row(tensors[i], i, constants);
-      }
-      commit(tensors);
-      workspace_->version = version;
-      sources_of_last_ = sources_.size();
-    }
-    prepare(options);
-    for (const KernelTable& table : tables()) launch_over(table, static_cast<const Constants*>(constants()));
+    const auto is_away = [](const scruple_tensor& t) { return t.host != 0 && t.size > 0; };
+    if (std::none_of(tensors, tensors + count, is_away)) return step_here(tensors, count, version, options);
+    for (i64 i = 0; i < count; ++i)
+      if (is_away(tensors[i])) check_away(tensors[i], i);
+    std::vector<scruple_tensor> here(tensors, tensors + count);  // the others, under their numbers
+    for (scruple_tensor& t : here)
+      if (is_away(t)) t.size = 0;
+    step_here(here.data(), count, 0, options);
+    for (i64 i = 0; i < count; ++i)
+      if (is_away(tensors[i])) step_through_ring(tensors[i], options);
   }
-
   double sum_squares(const scruple_tensor* tensors, i64 count) override {
     const Call call(*this);
     scruple_measure_options options = SCRUPLE_MEASURE_OPTIONS_INIT;
@@ -119,15 +117,18 @@ class CudaEngine final : public scruple_engine {
 
   void encode(const scruple_tensor& t, int array, const float* values) override {
     const Call call(*this);
+    ring_.join(stream_);
     const float overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
     convert_values(t, array, fp32(), const_cast<float*>(values), true, overflow);
   }
   void decode(const scruple_tensor& t, int array, const scruple_format& to, void* values) override {
     const Call call(*this);
+    ring_.join(stream_);
     convert_values(t, array, to, values, false, to.overflow);
   }
   void fill(const scruple_tensor& t, int array, float value) override {
     const Call call(*this);
+    ring_.join(stream_);
     check_planes(t, array);
     convert({.to = part_of(t, array), .size = t.size, .otherwise = value});
   }
@@ -141,6 +142,7 @@ class CudaEngine final : public scruple_engine {
     const CurrentDevice current(device_);
     check(cudaEventSynchronize(last_use_), "waiting for the last call");  // it may be on another stream
     check(cudaStreamSynchronize(stream_), "waiting for the stream");
+    ring_.wait();
   }
 
   void* alloc(i64 bytes) override {
@@ -155,8 +157,14 @@ class CudaEngine final : public scruple_engine {
     return memory;
   }
   void free(void* memory) override { cudaFree(memory); }
+  void* alloc_host(i64 bytes) override {
+    const CurrentDevice current(device_);
+    return allocate_pinned(bytes);
+  }
+  void free_host(void* memory) override { cudaFreeHost(memory); }
   void copy(void* to, const void* from, i64 bytes) override {
     const Call call(*this);
+    ring_.join(stream_);
     check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault, stream_), "copying");
   }
 
@@ -186,6 +194,50 @@ class CudaEngine final : public scruple_engine {
 
   void zero(void* memory, i64 bytes) {
     check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), stream_), "clearing device memory");
+  }
+
+  // ---- The step ----
+
+  void step_here(const scruple_tensor* tensors, i64 count, u64 version, const scruple_step_options& options) {
+    if (!is_in_place(tensors, count, version, options.multiplier)) {
+      begin(workspaces_[kForStep]);
+      for (i64 i = 0; i < count; ++i) {
+        const u32 constants = constants_of(tensors[i], options.multiplier);
+        constants_of_last_.push_back(constants);
+        if (tensors[i].size > 0) add_step_row(tensors[i], i, constants);
+      }
+      commit(tensors);
+      workspace_->version = version;
+      sources_of_last_ = sources_.size();
+    }
+    launch_step(options);
+  }
+  void launch_step(const scruple_step_options& options) {
+    prepare(options);
+    for (const KernelTable& table : tables()) launch_over(table, static_cast<const Constants*>(constants()));
+  }
+
+  void check_away(const scruple_tensor& t, i64 index) {
+    if (capturing_)
+      fail(SCRUPLE_UNSUPPORTED, "tensor ", index, " has its moments in host memory, and a step copies them beside the ",
+           "stream, which is being captured; step it outside the capture, or keep its moments on the device");
+    for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
+      if (is_used(t, a))
+        for_planes(t.arrays[a], t.size, [&](void* plane, i64) { check_pointer(plane, array_name(t, a), index); });
+  }
+
+  // A tensor whose moments lie in host memory.
+  void step_through_ring(const scruple_tensor& t, const scruple_step_options& options) {
+    const i64 each = ring_.elements(t);
+    for (i64 first = 0; first < t.size; first += each) {
+      scruple_tensor piece = scruple::view_of(t, first, std::min(each, t.size - first), "a piece");
+      ring_.bring(piece, stream_);
+      begin(workspaces_[kForPieces]);
+      add_step_row(piece, 0, constants_of(piece, options.multiplier));
+      commit(&piece);
+      launch_step(options);
+      ring_.send_back(stream_);
+    }
   }
 
   // ---- The table of a call ----
@@ -533,10 +585,11 @@ class CudaEngine final : public scruple_engine {
   cudaEvent_t last_use_ = nullptr;
   bool capturing_ = false, was_captured_ = false;
 
-  enum { kForStep, kForMeasure, kForFold, kWorkspaces };
+  enum { kForStep, kForPieces, kForMeasure, kForFold, kWorkspaces };
   Workspace workspaces_[kWorkspaces];
   Workspace* workspace_ = nullptr;                 // of the call under way
   DeviceBuffer constants_, sums_;                  // of any call: written anew by each
+  Ring ring_;                                      // for moments in host memory
   DeviceBuffer stage_;                             // for values that travel to or from the host
   std::unordered_map<const void*, int> resident_;  // blocks per multiprocessor
 

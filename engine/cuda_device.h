@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 #include <vector>
 
 #include "engine/failure.h"
@@ -32,6 +33,20 @@ inline void* allocate(i64 bytes) {
          total, " are free");
   }
   check(error, "allocating device memory");
+  return memory;
+}
+
+inline void* allocate_pinned(i64 bytes) {
+  void* memory = nullptr;
+  const auto size = static_cast<std::size_t>(std::max<i64>(bytes, 1));
+  const cudaError_t error = cudaHostAlloc(&memory, size, cudaHostAllocPortable);
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    fail(SCRUPLE_OUT_OF_MEMORY, "the host has no ", bytes,
+         " bytes that can be pinned for copies to the device; a container or 'ulimit -l' may allow fewer than there are");
+  }
+  check(error, "allocating pinned host memory");
+  std::memset(memory, 0, size);
   return memory;
 }
 

@@ -55,6 +55,9 @@ struct scruple_engine {
   virtual void synchronize() = 0;
   virtual void* alloc(scruple::i64 bytes) = 0;  // zeroed
   virtual void free(void* memory) = 0;
+  // Host memory that the engine copies to and from beside its work.
+  virtual void* alloc_host(scruple::i64 bytes) { return alloc(bytes); }
+  virtual void free_host(void* memory) { free(memory); }
   virtual void copy(void* to, const void* from, scruple::i64 bytes) = 0;
 
   scruple::CheckedTable checked;
@@ -75,6 +78,7 @@ unsigned role_of(const scruple_tensor& tensor, int array);
 const char* array_name(const scruple_tensor& tensor, int array);
 bool is_used(const scruple_tensor& tensor, int array);
 bool is_nonneg(const scruple_tensor& tensor, int array);
+bool is_on_host(const scruple_tensor& tensor, int array, bool aux);  // SCRUPLE_HOST_STATE
 // Whether the weight and the moments in use have these formats, by their numbers.
 bool has_formats(const scruple_tensor& tensor, int weight, int moment, int nonneg);
 unsigned role_in_step(const scruple_tensor& tensor, int array);  // as role_of, or SCRUPLE_ROLE_EXACT

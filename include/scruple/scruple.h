@@ -242,9 +242,15 @@ typedef struct scruple_tensor {
   int64_t offset; /* index of the first element in the whole tensor, for shards: random numbers follow it */
   int64_t folds;  /* gradients folded into arrays[SCRUPLE_GRADIENT] so far; 0: the next fold overwrites */
   uint32_t id;    /* names this tensor to the random numbers; give each parameter its own */
-  uint32_t reserved;
+  uint32_t host; /* what of its state lies in host memory: 0, nothing, or SCRUPLE_HOST_STATE */
   scruple_array arrays[SCRUPLE_ARRAYS]; /* weight, slots in the rule's order, gradient */
 } scruple_tensor;
+
+/* For scruple_tensor.host: the slots, their scales, and a weight's extra bits lie in pinned host memory, where
+ * scruple_tensor_alloc puts them too. A CUDA engine steps such a tensor piece by piece, by copies that run beside
+ * the stream, to the same bits; look at what a step left there after scruple_engine_synchronize. It takes
+ * 512 MiB of device memory for it, and refuses a stream that is being captured. Other engines see no difference. */
+#define SCRUPLE_HOST_STATE 1u
 
 /* Fills in format and rounding of every array that the tensor's optimizer has, optional slots too, by a
  * recipe's name; scruple_tensor_array says which are used. A slot that the hyperparameters ask to be exact

@@ -66,7 +66,7 @@ def _structs(text):
 
 Array, Tensor, Bound, FormatInfo, RecipeInfo, RuleInfo, SlotInfo, HyperInfo, EngineInfo = _structs("""
 Array: void* format, codes, aux; int32 rounding, owned
-Tensor: void* optimizer; int64 size, step, offset, folds; uint32 id, reserved; Array[5] arrays
+Tensor: void* optimizer; int64 size, step, offset, folds; uint32 id, host; Array[5] arrays
 Bound: double relative, group, absolute
 FormatInfo: char* name, doc; uint32 roles, roundings; int32 group_size, code_bits, aux_bits, aux_is_scale;
   double bits_per_value; Bound bound, bound_nonneg

@@ -182,6 +182,25 @@ inline std::vector<Tensor> tensors_of(const Optimizer& optimizer, const Shape& s
   return tensors;
 }
 
+// The planes of a tensor of the engine under test, and of the same in host memory.
+inline void expect_same_planes(scruple_engine* device, const scruple_tensor& there, const scruple_tensor& here,
+                        const std::string& name) {
+  for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
+    if (here.arrays[a].codes == nullptr) continue;
+    std::int64_t codes = 0, aux = 0;
+    CHECK_OK(scruple_format_bytes(here.arrays[a].format, here.size, &codes, &aux));
+    const auto expect_same_plane = [&](const void* got, const void* want, std::int64_t bytes) {
+      Bytes copy(static_cast<std::size_t>(bytes));
+      if (bytes == 0) return;
+      CHECK_OK(scruple_copy(device, copy.data(), got, bytes));
+      CHECK_OK(scruple_engine_synchronize(device));
+      EXPECT_EQ(std::memcmp(copy.data(), want, copy.size()), 0) << name << ", array " << a;
+    };
+    expect_same_plane(there.arrays[a].codes, here.arrays[a].codes, codes);
+    expect_same_plane(there.arrays[a].aux, here.arrays[a].aux, aux);
+  }
+}
+
 class Cuda : public testing::Test {
  protected:
   void SetUp() override {

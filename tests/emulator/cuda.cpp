@@ -101,7 +101,7 @@ void launch(const void* kernel, dim3 grid, dim3 of_block, void** arguments) {
   call(std::index_sequence_for<Parameters...>());
 }
 
-std::map<std::uintptr_t, std::size_t> memory;
+std::map<std::uintptr_t, std::size_t> memory, pinned;
 const std::size_t kPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -172,10 +172,23 @@ cudaError_t cudaFree(void* at) {
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* at) {
   const auto address = reinterpret_cast<std::uintptr_t>(at);
-  auto next = emulator::memory.upper_bound(address);
-  const bool here = next != emulator::memory.begin() && (--next, address <= next->first + next->second);
+  const auto lies_in = [&](const std::map<std::uintptr_t, std::size_t>& all) {
+    auto next = all.upper_bound(address);
+    return next != all.begin() && (--next, address <= next->first + next->second);
+  };
   *found = {};
-  found->type = here ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+  found->type = lies_in(emulator::memory)   ? cudaMemoryTypeDevice
+                : lies_in(emulator::pinned) ? cudaMemoryTypeHost
+                                            : cudaMemoryTypeUnregistered;
+  return done();
+}
+cudaError_t cudaHostAlloc(void** at, std::size_t bytes, unsigned) {
+  emulator::pinned[reinterpret_cast<std::uintptr_t>(*at = std::malloc(bytes))] = bytes;
+  return done();
+}
+cudaError_t cudaFreeHost(void* at) {
+  emulator::pinned.erase(reinterpret_cast<std::uintptr_t>(at));
+  std::free(at);
   return done();
 }
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
@@ -224,6 +237,11 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = nullptr;
   return done();
 }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  *stream = nullptr;
+  return done();
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return done(); }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return done(); }
 cudaError_t cudaSetDevice(int) { return done(); }
 cudaError_t cudaEventDestroy(cudaEvent_t) { return done(); }
