@@ -347,6 +347,16 @@ scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, con
   });
 }
 
+int scruple_tensor_on_host(const scruple_tensor* tensor, int array, int aux) {
+  int found = 0;
+  guarded([&] {
+    const scruple_tensor& t = required(tensor, "tensor");
+    check_array_index(t, array);
+    found = t.arrays[array].format != nullptr && is_on_host(t, array, aux != 0) ? 1 : 0;
+  });
+  return found;
+}
+
 scruple_status scruple_tensor_alloc(scruple_engine* engine, scruple_tensor* tensor, uint32_t mask) {
   return guarded([&] {
     scruple_engine& e = required(engine, "engine");

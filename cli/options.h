@@ -32,6 +32,7 @@ struct Option {
   bool may_change = false;         // from session to session of a run
   const char* variable = nullptr;  // of the environment, that may have the value
   bool takes_many = false;         // values behind one name
+  const char* implied = nullptr;   // the value of the name alone
 };
 using OptionTable = std::vector<Option>;
 inline constexpr bool kMayChange = true;

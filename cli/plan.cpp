@@ -62,7 +62,8 @@ struct Options {
   std::int64_t batch = 0, context = 0;  // batch 0: the state alone
   int threads = 0;
   std::string device, recompute, activations;
-  bool offload = false, ema = false, as_json = false;
+  std::string offload;
+  bool ema = false, as_json = false;
 };
 
 struct Row {
@@ -70,6 +71,7 @@ struct Row {
   Memory memory;
   std::int64_t released = 0, compressed = 0;    // totals
   std::int64_t activations = 0, workspace = 0;  // of a run with --batch
+  std::int64_t host = 0;                        // bytes in host memory, of state that is offloaded
 
   std::int64_t total() const { return memory.total() + activations + workspace; }
   // Everything by name, in the order of columns.
@@ -99,7 +101,7 @@ OptionTable run_options(Options& options) {
       {kRun, "--context", "", &options.context, "N", "tokens of a window (default: as train)", whole_from(1)},
       {kRun, "--recompute", "", &options.recompute, "WHAT", either(train::kRecomputes),
        one_of(train::kRecomputes)},
-      {kRun, "--offload", "", &options.offload, "", "as train"},
+      offload_option(options.offload, ""),
       {kRun, "--activations", "", &options.activations, "TYPE",
        either(train::kPrecisions) + " (default: as train)", one_of(train::kPrecisions)},
       {kRun, "--device", "", &options.device, "DEVICE", "cpu, cuda or auto", a_device(), false,
@@ -123,7 +125,7 @@ std::string device_of_run(const Options& options) {
 AddRun run_of(const Options& options) {
   if (options.batch == 0) {
     if (options.context > 0 || options.threads > 0 || names_device(options) ||
-        options.recompute != train::kRecomputes[0] || !options.activations.empty() || options.offload)
+        options.recompute != train::kRecomputes[0] || !options.activations.empty() || !options.offload.empty())
       throw UsageError(
           "--context, --device, --threads, --recompute, --activations and --offload describe a run; add its "
           "--batch");
@@ -145,6 +147,10 @@ AddRun run_of(const Options& options) {
     const train::Ledger needed = train::memory_of(job);
     row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
     row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
+    row.host = needed.host_peak();
+    if (row.host == 0) return;
+    row.memory.extra = needed.peak("extra"), row.memory.scales = needed.peak("scales");
+    for (auto& [name, bytes] : row.memory.slots) bytes = needed.peak(name);
   };
 }
 #else
@@ -203,7 +209,8 @@ void print_json(const Plan& plan, const Options& options) {
                     {"gradients", row.policy},
                     {"bytes_per_param", static_cast<double>(row.total()) / params},
                     {"total_bytes", row.total()},
-                    {"host_bytes", device == "cuda" ? row.memory.saved() : 0},  // of copies for saves
+                    // Of copies for saves, or of what is offloaded.
+                    {"host_bytes", device != "cuda" ? 0 : row.host > 0 ? row.host : row.memory.saved()},
                     {"parts", parts}});
   }
   for (const Refusal& refusal : plan.refusals)
@@ -219,10 +226,14 @@ void print_json(const Plan& plan, const Options& options) {
 
 // On a GPU a checkpoint is copied to host memory, and written from there.
 std::string saves_words(const Plan& plan) {
-  const auto less = [](const Row& a, const Row& b) { return a.memory.saved() < b.memory.saved(); };
+  const bool offloads = plan.rows.front().host > 0;
+  const auto bytes = [&](const Row& row) { return offloads ? row.host : row.memory.saved(); };
+  const auto less = [&](const Row& a, const Row& b) { return bytes(a) < bytes(b); };
   const auto [least, most] = std::minmax_element(plan.rows.begin(), plan.rows.end(), less);
-  return "saves take " + size_words(least->memory.saved()) +
-         (less(*least, *most) ? " to " + size_words(most->memory.saved()) : "") +
+  const std::string size =
+      size_words(bytes(*least)) + (less(*least, *most) ? " to " + size_words(bytes(*most)) : "");
+  if (offloads) return size + " lie in host memory; training waits for each save";
+  return "saves take " + size +
          " of host memory, so that training goes on meanwhile; without it, training waits for each";
 }
 

@@ -26,6 +26,7 @@ std::vector<std::string> options_of_passes(const train::Job& job) {
   std::vector<std::string> names;
   if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
   if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
+  if (on_gpu(job) && !job.offloads_state) names.emplace_back("--offload state");
   return names;
 }
 
@@ -102,6 +103,10 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
   add("activations", needed.peak("activations"));
   add("workspace", needed.peak("workspace"));
   add("total", std::exchange(sum, 0));
+  for (const train::Ledger::Entry& entry : needed.host_entries()) add(entry.kind + ", on the host", entry.peak);
+  if (needed.host_peak() > free_memory())
+    refuse_memory(what, needed.host_peak(), size_words(free_memory()) + " of host memory are free",
+                  "leave out --offload state, or " + advice, table);
   const std::int64_t free = free_memory(job);
   if (needed.peak() <= std::min(free, limit)) return table;
   refuse_memory(what, needed.peak(),
@@ -121,6 +126,7 @@ std::int64_t measured_total(const train::Ledger& ledger) {
   std::int64_t sum = 0;
   for (const train::Ledger::Entry& entry : ledger.entries())
     if (is_state(entry.kind)) sum += entry.peak;
+  for (const train::Ledger::Entry& entry : ledger.host_entries()) sum += entry.peak;
   return sum;
 }
 

@@ -115,7 +115,7 @@ TrainOptions changed(TrainOptions noted, const CLI::App& command, TrainOptions g
     if (table[i].key.empty() || (table[i].may_change && command.count(table[i].name) > 0))
       copy_value(others[i], table[i]);
   if (command.count("--offload") == 0 && device_for(noted.model.device) == "cpu")  // it has moved here
-    noted.model.offload = false;
+    noted.model.offload.clear();
   return noted;
 }
 

@@ -67,8 +67,7 @@ OptionTable ModelOptions::options(std::int64_t fewest_steps) {
        "what backward computes again: none, norms, mlp, keep-attention, block (each saves more memory) or "
        "auto (what fits)",
        one_of(recomputes), kMayChange},
-      {kMemory, "--offload", "offload", &offload, "",
-       "on a GPU: keep the activations between layers in host memory", anything(), kMayChange},
+      offload_option(offload, "offload"),
       {kRun, "--steps", "steps", &steps, "N", "optimizer steps", whole_from(fewest_steps), kMayChange},
       {kRun, "--batch", "batch", &batch, "N", "windows of --context tokens in a micro-batch", whole_from(1)},
       {kRun, "--seed", "seed", &seed, "N", "of weights, batches and stochastic rounding", whole_from(0)},
@@ -76,6 +75,28 @@ OptionTable ModelOptions::options(std::int64_t fewest_steps) {
        kMayChange, kDeviceVariable},
       {kRun, "--threads", "", &threads, "N", "CPU threads; 0: one per core; the result is always the same",
        whole_from(0, 1024)}};
+}
+
+bool is_offloaded(const std::string& offload, const std::string& what) {
+  if (offload == "true") return what == kActivations;
+  return ("," + offload + ",").find("," + what + ",") != std::string::npos;
+}
+
+Option offload_option(std::string& offload, const std::string& key) {
+  const CLI::Validator known(
+      [](const std::string& text) {
+        std::stringstream parts(text);
+        int count = 0;
+        for (std::string part; std::getline(parts, part, ','); ++count)
+          if (part != kActivations && part != kState && text != "true")
+            return "'" + part + "' is nothing that can be offloaded; use activations, state, or activations,state";
+        return std::string(count > 0 ? "" : "nothing is named; use activations or state");
+      },
+      "");
+  return {kMemory, "--offload", key, &offload, "[WHAT]",
+          "on a GPU, keep in host memory: activations (those between layers), state (moments and extra bits), or "
+          "activations,state; the name alone means activations",
+          known, kMayChange, nullptr, false, kActivations};
 }
 
 CLI::Validator a_device() {
@@ -321,7 +342,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
     throw UsageError("--batch is " + std::to_string(options.batch) + " windows of " +
                      std::to_string(shape.context) + " tokens; choose one with at most 2^40 tokens");
   const bool with_gpu = device_for(options.device) == "cuda";
-  if (options.offload && !with_gpu)
+  if (!options.offload.empty() && !with_gpu)
     throw UsageError(
         "--offload is for a GPU, and this run is on the CPU; leave it out, or use --device cuda");
   if (gradients.accumulation != "none") {
@@ -341,7 +362,8 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.batch = options.batch;
   if (options.recompute != kAutoRecompute)
     job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
-  job.offloads = options.offload;
+  job.offloads = is_offloaded(options.offload, kActivations);
+  job.offloads_state = is_offloaded(options.offload, kState);
   job.seed = options.seed;
   job.threads = options.threads;
   job.optimizer = [choice] { return choice.make_optimizer(); };

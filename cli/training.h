@@ -39,11 +39,15 @@ struct ModelOptions {
   std::uint64_t seed = 1;
   int threads = 0;
   std::string device = kDevices[0];
-  bool offload = false;
+  std::string offload;  // "", or what: see is_offloaded()
 
   OptionTable options(std::int64_t fewest_steps = 1);
   bool is_gpt() const { return model == kGpt; }
 };
+// What --offload takes, joined by commas. Earlier versions noted "true" for the first.
+inline constexpr const char *kActivations = "activations", *kState = "state";
+bool is_offloaded(const std::string& offload, const std::string& what);
+Option offload_option(std::string& offload, const std::string& key);
 inline constexpr std::int64_t kUsualContext = 1024;
 // Peak learning rates for weights that were trained before.
 inline constexpr double kTuningLr = 1e-5, kTuningSgdLr = 1e-3;

@@ -81,7 +81,7 @@ class Ring {
 
  private:
   static constexpr const char* kDoing = "copying moments between the host and the device";
-  static constexpr i64 kSlots = 32, kSlotBytes = i64{16} << 20;
+  static constexpr i64 kSlots = 32;
   static constexpr i64 kTiles = 4096;  // elements: whole tiles of every kernel
   struct Plane {
     u8* at;
@@ -131,7 +131,7 @@ class Ring {
     memory_.reserve(kSlots * slot_bytes_, false);
   }
 
-  i64 slot_bytes_ = kSlotBytes;
+  i64 slot_bytes_ = SCRUPLE_HOST_RING_BYTES / kSlots;
   DeviceBuffer memory_;
   std::array<Slot, kSlots> slots_;
   Slot* slot_ = nullptr;  // of the piece under way

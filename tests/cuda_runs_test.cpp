@@ -81,6 +81,27 @@ TEST_F(CudaTrainer, ARunMovesBetweenDevices) {
   }
 }
 
+// Saved with its moments on the device, gone on with them in host memory, and back.
+TEST_F(CudaTrainer, ARunMovesItsMoments) {
+  const std::string folder = ::testing::TempDir() + "moves_moments";
+  const Job here = with_large_matrices(SCRUPLE_RELEASED);
+  Job away = here;
+  away.offloads_state = true;
+  const Taken whole = take(here, 6);
+  std::unique_ptr<io::Checkpoint> from;
+  std::vector<char> planes;
+  for (const Job& job : {here, away, here}) {
+    Training training(job, from.get());
+    training.take(2);
+    std::filesystem::remove_all(folder);
+    save(training, "scruple", {}, folder, 0);
+    from = std::make_unique<io::Checkpoint>(io::find_checkpoint(folder));
+    planes = training.planes();
+  }
+  EXPECT_TRUE(planes == whole.planes);
+  std::filesystem::remove_all(folder);
+}
+
 // ---- Steps that are not taken ----
 
 // Losses and norms as they come, some of them outliers, some not finite.

@@ -29,6 +29,15 @@ inline Job job_of(const Description& shape, OpenBackend backend, const std::stri
   return job;
 }
 
+// Matrices whose moments are large enough to be offloaded.
+inline Job with_large_matrices(scruple_policy policy) {
+  Description shape = llama();
+  shape.width = 320, shape.head_width = 80, shape.inner = 640;
+  Job job = job_of(shape, cuda_backend, "scruple", Precision::bf16);
+  job.gradients.policy = policy;
+  return job;
+}
+
 // Values that are quick to draw, spread as first weights are.
 inline Fill spread_values(const Description& shape) {
   const std::vector<Parameter> all = parameters_of(shape);

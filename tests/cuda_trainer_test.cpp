@@ -558,6 +558,32 @@ TEST_F(CudaTrainer, OffloadingGivesTheSameBits) {
       << "7 that exist, 3 of them at once";
 }
 
+TEST_F(CudaTrainer, OffloadedMomentsGiveTheSameBits) {
+  for (const scruple_policy policy : {SCRUPLE_STORED, SCRUPLE_COMPRESSED, SCRUPLE_RELEASED})
+    for (const int parts : {1, 2}) {
+      if (policy == SCRUPLE_RELEASED && parts > 1) continue;  // moments of 8 bits do not add up
+      Job job = with_large_matrices(policy);
+      job.gradients.micro_batches = parts;
+      if (policy != SCRUPLE_RELEASED) job.gradients.max_norm = 1;
+      const Taken here = take(job, 5);
+      job.offloads_state = true;
+      expect_same(take(job, 5), here, std::to_string(policy) + ", " + std::to_string(parts));
+    }
+}
+
+TEST(CudaPlan, OffloadedMomentsAreCountedApart) {
+  Job job = with_large_matrices(SCRUPLE_RELEASED);
+  const Ledger here = memory_of(job);
+  job.offloads_state = true;
+  const Ledger away = memory_of(job);
+  EXPECT_EQ(here.host_peak(), 0);
+  EXPECT_EQ(here.peak() - away.peak(), away.host_peak() - SCRUPLE_HOST_RING_BYTES);
+  std::int64_t large = 0;
+  for (const Parameter& parameter : parameters_of(job.shape))
+    if (parameter.size() > 1 << 16) large += parameter.size();
+  EXPECT_EQ(away.host_peak(), large * 3 + large / 64 * 2 * 2) << "extra bits, two moments, their scales in 16 bits";
+}
+
 // What is told of a plan without its activations. Only counts: it needs no GPU.
 TEST(CudaPlan, ReleasedBytesAreTheLedgers) {
   for (const Precision activations : {Precision::fp32, Precision::bf16}) {

@@ -248,9 +248,11 @@ typedef struct scruple_tensor {
 
 /* For scruple_tensor.host: the slots, their scales, and a weight's extra bits lie in pinned host memory, where
  * scruple_tensor_alloc puts them too. A CUDA engine steps such a tensor piece by piece, by copies that run beside
- * the stream, to the same bits; look at what a step left there after scruple_engine_synchronize. It takes
- * 512 MiB of device memory for it, and refuses a stream that is being captured. Other engines see no difference. */
+ * the stream, to the same bits; look at what a step left there after scruple_engine_synchronize. For it the
+ * engine takes SCRUPLE_HOST_RING_BYTES of device memory with the first such step; a stream that is being captured
+ * is refused. Other engines see no difference. */
 #define SCRUPLE_HOST_STATE 1u
+#define SCRUPLE_HOST_RING_BYTES ((int64_t)512 << 20)
 
 /* Fills in format and rounding of every array that the tensor's optimizer has, optional slots too, by a
  * recipe's name; scruple_tensor_array says which are used. A slot that the hyperparameters ask to be exact
@@ -276,6 +278,8 @@ SCRUPLE_API scruple_status scruple_tensor_check(const scruple_tensor* tensor);
  * optimizer's hyperparameters do not ask for. Any of the outputs may be NULL. */
 SCRUPLE_API scruple_status scruple_tensor_array(const scruple_tensor* tensor, int array, const char** name,
                                                 int* role, int* used);
+/* Whether the codes (`aux` 0) or the aux plane (1) of `array` lie in host memory, by tensor->host. */
+SCRUPLE_API int scruple_tensor_on_host(const scruple_tensor* tensor, int array, int aux);
 /* Allocates, zeroes and then owns the planes that are still NULL of the arrays in `mask` (bit i: arrays[i];
  * SCRUPLE_STATE: all but the gradient); slots whose codes it allocates get their initial value. */
 SCRUPLE_API scruple_status scruple_tensor_alloc(scruple_engine* engine, scruple_tensor* tensor,

@@ -17,6 +17,7 @@ class Gpu final : public Backend {
   Gpu() : memory_(stream_), copies_(stream_), engine_(stream_) {}
   Engine& engine() override { return *engine_; }
   Memory& memory() override { return memory_; }
+  Memory& offload_memory() override { return host_; }
   Copies* copies() override { return &copies_; }
   std::string device() const override { return *engine_, cuda::device_name(); }
   std::string arithmetic() const override { return device() + ", cuBLAS " + cuda::products_version(); }
@@ -38,6 +39,7 @@ class Gpu final : public Backend {
  private:
   cuda::Stream stream_;
   cuda::DeviceMemory memory_;
+  cuda::OffloadMemory host_;
   cuda::PinnedCopies copies_;
   cuda::StreamEngine engine_;
 };

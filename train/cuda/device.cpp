@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -116,15 +117,19 @@ void* DeviceMemory::take(std::int64_t bytes) {
 void DeviceMemory::give_back(void* memory) noexcept { cudaFreeAsync(memory, stream_); }
 
 void DeviceMemory::read(void* to_host, const void* from, std::int64_t bytes) {
-  check(cudaMemcpyAsync(to_host, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost, stream_),
+  check(cudaMemcpyAsync(to_host, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault, stream_),
         "copying from the GPU");
   stream_.wait();
 }
 
 void DeviceMemory::write(void* to, const void* from_host, std::int64_t bytes) {
-  check(cudaMemcpyAsync(to, from_host, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice, stream_),
+  check(cudaMemcpyAsync(to, from_host, static_cast<std::size_t>(bytes), cudaMemcpyDefault, stream_),
         "copying to the GPU");
   stream_.wait();
+}
+
+void* OffloadMemory::take(std::int64_t bytes) {
+  return std::memset(take_pinned(bytes), 0, static_cast<std::size_t>(bytes));
 }
 
 std::string device_name() {

@@ -63,6 +63,13 @@ Pinned<T> pinned(std::int64_t count) {
   return Pinned<T>(static_cast<T*>(take_pinned(count * std::int64_t{sizeof(T)})));
 }
 
+// For moments that the engine steps by copies.
+class OffloadMemory final : public Memory {
+ public:
+  void* take(std::int64_t bytes) override;
+  void give_back(void* memory) noexcept override { cudaFreeHost(memory); }
+};
+
 std::string device_name();
 std::int64_t free_device_bytes();  // less what runs take uncounted
 // Of 16-bit products with fp32 sums and no sparsity, by the maker's data sheets; 0: not known here.

@@ -17,6 +17,11 @@ Ledger Ledger::counter() {
   return ledger;
 }
 
+Ledger& Ledger::host() {
+  if (host_ == nullptr) host_ = std::make_unique<Ledger>(only_counts_ ? counter() : Ledger());
+  return *host_;
+}
+
 void Ledger::check_room(const std::string& kind, std::int64_t bytes) const {
   if (bytes > limit_ - now_)
     throw std::runtime_error("the run needs at least " + std::to_string((now_ + bytes) >> 20) + " MiB, " +

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -29,11 +30,16 @@ class Ledger {
   std::int64_t peak() const { return peak_; }  // of the sum
   void mark();                                 // highs begin anew, with what there is now
   std::int64_t limit() const { return limit_; }
+  // What lies in host memory beside a device's: counted apart, without a limit.
+  Ledger& host();
+  std::int64_t host_peak() const { return host_ == nullptr ? 0 : host_->peak(); }
+  std::vector<Entry> host_entries() const { return host_ == nullptr ? std::vector<Entry>() : host_->entries(); }
 
  private:
   std::vector<Entry> entries_;
   std::int64_t limit_, now_ = 0, peak_ = 0;
   bool only_counts_ = false;
+  std::unique_ptr<Ledger> host_;
 };
 
 // Where blocks come from.

@@ -46,6 +46,12 @@ std::vector<float> head_of(const scruple_tensor& row, int array, bool codes, Mem
   return values;
 }
 
+// What is counted here, and taken by the engine.
+class EngineMemory final : public Memory {
+  void* take(std::int64_t) override { return this; }
+  void give_back(void*) noexcept override {}
+} engine_memory;
+
 }  // namespace
 
 std::string visible_format(const std::string& format) { return format.substr(0, format.find('+')); }
@@ -55,15 +61,19 @@ std::string visible_format(const scruple_array& weight) {
 }
 
 State::State(Backend& backend, const std::vector<Parameter>& parameters, const OptimizerOf& optimizer_of,
-             const Describe& describe, Ledger& ledger)
+             const Describe& describe, Ledger& ledger, bool offloads)
     : backend_(backend), parameters_(parameters) {
+  constexpr std::int64_t kSmall = 1 << 16;  // copies of fewer elements would cost more than they save
   const auto plane = [&](const scruple_tensor& row, int array, bool aux, std::int64_t bytes) {
-    return planes_.emplace_back(ledger, kind_of(row, array, aux), bytes, backend.memory()).as<void>();
+    const bool away = scruple_tensor_on_host(&row, array, aux ? 1 : 0) != 0;
+    Memory& memory = away ? backend.offload_memory() : backend.memory();
+    return planes_.emplace_back(away ? ledger.host() : ledger, kind_of(row, array, aux), bytes, memory).as<void>();
   };
   for (const Parameter& parameter : parameters_) {
     scruple_tensor row = describe(optimizer_of(table_.size()), parameter.size());
     row.id = static_cast<std::uint32_t>(table_.size());
     row.step = 1;
+    row.host = offloads && row.size > kSmall ? SCRUPLE_HOST_STATE : 0;
     for (const int a : used_arrays(row)) {
       if (a == SCRUPLE_GRADIENT) continue;  // the sink's
       const PlaneBytes bytes = plane_bytes(row.arrays[a].format, row.size);
@@ -77,6 +87,9 @@ State::State(Backend& backend, const std::vector<Parameter>& parameters, const O
       weight = {format_named(format.c_str()), weight.codes, nullptr, SCRUPLE_NEAREST, 0};
     visible_.push_back(row);
   }
+  const auto is_away = [](const scruple_tensor& row) { return row.host != 0; };
+  if (std::any_of(table_.begin(), table_.end(), is_away))
+    planes_.emplace_back(ledger, "workspace", SCRUPLE_HOST_RING_BYTES, engine_memory);
 }
 
 Fill random_values(const std::vector<Parameter>& parameters, std::uint64_t seed, int threads) {

@@ -39,8 +39,9 @@ class State {
  public:
   // The optimizers, each that of a parameter's number, and the backend must outlive this.
   using OptimizerOf = std::function<const Optimizer&(std::size_t parameter)>;
+  // `offloads`: moments and extra bits of all but small tensors lie in host memory, from which the engine steps them.
   State(Backend& backend, const std::vector<Parameter>& parameters, const OptimizerOf& optimizer_of,
-        const Describe& describe, Ledger& ledger);
+        const Describe& describe, Ledger& ledger, bool offloads = false);
 
   // The weights that `fill` gives, a million at a time, and moments of 0.
   void start(const Fill& fill, Ledger& ledger);

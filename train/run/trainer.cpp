@@ -74,7 +74,8 @@ Trainer::Trainer(const Job& job, Ledger& ledger, const io::Checkpoint* from)
   groups_.set_rate(job.schedule.peak);  // refused here, if at all
   state_ = std::make_unique<State>(
       *backend_, parameters_of(job.shape),
-      [this](std::size_t p) -> const Optimizer& { return groups_.of(p); }, job.describe, ledger);
+      [this](std::size_t p) -> const Optimizer& { return groups_.of(p); }, job.describe, ledger,
+      job.offloads_state);
   if (job.ema > 0) average_.emplace(*backend_, *state_, job.ema, job.seed, ledger);
   Position position;
   if (from != nullptr) {
@@ -136,7 +137,7 @@ Ledger memory_of(const Job& job) {
     const std::vector<Parameter> parameters = parameters_of(job.shape);
     const Groups groups(parameters, job.optimizer, job.overrides, job.seed);
     const auto optimizer_of = [&](std::size_t p) -> const Optimizer& { return groups.of(p); };
-    const State state(*backend, parameters, optimizer_of, job.describe, ledger);
+    const State state(*backend, parameters, optimizer_of, job.describe, ledger, job.offloads_state);
     std::optional<Average> average;
     if (job.ema > 0) average.emplace(*backend, state, job.ema, job.seed, ledger);
     const std::unique_ptr<Network> network =
@@ -231,7 +232,7 @@ Outcome Trainer::step(const Windows& data, bool goes_on) {
     const bool last = part + 1 == parts;
     if (job_.gradients.policy == SCRUPLE_RELEASED) whole_ = false;
     network_->train(state_->visible(), batches_->batch(), *sink_, static_cast<float>(weights.back()));
-    if (Copies* const copies = backend_->copies(); copies != nullptr && last) copies->before_steps();
+    if (Copies* const copies = this->copies(); copies != nullptr && last) copies->before_steps();
     if (last) whole_ = false;
     sink_->end();
   }

@@ -35,6 +35,7 @@ struct Job : Setup {
   Schedule schedule;
   std::vector<Override> overrides;  // of the schedule, and of the optimizer's weight decay
   double skip_outliers = 0;  // deviations above the running mean of losses or norms; 0: none is skipped
+  bool offloads_state = false;  // a GPU's moments and extra bits wait in host memory; the bits are the same
   double ema = 0;            // the decay of an average of the weights; 0: none
   std::uint64_t seed = 1;
   Fill initial;  // the weights to begin with; none: drawn from the seed
@@ -86,7 +87,8 @@ class Trainer {
   State& state() { return *state_; }
   Engine& engine() { return backend_->engine(); }
   Memory& memory() { return backend_->memory(); }  // where the state's planes are
-  Copies* copies() { return backend_->copies(); }  // nullptr: none are made
+  // nullptr: none are made. Of planes in host memory they would take as much of it again.
+  Copies* copies() { return job_.offloads_state ? nullptr : backend_->copies(); }
   const Backend& backend() const { return *backend_; }
   Ledger& ledger() const { return accumulators_.ledger; }
   const Groups& groups() const { return groups_; }
