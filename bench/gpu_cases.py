@@ -54,7 +54,7 @@ class Case:
     recompute: str = "none"
     accumulate: int = 1
     clip: float = 0
-    offload: bool = False
+    offload: str = ""
     limit: str = ""  # --memory-limit
     beside: str = ""  # the case whose time per token it is measured by
     torch: tuple = ("autocast", "bf16", "scruple")
@@ -83,7 +83,7 @@ class Case:
         if self.limit:
             chosen["--memory-limit"] = self.limit
         words = [str(word) for pair in chosen.items() for word in pair]
-        return words + list(self.optimizer) + (["--offload"] if self.offload else [])
+        return words + list(self.optimizer) + (["--offload", self.offload] if self.offload else [])
 
 
 LLAMA_8B = llama(32, 4096, 32, 8, 14336, 128256, theta=500000.0, context=8192)
@@ -154,12 +154,25 @@ CASES = {
         recompute="block",
         accumulate=4,
         clip=1,
-        offload=True,  # 46.1 GiB without
+        offload="activations",  # 46.1 GiB without
         limit="46GiB",
         beside="llama-8b",
         torch=("scruple",),
         bar="runs",
         goal="1.05 of llama-8b's time per token",
+    ),
+    "llama-8b-host": Case(
+        LLAMA_8B,
+        4,
+        steps=14,
+        gradients="released",
+        recompute="block",
+        offload="state",
+        limit="22GiB",
+        beside="llama-8b",
+        torch=(),
+        bar="0.6 of llama-8b",
+        goal="0.75 of it",
     ),
     "qwen-14b": Case(
         QWEN_14B,

@@ -60,7 +60,8 @@ class Help : public CLI::Formatter {
     std::string text = option->get_description();
     Words notes;
     if (!is_positional && option->get_required()) notes.emplace_back("required");
-    if (const std::string usual = option->get_default_str(); !usual.empty() && usual != "\n")
+    if (const std::string usual = option->get_default_str();
+        !usual.empty() && usual != "\n" && option->get_expected_min() > 0)
       notes.push_back("default: " + usual);
     if (!option->get_envname().empty()) notes.push_back("or " + option->get_envname());
     if (!notes.empty()) text += " (" + cli::joined(notes, "; ") + ")";

@@ -64,7 +64,8 @@ void add_options(CLI::App& command, OptionTable table) {
             option->group(group);
             option->default_str(value_of(row));
             if (!row.type.empty()) option->type_name(row.type);
-            if (row.implied != nullptr) option->expected(0, 1)->default_str(row.implied)->option_text(row.type);
+            if (row.implied != nullptr)
+              option->expected(0, 1)->default_str(row.implied)->option_text(row.type);
             if (row.variable != nullptr) option->envname(row.variable);
             if constexpr (std::is_same_v<Value, std::vector<std::string>>)
               option->allow_extra_args(row.takes_many);

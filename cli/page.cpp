@@ -184,7 +184,8 @@ train::Section memory_of(const Trained& run) {
   };
   for (const train::Ledger::Entry& entry : ledger.entries()) add(entry.kind, entry.peak);
   add("total", ledger.peak());
-  for (const train::Ledger::Entry& entry : ledger.host_entries()) add(entry.kind + ", in host memory", entry.peak);
+  for (const train::Ledger::Entry& entry : ledger.host_entries())
+    add(entry.kind + ", in host memory", entry.peak);
   for (const train::Ledger::Entry& entry : run.host.entries())
     add(entry.kind + ", in host memory", entry.peak);
   train::Section section = {"Memory",

@@ -125,7 +125,8 @@ std::string device_of_run(const Options& options) {
 AddRun run_of(const Options& options) {
   if (options.batch == 0) {
     if (options.context > 0 || options.threads > 0 || names_device(options) ||
-        options.recompute != train::kRecomputes[0] || !options.activations.empty() || !options.offload.empty())
+        options.recompute != train::kRecomputes[0] || !options.activations.empty() ||
+        !options.offload.empty())
       throw UsageError(
           "--context, --device, --threads, --recompute, --activations and --offload describe a run; add its "
           "--batch");
@@ -210,7 +211,9 @@ void print_json(const Plan& plan, const Options& options) {
                     {"bytes_per_param", static_cast<double>(row.total()) / params},
                     {"total_bytes", row.total()},
                     // Of copies for saves, or of what is offloaded.
-                    {"host_bytes", device != "cuda" ? 0 : row.host > 0 ? row.host : row.memory.saved()},
+                    {"host_bytes", device != "cuda" ? 0
+                                   : row.host > 0   ? row.host
+                                                    : row.memory.saved()},
                     {"parts", parts}});
   }
   for (const Refusal& refusal : plan.refusals)

@@ -103,7 +103,8 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
   add("activations", needed.peak("activations"));
   add("workspace", needed.peak("workspace"));
   add("total", std::exchange(sum, 0));
-  for (const train::Ledger::Entry& entry : needed.host_entries()) add(entry.kind + ", on the host", entry.peak);
+  for (const train::Ledger::Entry& entry : needed.host_entries())
+    add(entry.kind + ", on the host", entry.peak);
   if (needed.host_peak() > free_memory())
     refuse_memory(what, needed.host_peak(), size_words(free_memory()) + " of host memory are free",
                   "leave out --offload state, or " + advice, table);

@@ -89,14 +89,24 @@ Option offload_option(std::string& offload, const std::string& key) {
         int count = 0;
         for (std::string part; std::getline(parts, part, ','); ++count)
           if (part != kActivations && part != kState && text != "true")
-            return "'" + part + "' is nothing that can be offloaded; use activations, state, or activations,state";
+            return "'" + part +
+                   "' is nothing that can be offloaded; use activations, state, or activations,state";
         return std::string(count > 0 ? "" : "nothing is named; use activations or state");
       },
       "");
-  return {kMemory, "--offload", key, &offload, "[WHAT]",
-          "on a GPU, keep in host memory: activations (those between layers), state (moments and extra bits), or "
-          "activations,state; the name alone means activations",
-          known, kMayChange, nullptr, false, kActivations};
+  return {
+      kMemory,
+      "--offload",
+      key,
+      &offload,
+      "[WHAT]",
+      "on a GPU, keep in host memory: activations (those between layers), state (moments and extra bits), or "
+      "activations,state; the name alone means activations",
+      known,
+      kMayChange,
+      nullptr,
+      false,
+      kActivations};
 }
 
 CLI::Validator a_device() {

@@ -117,18 +117,18 @@ class CudaEngine final : public scruple_engine {
 
   void encode(const scruple_tensor& t, int array, const float* values) override {
     const Call call(*this);
-    ring_.join(stream_);
+    see_host_memory();
     const float overflow = array == SCRUPLE_GRADIENT ? t.arrays[array].format->overflow : kNoOverflow;
     convert_values(t, array, fp32(), const_cast<float*>(values), true, overflow);
   }
   void decode(const scruple_tensor& t, int array, const scruple_format& to, void* values) override {
     const Call call(*this);
-    ring_.join(stream_);
+    see_host_memory();
     convert_values(t, array, to, values, false, to.overflow);
   }
   void fill(const scruple_tensor& t, int array, float value) override {
     const Call call(*this);
-    ring_.join(stream_);
+    see_host_memory();
     check_planes(t, array);
     convert({.to = part_of(t, array), .size = t.size, .otherwise = value});
   }
@@ -164,7 +164,7 @@ class CudaEngine final : public scruple_engine {
   void free_host(void* memory) override { cudaFreeHost(memory); }
   void copy(void* to, const void* from, i64 bytes) override {
     const Call call(*this);
-    ring_.join(stream_);
+    see_host_memory();
     check(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault, stream_), "copying");
   }
 
@@ -192,6 +192,10 @@ class CudaEngine final : public scruple_engine {
     CudaEngine& self;
   };
 
+  // What steps have sent back is there for what is queued from now on, and the other way round.
+  void see_host_memory() {
+    if (!capturing_) ring_.join(stream_);
+  }
   void zero(void* memory, i64 bytes) {
     check(cudaMemsetAsync(memory, 0, static_cast<std::size_t>(bytes), stream_), "clearing device memory");
   }
@@ -219,11 +223,13 @@ class CudaEngine final : public scruple_engine {
 
   void check_away(const scruple_tensor& t, i64 index) {
     if (capturing_)
-      fail(SCRUPLE_UNSUPPORTED, "tensor ", index, " has its moments in host memory, and a step copies them beside the ",
+      fail(SCRUPLE_UNSUPPORTED, "tensor ", index,
+           " has its moments in host memory, and a step copies them beside the ",
            "stream, which is being captured; step it outside the capture, or keep its moments on the device");
     for (int a = 0; a < SCRUPLE_ARRAYS; ++a)
       if (is_used(t, a))
-        for_planes(t.arrays[a], t.size, [&](void* plane, i64) { check_pointer(plane, array_name(t, a), index); });
+        for_planes(t.arrays[a], t.size,
+                   [&](void* plane, i64) { check_pointer(plane, array_name(t, a), index); });
   }
 
   // A tensor whose moments lie in host memory.

@@ -43,7 +43,8 @@ inline void* allocate_pinned(i64 bytes) {
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     fail(SCRUPLE_OUT_OF_MEMORY, "the host has no ", bytes,
-         " bytes that can be pinned for copies to the device; a container or 'ulimit -l' may allow fewer than there are");
+         " bytes that can be pinned for copies to the device; a container or 'ulimit -l' may allow fewer "
+         "than there are");
   }
   check(error, "allocating pinned host memory");
   std::memset(memory, 0, size);

@@ -25,7 +25,9 @@ class Ring {
     if (reached_ != nullptr) cudaEventDestroy(reached_);
   }
 
-  void set_slot(i64 bytes) { slot_bytes_ = round_up(bytes); }  // before it is used; a test has many small ones
+  void set_slot(i64 bytes) {
+    slot_bytes_ = round_up(bytes);
+  }  // before it is used; a test has many small ones
   // How many elements of such a tensor fit into a slot.
   i64 elements(const scruple_tensor& t) const {
     i64 bytes = 0;
@@ -46,7 +48,8 @@ class Ring {
     });
     // Its memory must be free, and what was written to these planes must have arrived.
     for (const Slot& other : slots_)
-      if (&other == slot_ || share_a_plane(other, *slot_)) check(cudaStreamWaitEvent(in_, other.left), kDoing);
+      if (&other == slot_ || share_a_plane(other, *slot_))
+        check(cudaStreamWaitEvent(in_, other.left), kDoing);
     u8* at = memory_of(*slot_);
     for_host_planes(piece, piece.size, [&](void*& plane, i64 bytes) {
       copy(at, plane, bytes, in_);
@@ -88,7 +91,7 @@ class Ring {
     i64 bytes;
   };
   struct Slot {
-    std::vector<Plane> planes;                       // of the last piece, in host memory
+    std::vector<Plane> planes;  // of the last piece, in host memory
     cudaEvent_t came = nullptr, stepped = nullptr, left = nullptr;
   };
 
@@ -122,12 +125,14 @@ class Ring {
   }
   void begin() {
     const auto event = [](cudaEvent_t& made) {
-      if (made == nullptr) check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "creating an event");
+      if (made == nullptr)
+        check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "creating an event");
     };
     event(reached_);
     for (Slot& slot : slots_) event(slot.came), event(slot.stepped), event(slot.left);
     for (cudaStream_t* stream : {&in_, &out_})
-      if (*stream == nullptr) check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "making a stream");
+      if (*stream == nullptr)
+        check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "making a stream");
     memory_.reserve(kSlots * slot_bytes_, false);
   }
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/descriptions.h"
 #include "tests/jobs.h"
 
 namespace scruple::train {

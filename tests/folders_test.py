@@ -176,6 +176,14 @@ class Folders(command.Case):
             self.assertEqual(counted["host_bytes"], counted["total_bytes"] - others)  # copies for saves
             said = self.done("plan", deep, "--recipe", "scruple", "--batch", 3, "--device", "cuda")
             self.assertRegex(said, r"\nsaves take [\d.]+ [KM]iB of host memory, ")
+            wide = self.root / "wide.json"
+            wide.write_text(json.dumps({**json.loads(config), "hidden_size": 512, "intermediate_size": 1024}))
+            here, away = (self.json_of("plan", wide, "--recipe", "scruple", "--batch", 3, "--device", "cuda", *more)["rows"][0]
+                          for more in ((), ("--offload", "state")))
+            self.assertEqual(here["total_bytes"] + 2**29, away["total_bytes"] + away["host_bytes"])  # the ring
+            self.assertLess(away["parts"]["exp_avg"], here["parts"]["exp_avg"] / 10)
+            said = self.done("plan", wide, "--recipe", "scruple", "--batch", 3, "--device", "cuda", "--offload", "state")
+            self.assertRegex(said, r"\n[\d.]+ MiB lie in host memory; training waits for each save\n")
         self.assertEqual(row("--device", "cpu")["host_bytes"], 0)
         self.assertLess(*(row("--threads", count)["total_bytes"] for count in (1, 4)))
 

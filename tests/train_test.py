@@ -153,7 +153,12 @@ class Train(Case):
         cpu = ("--device", "cpu", "--offload", *tiny())
         self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), *cpu)
         self.fails(2, words, "compare", *cpu)
+        for what in ("state", "activations,state"):
+            self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), "--device", "cpu", "--offload", what)
+        self.fails(2, "--offload: 'weights' is nothing that can be offloaded; use activations, state, or activations,state",
+                   "train", "--data", self.data, "--out", self.path("no"), "--offload", "state,weights")  # fmt: skip
         self.assertFalse(os.path.exists(self.path("no")))
+        self.assertNotIn("activations (default", self.done("train", "--help"))
 
     def test_every_recipe_of_sgd_is_planned_for_a_gpu(self):
         """Counted only by a build with CUDA."""

@@ -242,7 +242,7 @@ typedef struct scruple_tensor {
   int64_t offset; /* index of the first element in the whole tensor, for shards: random numbers follow it */
   int64_t folds;  /* gradients folded into arrays[SCRUPLE_GRADIENT] so far; 0: the next fold overwrites */
   uint32_t id;    /* names this tensor to the random numbers; give each parameter its own */
-  uint32_t host; /* what of its state lies in host memory: 0, nothing, or SCRUPLE_HOST_STATE */
+  uint32_t host;  /* what of its state lies in host memory: 0, nothing, or SCRUPLE_HOST_STATE */
   scruple_array arrays[SCRUPLE_ARRAYS]; /* weight, slots in the rule's order, gradient */
 } scruple_tensor;
 

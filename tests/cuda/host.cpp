@@ -13,7 +13,8 @@ class CudaHost : public Cuda {
     unsetenv("SCRUPLE_CUDA_SLOT");
   }
   static std::vector<std::int64_t> sizes() {
-    return quick() ? std::vector<std::int64_t>{1, 4097, 0, 70001} : std::vector<std::int64_t>{1, 128, 4097, 0, 70001, 1200003, 65};
+    return quick() ? std::vector<std::int64_t>{1, 4097, 0, 70001}
+                   : std::vector<std::int64_t>{1, 128, 4097, 0, 70001, 1200003, 65};
   }
 };
 
@@ -41,7 +42,9 @@ TEST_F(CudaHost, AllocatedEncodedSteppedAndDecoded) {
   for (const char* recipe : {"fp32", "scruple", "scant", "flash"}) {
     const Optimizer optimizer("adamw");
     std::vector<scruple_tensor> rows;
-    for (auto [engine, host] : {std::pair{lab().host.handle, 0u}, {lab().device.handle, 0u}, {lab().device.handle, SCRUPLE_HOST_STATE}}) {
+    for (auto [engine, host] : {std::pair{lab().host.handle, 0u},
+                                {lab().device.handle, 0u},
+                                {lab().device.handle, SCRUPLE_HOST_STATE}}) {
       scruple_tensor row = {};
       row.optimizer = optimizer;
       row.size = kSize;
@@ -92,7 +95,8 @@ TEST_F(CudaHost, OtherWordsAreRefused) {
   Pair pair(lab(), busy_config("adamw", "scruple"), {{100}});
   pair.twin->rows[0].host = 2;
   EXPECT_EQ(scruple_step(lab().device, pair.twin->rows.data(), 1, nullptr), SCRUPLE_INVALID);
-  EXPECT_NE(std::string(scruple_last_error()).find("host is 2; it must be 0 or SCRUPLE_HOST_STATE"), std::string::npos);
+  EXPECT_NE(std::string(scruple_last_error()).find("host is 2; it must be 0 or SCRUPLE_HOST_STATE"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -183,8 +183,8 @@ inline std::vector<Tensor> tensors_of(const Optimizer& optimizer, const Shape& s
 }
 
 // The planes of a tensor of the engine under test, and of the same in host memory.
-inline void expect_same_planes(scruple_engine* device, const scruple_tensor& there, const scruple_tensor& here,
-                        const std::string& name) {
+inline void expect_same_planes(scruple_engine* device, const scruple_tensor& there,
+                               const scruple_tensor& here, const std::string& name) {
   for (int a = 0; a < SCRUPLE_ARRAYS; ++a) {
     if (here.arrays[a].codes == nullptr) continue;
     std::int64_t codes = 0, aux = 0;

@@ -132,7 +132,9 @@ class Backend {
   virtual ~Backend() = default;
   virtual Engine& engine() = 0;
   virtual Memory& memory() = 0;  // where its planes and accumulators lie
-  virtual Memory& offload_memory() { return memory(); }  // the host's, if its engine steps moments that lie there
+  virtual Memory& offload_memory() {
+    return memory();
+  }  // the host's, if its engine steps moments that lie there
   // nullptr: it makes none. Planes in host memory would take that memory twice.
   virtual Copies* copies() { return nullptr; }
   // Bytes of gradients that exist at once where each is stepped as soon as it is there.

@@ -33,7 +33,9 @@ class Ledger {
   // What lies in host memory beside a device's: counted apart, without a limit.
   Ledger& host();
   std::int64_t host_peak() const { return host_ == nullptr ? 0 : host_->peak(); }
-  std::vector<Entry> host_entries() const { return host_ == nullptr ? std::vector<Entry>() : host_->entries(); }
+  std::vector<Entry> host_entries() const {
+    return host_ == nullptr ? std::vector<Entry>() : host_->entries();
+  }
 
  private:
   std::vector<Entry> entries_;

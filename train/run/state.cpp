@@ -67,7 +67,8 @@ State::State(Backend& backend, const std::vector<Parameter>& parameters, const O
   const auto plane = [&](const scruple_tensor& row, int array, bool aux, std::int64_t bytes) {
     const bool away = scruple_tensor_on_host(&row, array, aux ? 1 : 0) != 0;
     Memory& memory = away ? backend.offload_memory() : backend.memory();
-    return planes_.emplace_back(away ? ledger.host() : ledger, kind_of(row, array, aux), bytes, memory).as<void>();
+    return planes_.emplace_back(away ? ledger.host() : ledger, kind_of(row, array, aux), bytes, memory)
+        .as<void>();
   };
   for (const Parameter& parameter : parameters_) {
     scruple_tensor row = describe(optimizer_of(table_.size()), parameter.size());

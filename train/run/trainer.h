@@ -34,9 +34,9 @@ struct Job : Setup {
   Describe describe;
   Schedule schedule;
   std::vector<Override> overrides;  // of the schedule, and of the optimizer's weight decay
-  double skip_outliers = 0;  // deviations above the running mean of losses or norms; 0: none is skipped
+  double skip_outliers = 0;     // deviations above the running mean of losses or norms; 0: none is skipped
   bool offloads_state = false;  // a GPU's moments and extra bits wait in host memory; the bits are the same
-  double ema = 0;            // the decay of an average of the weights; 0: none
+  double ema = 0;               // the decay of an average of the weights; 0: none
   std::uint64_t seed = 1;
   Fill initial;  // the weights to begin with; none: drawn from the seed
   // The gradient policy; `memory` and `scaler` are filled in here.
