@@ -25,9 +25,8 @@ class Ring {
     if (reached_ != nullptr) cudaEventDestroy(reached_);
   }
 
-  void set_slot(i64 bytes) {
-    slot_bytes_ = round_up(bytes);
-  }  // before it is used; a test has many small ones
+  // Before it is used: a test has small slots. The least holds one tile of any tensor.
+  void set_slot(i64 bytes) { slot_bytes_ = round_up(std::max<i64>(bytes, 16 * kTiles)); }
   // How many elements of such a tensor fit into a slot.
   i64 elements(const scruple_tensor& t) const {
     i64 bytes = 0;
