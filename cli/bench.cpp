@@ -275,14 +275,11 @@ void run(const Options& options) {
 }  // namespace
 
 void add_bench(CLI::App& program) {
-  CLI::App* command =
-      program.add_subcommand("bench", "Measure the optimizer step against this machine's copy bandwidth");
-  command->group("Choose a recipe");
-  command->footer(kFooter);
   const auto options = std::make_shared<Options>();
   options->choice.gradient = "bf16";
-  add_options(
-      *command,
+  add_command(
+      program, "bench", "Measure the optimizer step against this machine's copy bandwidth", "Choose a recipe",
+      kFooter,
       joined({{{kModel, "--params", "", &options->params, "COUNT", "number of parameters: 64M, 1.1G"},
                {kModel, "--tensors", "", &options->tensors, "COUNT",
                 "split them evenly over this many tensors"}},
@@ -295,8 +292,8 @@ void add_bench(CLI::App& program) {
                 whole_from(0, 1024)},
                {kRun, "--repeat", "", &options->repeat, "N", "timed repeats of each recipe",
                 whole_from(1, 10000)},
-               {kRun, "--json", "", &options->as_json, "", "print one JSON object with a list 'rows'"}}}));
-  command->callback([options] { run(*options); });
+               {kRun, "--json", "", &options->as_json, "", "print one JSON object with a list 'rows'"}}}),
+      [options](const CLI::App&) { run(*options); });
 }
 
 }  // namespace scruple::cli

@@ -1,6 +1,7 @@
 // `scruple checkpoint`: looks into checkpoints, checks them, and makes others of them.
 #include "checkpoint.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
 #include <memory>
@@ -84,22 +85,16 @@ void add_checkpoint(CLI::App& program) {
   const auto options = std::make_shared<CheckpointOptions>();
   const auto add = [&](const std::string& name, const char* doc, void (*run)(const CheckpointOptions&),
                        const std::vector<const char*>& examples, OptionTable rows = {}) {
-    CLI::App* command = group->add_subcommand(name, doc);
     std::string footer = examples.size() > 1 ? "Examples:" : "Example:";
     for (const char* example : examples) footer += "\n  scruple checkpoint " + name + " " + example;
-    command->footer(footer);
-    command->callback([options, run] { run(*options); });
-    command->add_option("folder", options->folder, "a checkpoint, or a run that has some")
-        ->type_name("DIR")
-        ->required();
+    rows.insert(rows.begin(), required({kNone, "folder", "", &options->folder, "DIR",
+                                        "a checkpoint, or a run that has some"}));
     rows.push_back({kNone, "--json", "", &options->json, "", "print one JSON object"});
-    add_options(*command, rows);
-    for (const char* needed : {"--out", "--recipe", "--shards"})
-      if (CLI::Option* const option = command->get_option_no_throw(needed)) option->required();
-    return command;
+    return &add_command(*group, name, doc, group->get_group(), footer, rows,
+                        [options, run](const CLI::App&) { run(*options); });
   };
-  const Option out_folder = {kNone, "--out", "", &options->out, "DIR", "new folder to write"};
-  const Option out_file = {kNone, "--out", "", &options->out, "FILE", "new file to write"};
+  const Option out_folder = required({kNone, "--out", "", &options->out, "DIR", "new folder to write"});
+  const Option out_file = required({kNone, "--out", "", &options->out, "FILE", "new file to write"});
   add("inspect", "Show tensors, formats, and bytes by kind", inspect,
       {"run1", "run1 --histogram transformer.wte.weight"},
       {{kNone, "--histogram", "", &options->histograms, "NAME",
@@ -108,7 +103,8 @@ void add_checkpoint(CLI::App& program) {
       {"run1", "run1/checkpoints/step-00000100"});
   add("convert", "Write the same state in another recipe's formats, and the error", convert,
       {"run1 --recipe scant --out smaller"},
-      {out_folder, {kNone, "--recipe", "", &options->recipe, "NAME", "as 'scruple list' names it"}});
+      {out_folder,
+       required({kNone, "--recipe", "", &options->recipe, "NAME", "as 'scruple list' names it"})});
   add("export", "Write the weights for other programs; nothing else is read", export_weights,
       {"run1 --out weights.safetensors", "run1 --to bf16 --out weights.safetensors",
        "run1 --ema --out averages.safetensors"},
@@ -119,10 +115,8 @@ void add_checkpoint(CLI::App& program) {
       ->add_flag_callback(
           "--fp32", [options] { options->to = "fp32"; }, "the same as --to fp32")
       ->excludes("--to");
-  add("diff", "Show what differs between two checkpoints; exit code 1 if anything does", diff, {"run1 run2"})
-      ->add_option("other", options->other, "the second checkpoint, or run")
-      ->type_name("DIR")
-      ->required();
+  add("diff", "Show what differs between two checkpoints; exit code 1 if anything does", diff, {"run1 run2"},
+      {required({kNone, "other", "", &options->other, "DIR", "the second checkpoint, or run"})});
   add("merge", "Make one file of a sharded checkpoint",
       [](const CheckpointOptions& given) {
         CheckpointOptions one = given;
@@ -131,9 +125,8 @@ void add_checkpoint(CLI::App& program) {
       },
       {"four --out one"}, {out_folder});
   add("reshard", "Cut a checkpoint anew into this many files", reshard, {"run1 --shards 4 --out four"},
-      {out_folder,
-       {kNone, "--shards", "", &options->shards, "N", "number of files",
-        whole_from(1, std::int64_t{io::kMaxShards})}});
+      {out_folder, required({kNone, "--shards", "", &options->shards, "N", "number of files",
+                             whole_from(1, std::int64_t{io::kMaxShards})})});
 }
 
 }  // namespace scruple::cli

@@ -1,10 +1,14 @@
 // The subcommands, one file each: adds itself to the program, and what it does runs when it was asked for.
 #pragma once
 
-#include <CLI/CLI.hpp>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+namespace CLI {
+class App;  // its header takes seconds to compile
+}
 
 namespace scruple::cli {
 
@@ -21,8 +25,14 @@ struct Stopped {
 // A run came to its end no better than it began, as was said: exit code 3.
 struct NoBetter {};
 
-// Checks that an option's value is one of these; says which was perhaps meant where it is not.
-CLI::Validator one_of(const std::vector<std::string>& known);
+// Of an option's value.
+struct Check {
+  // What is wrong with it, or "".
+  std::function<std::string(const std::string&)> problem = [](const std::string&) { return ""; };
+  std::string values = "";  // all that it may be, where they have names: {a,b}
+};
+// Checks that a value is one of these; says which was perhaps meant where it is not.
+Check one_of(const std::vector<std::string>& known);
 
 void add_list(CLI::App& program);
 void add_plan(CLI::App& program);

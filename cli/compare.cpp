@@ -370,6 +370,24 @@ void compare(const CompareOptions& options) {
   if (found.stopped) throw Stopped{Interrupts::signal()};
 }
 
+void run(const CLI::App& command, CompareOptions& options) {
+  refuse_sizes(options.model, command);
+  for (const char* name : {"--layout", "--isolate", "--validation"})
+    if (options.data.empty() && is_given(command, name))
+      throw UsageError(std::string(name) + " is for --data, which is not given; leave it out, or add --data");
+  options.chosen = choose_model(options.model);
+  if (!options.model.is_gpt()) {
+    if (options.data.empty())
+      throw UsageError("--model " + options.model.model + " needs --data; the grammar's text is for gpt");
+    options.no_hazards = true;  // they are of the grammar's text
+  }
+  if (options.chosen.has_weights() && !is_given(command, "--lr")) options.lr = kTuningLr;
+  if (options.chosen.has_weights() && !is_given(command, "--sgd-lr")) options.sgd_lr = kTuningSgdLr;
+  options.model.device = device_for(options.model.device);
+  check_device(options.model.device);
+  compare(options);
+}
+
 }  // namespace
 
 OptionTable CompareOptions::options() {
@@ -400,32 +418,11 @@ OptionTable CompareOptions::options() {
 }
 
 void add_compare(CLI::App& program) {
-  CLI::App* command =
-      program.add_subcommand("compare", "Train every recipe on the same text and compare them");
-  command->group("Choose a recipe");
-  command->footer(kFooter);
   const auto options = std::make_shared<CompareOptions>();
   options->model.shape.layers = 2, options->model.shape.width = 64;
   options->model.steps = 400;
-  add_options(*command, options->options());
-  command->callback([command, options] {
-    refuse_sizes(options->model, *command);
-    for (const char* name : {"--layout", "--isolate", "--validation"})
-      if (options->data.empty() && command->count(name) > 0)
-        throw UsageError(std::string(name) +
-                         " is for --data, which is not given; leave it out, or add --data");
-    options->chosen = choose_model(options->model);
-    if (!options->model.is_gpt()) {
-      if (options->data.empty())
-        throw UsageError("--model " + options->model.model + " needs --data; the grammar's text is for gpt");
-      options->no_hazards = true;  // they are of the grammar's text
-    }
-    if (options->chosen.has_weights() && command->count("--lr") == 0) options->lr = kTuningLr;
-    if (options->chosen.has_weights() && command->count("--sgd-lr") == 0) options->sgd_lr = kTuningSgdLr;
-    options->model.device = device_for(options->model.device);
-    check_device(options->model.device);
-    compare(*options);
-  });
+  add_command(program, "compare", "Train every recipe on the same text and compare them", "Choose a recipe",
+              kFooter, options->options(), [options](const CLI::App& command) { run(command, *options); });
 }
 
 }  // namespace scruple::cli

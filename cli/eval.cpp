@@ -222,37 +222,32 @@ void eval(const Options& options) {
 }  // namespace
 
 void add_eval(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("eval", "Measure a trained model's loss over a text");
-  command->group("Train a model");
-  command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  add_model(*command, options->folder);
   OptionTable cutting = options->cutting.options();
   std::erase_if(cutting, [](const Option& row) { return row.name == "--validation"; });
-  add_options(
-      *command,
-      joined(
-          {{{kData, "--data", "", &options->data, "PATH",
-             "text, folder of texts, *.jsonl, *.bin (tokens), or - for standard input; all of it is used"}},
-           cutting,
-           {{kData, "--windows", "", &options->windows, "N",
-             "at most so many windows, spread evenly over the data (default: all)", whole_from(1)},
-            {kModel, "--context", "", &options->context, "N",
-             "tokens in a window (default: the model's own, at most " + grouped(kUsualContext) + ")",
-             whole_from(1)},
-            {kModel, "--ema", "", &options->ema, "",
-             "the moving averages of a checkpoint's weights (train --ema)"},
-            {kRun, "--batch", "", &options->batch, "N", "windows at a time", whole_from(1)},
-            {kRun, "--activations", "", &options->activations, "TYPE",
-             either(train::kPrecisions) + " (default: as the weights; on a GPU bf16 for fp32)",
-             one_of(train::kPrecisions)},
-            {kRun, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
-             a_device(), false, kDeviceVariable},
-            {kRun, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
-             whole_from(0, 1024)},
-            {kRun, "--json", "", &options->json, "", "print one JSON object"}}}));
-  command->get_option("--data")->required();
-  command->callback([options] { eval(*options); });
+  add_command(
+      program, "eval", "Measure a trained model's loss over a text", "Train a model", kFooter,
+      joined({{model_option(options->folder), required({kData, "--data", "", &options->data, "PATH",
+                                                        "text, folder of texts, *.jsonl, *.bin (tokens), or "
+                                                        "- for standard input; all of it is used"})},
+              cutting,
+              {{kData, "--windows", "", &options->windows, "N",
+                "at most so many windows, spread evenly over the data (default: all)", whole_from(1)},
+               {kModel, "--context", "", &options->context, "N",
+                "tokens in a window (default: the model's own, at most " + grouped(kUsualContext) + ")",
+                whole_from(1)},
+               {kModel, "--ema", "", &options->ema, "",
+                "the moving averages of a checkpoint's weights (train --ema)"},
+               {kRun, "--batch", "", &options->batch, "N", "windows at a time", whole_from(1)},
+               {kRun, "--activations", "", &options->activations, "TYPE",
+                either(train::kPrecisions) + " (default: as the weights; on a GPU bf16 for fp32)",
+                one_of(train::kPrecisions)},
+               {kRun, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
+                a_device(), false, kDeviceVariable},
+               {kRun, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
+                whole_from(0, 1024)},
+               {kRun, "--json", "", &options->json, "", "print one JSON object"}}}),
+      [options](const CLI::App&) { eval(*options); });
 }
 
 }  // namespace scruple::cli

@@ -56,11 +56,9 @@ Found find_model(const std::string& folder, std::int64_t context, bool averages)
   return found;
 }
 
-void add_model(CLI::App& command, std::string& folder) {
-  command
-      .add_option("model", folder, "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder")
-      ->type_name("DIR")
-      ->required();
+Option model_option(std::string& folder) {
+  return required({kData, "model", "", &folder, "DIR",
+                   "a run of 'scruple train', a checkpoint of one, or a Hugging Face folder"});
 }
 
 void check_fits(const std::string& what, const train::Ledger& needed, train::Backend& backend,

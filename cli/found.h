@@ -28,7 +28,7 @@ struct Found {
 Found find_model(const std::string& folder, std::int64_t context, bool averages);
 
 // The argument that names it.
-void add_model(CLI::App& command, std::string& folder);
+Option model_option(std::string& folder);
 
 // Throws where what the ledger has counted is more than the backend can give.
 void check_fits(const std::string& what, const train::Ledger& needed, train::Backend& backend,

@@ -242,12 +242,11 @@ void run(bool as_json) {
 }  // namespace
 
 void add_list(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("list", "Show optimizers, formats, recipes and engines");
-  command->group("Choose a recipe");
-  command->footer(kFooter);
   const auto as_json = std::make_shared<bool>(false);
-  command->add_flag("--json", *as_json, "print one JSON object: optimizers, formats, recipes, engines");
-  command->callback([as_json] { run(*as_json); });
+  add_command(program, "list", "Show optimizers, formats, recipes and engines", "Choose a recipe", kFooter,
+              {{kNone, "--json", "", as_json.get(), "",
+                "print one JSON object: optimizers, formats, recipes, engines"}},
+              [as_json](const CLI::App&) { run(*as_json); });
 }
 
 }  // namespace scruple::cli

@@ -1,4 +1,5 @@
 // The program `scruple`: reads the command line, runs one subcommand, and says on stderr what went wrong.
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>

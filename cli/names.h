@@ -25,7 +25,7 @@ std::optional<Enum> value_named(const Names<n>& names, const std::string& name) 
 }
 
 template <std::size_t n>
-CLI::Validator one_of(const Names<n>& names) {
+Check one_of(const Names<n>& names) {
   return one_of(std::vector<std::string>(std::begin(names), std::end(names)));
 }
 template <std::size_t n>

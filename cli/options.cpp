@@ -1,5 +1,6 @@
 #include "options.h"
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -23,18 +24,43 @@ std::string text_of(const Number& value) {  // of a double the fewest digits tha
 // "": none that could be given.
 std::string value_of(const Option& row) {
   const std::string text = std::visit([](const auto* value) { return text_of(*value); }, row.value);
-  return row.check(text).empty() ? text : "";
+  return row.check.problem(text).empty() ? text : "";
 }
 
-CLI::Validator a_number(bool (*serves)(double), const std::string& wanted) {
+Check a_number(bool (*serves)(double), const std::string& wanted) {
   return {[=](const std::string& text) {
-            try {
-              if (serves(parse_number(text, ""))) return std::string();
-            } catch (const UsageError&) {  // what follows says it with the option's name
-            }
-            return "'" + text + "' is not a " + wanted;
-          },
-          ""};
+    try {
+      if (serves(parse_number(text, ""))) return std::string();
+    } catch (const UsageError&) {  // what follows says it with the option's name
+    }
+    return "'" + text + "' is not a " + wanted;
+  }};
+}
+
+void add_options(CLI::App& command, OptionTable table) {
+  constexpr const char* kTopics[] = {"Data", "Model", "Memory", "Optimizer", "Run", "Options"};
+  std::stable_sort(table.begin(), table.end(),
+                   [](const Option& a, const Option& b) { return a.topic < b.topic; });
+  for (const Option& row : table)
+    std::visit(
+        [&]<class Value>(Value* value) {
+          const char* const group = kTopics[row.topic];
+          if constexpr (std::is_same_v<Value, bool>) {
+            command.add_flag(row.name, *value, row.help)->group(group);
+          } else {
+            CLI::Option* const option = command.add_option(row.name, *value, row.help);
+            option->check(CLI::Validator(row.check.problem, row.check.values));
+            option->group(group)->required(row.is_required);
+            option->default_str(value_of(row));
+            if (!row.type.empty()) option->type_name(row.type);
+            if (row.implied != nullptr)
+              option->expected(0, 1)->default_str(row.implied)->option_text(row.type);
+            if (row.variable != nullptr) option->envname(row.variable);
+            if constexpr (std::is_same_v<Value, std::vector<std::string>>)
+              option->allow_extra_args(row.takes_many);
+          }
+        },
+        row.value);
 }
 
 }  // namespace
@@ -49,30 +75,22 @@ Option& row_named(OptionTable& table, const std::string& name) {
   return *std::find_if(table.begin(), table.end(), [&](const Option& row) { return row.name == name; });
 }
 
-void add_options(CLI::App& command, OptionTable table) {
-  constexpr const char* kTopics[] = {"Data", "Model", "Memory", "Optimizer", "Run", "Options"};
-  std::stable_sort(table.begin(), table.end(),
-                   [](const Option& a, const Option& b) { return a.topic < b.topic; });
-  for (const Option& row : table)
-    std::visit(
-        [&]<class Value>(Value* value) {
-          const char* const group = kTopics[row.topic];
-          if constexpr (std::is_same_v<Value, bool>) {
-            command.add_flag(row.name, *value, row.help)->group(group);
-          } else {
-            CLI::Option* const option = command.add_option(row.name, *value, row.help)->check(row.check);
-            option->group(group);
-            option->default_str(value_of(row));
-            if (!row.type.empty()) option->type_name(row.type);
-            if (row.implied != nullptr)
-              option->expected(0, 1)->default_str(row.implied)->option_text(row.type);
-            if (row.variable != nullptr) option->envname(row.variable);
-            if constexpr (std::is_same_v<Value, std::vector<std::string>>)
-              option->allow_extra_args(row.takes_many);
-          }
-        },
-        row.value);
+Option required(Option row) {
+  row.is_required = true;
+  return row;
 }
+
+CLI::App& add_command(CLI::App& program, const std::string& name, const std::string& help,
+                      const std::string& group, const std::string& footer, const OptionTable& table,
+                      const std::function<void(const CLI::App&)>& run) {
+  CLI::App& command = *program.add_subcommand(name, help);
+  command.group(group)->footer(footer);
+  add_options(command, table);
+  command.callback([&command, run] { run(command); });
+  return command;
+}
+
+bool is_given(const CLI::App& command, const std::string& option) { return command.count(option) > 0; }
 
 Notes notes_of(const OptionTable& table) {
   Notes notes;
@@ -98,35 +116,33 @@ void copy_value(const Option& from, const Option& to) {
   std::visit([&]<class Value>(Value* value) { *value = *std::get<Value*>(from.value); }, to.value);
 }
 
-CLI::Validator above_zero() {
+Check above_zero() {
   return a_number([](double value) { return value > 0 && std::isfinite(value); }, "finite number above 0");
 }
 
-CLI::Validator not_negative() {
+Check not_negative() {
   return a_number([](double value) { return value >= 0 && std::isfinite(value); },
                   "finite number of 0 or more");
 }
 
-CLI::Validator a_share() {
+Check a_share() {
   return a_number([](double value) { return value > 0 && value < 1; }, "number above 0 and below 1");
 }
 
-CLI::Validator a_share_or_none() {
+Check a_share_or_none() {
   return a_number([](double value) { return value >= 0 && value < 1; }, "number of 0 or more, and below 1");
 }
 
-CLI::Validator whole_from(std::int64_t fewest, std::int64_t most) {
+Check whole_from(std::int64_t fewest, std::int64_t most) {
   return {[=](const std::string& text) {
-            std::int64_t value = 0;
-            const char* const end = text.data() + text.size();
-            const auto [stop, problem] = std::from_chars(text.data(), end, value);
-            if (problem == std::errc() && stop == end && value >= fewest && value <= most)
-              return std::string();
-            const bool is_limited = most < std::numeric_limits<std::int64_t>::max();
-            return "'" + text + "' is not a whole number from " + std::to_string(fewest) + " to " +
-                   (is_limited ? std::to_string(most) : "2^63 - 1") + ", in digits";
-          },
-          ""};
+    std::int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data(), end, value);
+    if (problem == std::errc() && stop == end && value >= fewest && value <= most) return std::string();
+    const bool is_limited = most < std::numeric_limits<std::int64_t>::max();
+    return "'" + text + "' is not a whole number from " + std::to_string(fewest) + " to " +
+           (is_limited ? std::to_string(most) : "2^63 - 1") + ", in digits";
+  }};
 }
 
 }  // namespace scruple::cli

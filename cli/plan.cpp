@@ -281,14 +281,14 @@ void print_table(const Plan& plan, const Options& options) {
 }  // namespace
 
 void add_plan(CLI::App& program) {
-  CLI::App* command =
-      program.add_subcommand("plan", "Show where every byte of the training state goes, per recipe");
-  command->group("Choose a recipe");
-  command->footer(kModels + train::planned_families() + kExamples);
   const auto options = std::make_shared<Options>();
-  add_options(*command,
+  add_command(program, "plan", "Show where every byte of the training state goes, per recipe",
+              "Choose a recipe", kModels + train::planned_families() + kExamples,
               joined({{{kModel, "--params", "", &options->params, "COUNT",
-                        "number of parameters: 8.03e9, 8.03B, 125M, 8030261248"}},
+                        "number of parameters: 8.03e9, 8.03B, 125M, 8030261248"},
+                       {kModel, "--model,model", "", &options->files, "PATH",
+                        "files or a folder to read the tensors' shapes from", anything(), false, nullptr,
+                        /*takes_many=*/true}},
                       options->choice.options(),
                       {{kMemory, "--gradients", "", &options->policy, "POLICY",
                         either(kPolicies) + " (default: stored, and others' totals)", one_of(kPolicies)}},
@@ -297,14 +297,11 @@ void add_plan(CLI::App& program) {
                         "with a moving average of the weights (train --ema)"}},
                       run_options(*options),
                       {{kRun, "--json", "", &options->as_json, "",
-                        "print one JSON object with a list 'rows'; sizes in bytes"}}}));
-  command->add_option("--model,model", options->files, "files or a folder to read the tensors' shapes from")
-      ->type_name("PATH")
-      ->group("Model");
-  command->callback([options] {
-    const Plan plan = make_plan(*options);
-    options->as_json ? print_json(plan, *options) : print_table(plan, *options);
-  });
+                        "print one JSON object with a list 'rows'; sizes in bytes"}}}),
+              [options](const CLI::App&) {
+                const Plan plan = make_plan(*options);
+                options->as_json ? print_json(plan, *options) : print_table(plan, *options);
+              });
 }
 
 }  // namespace scruple::cli

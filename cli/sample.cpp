@@ -268,14 +268,11 @@ void sample(const Options& options) {
 }  // namespace
 
 void add_sample(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("sample", "Continue a text with a trained model");
-  command->group("Train a model");
-  command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  add_model(*command, options->folder);
-  add_options(
-      *command,
-      {{kNone, "--prompt", "", &options->prompt, "TEXT",
+  add_command(
+      program, "sample", "Continue a text with a trained model", "Train a model", kFooter,
+      {model_option(options->folder),
+       {kNone, "--prompt", "", &options->prompt, "TEXT",
         "text to continue, or with --chat to answer (default: a new line; the lines of standard input)"},
        {kNone, "--chat", "", &options->chat, "", "answer as the model's chat template writes conversations"},
        {kNone, "--system", "", &options->system, "TEXT", "with --chat: the system's message"},
@@ -295,12 +292,11 @@ void add_sample(CLI::App& program) {
        {kNone, "--seed", "", &options->seed, "N", "of the draws", whole_from(0)},
        {kNone, "--device", "", &options->device, "DEVICE", "cpu, cuda, auto: a GPU if there is one",
         a_device(), false, kDeviceVariable},
-       {kNone, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core",
-        whole_from(0, 1024)}});
-  command->callback([options, command] {
-    options->has_prompt = command->count("--prompt") > 0;
-    sample(*options);
-  });
+       {kNone, "--threads", "", &options->threads, "N", "CPU threads; 0: one per core", whole_from(0, 1024)}},
+      [options](const CLI::App& command) {
+        options->has_prompt = is_given(command, "--prompt");
+        sample(*options);
+      });
 }
 
 }  // namespace scruple::cli

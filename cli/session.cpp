@@ -112,9 +112,9 @@ void complete(TrainOptions& options) {
 TrainOptions changed(TrainOptions noted, const CLI::App& command, TrainOptions given) {
   const OptionTable table = noted.options(), others = given.options();
   for (std::size_t i = 0; i < table.size(); ++i)
-    if (table[i].key.empty() || (table[i].may_change && command.count(table[i].name) > 0))
+    if (table[i].key.empty() || (table[i].may_change && is_given(command, table[i].name)))
       copy_value(others[i], table[i]);
-  if (command.count("--offload") == 0 && device_for(noted.model.device) == "cpu")  // it has moved here
+  if (!is_given(command, "--offload") && device_for(noted.model.device) == "cpu")  // it has moved here
     noted.model.offload.clear();
   return noted;
 }
@@ -158,7 +158,7 @@ void check_has_checkpoint(const std::string& run) {
 
 void check_resume(const CLI::App& command, TrainOptions given) {
   for (const Option& option : given.options())
-    if (!option.key.empty() && !option.may_change && command.count(option.name) > 0)
+    if (!option.key.empty() && !option.may_change && is_given(command, option.name))
       throw UsageError("--resume takes " + option.name +
                        " from the run, so that it ends with the same bits; leave it out");
   if (std::error_code ignored; !std::filesystem::exists(given.resume, ignored))
@@ -192,13 +192,13 @@ Session resumed(const CLI::App& command, const TrainOptions& given) {
   take_notes(noted.options(), session.before);
   session.options = changed(noted, command, given);
   session.options.cutting.by_chance = !session.before.contains(kOrder);
-  if (command.count("--validation-data") > 0 && noted.validation_data.empty())
+  if (is_given(command, "--validation-data") && noted.validation_data.empty())
     throw UsageError(
         "--validation-data names where that file of the run is now, and the run validates on a share of its "
         "--data; leave it out");
   if (session.in_place) session.options.out = given.resume, session.saved = session.from->manifest().step;
-  if (command.count("--steps") > 0) extend(session, noted.model.steps);
-  if (reads_input(session.options.data) && command.count("--data") == 0)
+  if (is_given(command, "--steps")) extend(session, noted.model.steps);
+  if (reads_input(session.options.data) && !is_given(command, "--data"))
     throw UsageError(
         "the run has read standard input, which is gone; give the same bytes again with --data FILE or "
         "--data -");
@@ -270,16 +270,16 @@ std::int64_t TrainOptions::limit() const {
 }
 
 Session session_of(const CLI::App& command, const TrainOptions& given) {
-  if (given.epochs > 0 && command.count("--steps") > 0)
+  if (given.epochs > 0 && is_given(command, "--steps"))
     throw UsageError("--epochs and --steps both say how long the run is; leave one of them out");
-  if (command.count("--memory-limit") > 0) parse_size(given.memory_limit, "--memory-limit");  // "" is none
+  if (is_given(command, "--memory-limit")) parse_size(given.memory_limit, "--memory-limit");  // "" is none
   if (!given.resume.empty()) return resumed(command, given);
   Session session;
   session.options = given;
   TrainOptions& options = session.options;
   complete(options);
   refuse_sizes(options.model, command);
-  if (!options.validation_data.empty() && command.count("--validation") > 0 && given.cutting.validation > 0)
+  if (!options.validation_data.empty() && is_given(command, "--validation") && given.cutting.validation > 0)
     throw UsageError(
         "--validation is a share of --data, and --validation-data a file of its own; leave one of them out");
   if (options.data.empty() || options.out.empty())

@@ -121,7 +121,7 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
   return nearest.empty() ? "" : "; did you mean " + joined(nearest, " or ") + "?";
 }
 
-CLI::Validator one_of(const std::vector<std::string>& known) {
+Check one_of(const std::vector<std::string>& known) {
   return {[known](const std::string& value) {
             if (std::find(known.begin(), known.end(), value) != known.end()) return std::string();
             return "'" + value + "' is none of " + joined(known) + did_you_mean(value, known);

@@ -169,18 +169,25 @@ void decode(const Options& options) {
     io::write_text(options.out, out);
 }
 
+void run(const Options& options) {
+  if (!options.decode.empty() && !options.texts.empty())
+    throw UsageError("--decode turns tokens into text; leave out " + options.texts.front());
+  if (!options.decode.empty()) return decode(options);
+  if (options.texts.empty() || options.out.empty())
+    throw UsageError(
+        "name the texts to read, and the file to write with --out; try 'scruple tokenize --help'");
+  encode(options);
+}
+
 }  // namespace
 
 void add_tokenize(CLI::App& program) {
-  CLI::App* command = program.add_subcommand("tokenize", "Turn texts into tokens, and back");
-  command->group("Train a model");
-  command->footer(kFooter);
   const auto options = std::make_shared<Options>();
-  command->add_option("texts", options->texts, "files and folders to read; -: standard input")
-      ->type_name("PATH");
-  add_options(
-      *command,
-      {{kNone, "--model", "", &options->model, "DIR", "folder with a tokenizer.json, or that file"},
+  add_command(
+      program, "tokenize", "Turn texts into tokens, and back", "Train a model", kFooter,
+      {{kNone, "texts", "", &options->texts, "PATH", "files and folders to read; -: standard input",
+        anything(), false, nullptr, /*takes_many=*/true},
+       required({kNone, "--model", "", &options->model, "DIR", "folder with a tokenizer.json, or that file"}),
        {kNone, "--out", "", &options->out, "FILE", "file to write"},
        {kNone, "--end", "", &options->end, "TOKEN",
         "token after each document, or none (default: the folder's eos_token)"},
@@ -197,17 +204,8 @@ void add_tokenize(CLI::App& program) {
         "write OUT-00000.bin, OUT-00001.bin ..., each of at most so many tokens", whole_from(1)},
        {kNone, "--threads", "", &options->threads, "N",
         "CPU threads; 0: one per core; the files are the same", whole_from(0, 1024)},
-       {kNone, "--decode", "", &options->decode, "FILE", "file of tokens to turn back into text"}});
-  command->get_option("--model")->required();
-  command->callback([options] {
-    if (!options->decode.empty() && !options->texts.empty())
-      throw UsageError("--decode turns tokens into text; leave out " + options->texts.front());
-    if (!options->decode.empty()) return decode(*options);
-    if (options->texts.empty() || options->out.empty())
-      throw UsageError(
-          "name the texts to read, and the file to write with --out; try 'scruple tokenize --help'");
-    encode(*options);
-  });
+       {kNone, "--decode", "", &options->decode, "FILE", "file of tokens to turn back into text"}},
+      [options](const CLI::App&) { run(*options); });
 }
 
 }  // namespace scruple::cli

@@ -310,13 +310,10 @@ void run(const CLI::App& command, const TrainOptions& given) {
 }  // namespace
 
 void add_train(CLI::App& program) {
-  CLI::App* command =
-      program.add_subcommand("train", "Train a byte-level GPT, or a Hugging Face model, on your data");
-  command->group("Train a model");
-  command->footer(kFooter);
   const auto options = std::make_shared<TrainOptions>();
-  add_options(*command, options->options());
-  command->callback([command, options] { run(*command, *options); });
+  add_command(program, "train", "Train a byte-level GPT, or a Hugging Face model, on your data",
+              "Train a model", kFooter, options->options(),
+              [options](const CLI::App& command) { run(command, *options); });
 }
 
 }  // namespace scruple::cli

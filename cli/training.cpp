@@ -83,17 +83,15 @@ bool is_offloaded(const std::string& offload, const std::string& what) {
 }
 
 Option offload_option(std::string& offload, const std::string& key) {
-  const CLI::Validator known(
-      [](const std::string& text) {
-        std::stringstream parts(text);
-        int count = 0;
-        for (std::string part; std::getline(parts, part, ','); ++count)
-          if (part != kActivations && part != kState && text != "true")
-            return "'" + part +
-                   "' is nothing that can be offloaded; use activations, state, or activations,state";
-        return std::string(count > 0 ? "" : "nothing is named; use activations or state");
-      },
-      "");
+  const Check known = {[](const std::string& text) {
+    std::stringstream parts(text);
+    int count = 0;
+    for (std::string part; std::getline(parts, part, ','); ++count)
+      if (part != kActivations && part != kState && text != "true")
+        return "'" + part +
+               "' is nothing that can be offloaded; use activations, state, or activations,state";
+    return std::string(count > 0 ? "" : "nothing is named; use activations or state");
+  }};
   return {
       kMemory,
       "--offload",
@@ -109,9 +107,9 @@ Option offload_option(std::string& offload, const std::string& key) {
       kActivations};
 }
 
-CLI::Validator a_device() {
-  const CLI::Validator known = one_of(kDevices);
-  return {[known](std::string value) {
+Check a_device() {
+  const Check known = one_of(kDevices);
+  return {[known](const std::string& value) -> std::string {
             if (value == "gpu" || value == "GPU" || value == "nvidia")
               return "'" + value + "' is no device; a GPU is 'cuda' here";
             if (value.starts_with("cuda:"))
@@ -119,9 +117,9 @@ CLI::Validator a_device() {
                      "' is no device; a run takes the first visible GPU: use 'cuda', and set "
                      "CUDA_VISIBLE_DEVICES=" +
                      value.substr(5);
-            return known(value);
+            return known.problem(value);
           },
-          known.get_description()};
+          known.values};
 }
 
 std::string device_for(const std::string& asked) {
@@ -189,7 +187,7 @@ train::Fill ChosenModel::initial() const {
 void refuse_sizes(const ModelOptions& options, const CLI::App& command) {
   if (options.is_gpt()) return;
   for (const char* name : {"--layers", "--width", "--heads"})
-    if (command.count(name) > 0)
+    if (is_given(command, name))
       throw UsageError(std::string(name) + " is for --model gpt; leave it out: " + options.model +
                        " has its sizes in its config.json");
 }
@@ -252,18 +250,17 @@ OptionTable CuttingOptions::options() {
        "share of the data for validation, from its end; 0: no validation", a_share_or_none()}};
 }
 
-CLI::Validator a_date() {
+Check a_date() {
   return {[](const std::string& value) {
-            int year = 0;
-            unsigned month = 0, day = 0;
-            const bool has_form = value.size() == 10 && value[4] == '-' && value[7] == '-' &&
-                                  value.find_first_not_of("0123456789-") == value.npos &&
-                                  std::sscanf(value.c_str(), "%d-%u-%u", &year, &month, &day) == 3;
-            return has_form && (std::chrono::year(year) / month / day).ok()
-                       ? ""
-                       : "'" + value + "' is no date such as 2026-11-19";
-          },
-          "DATE"};
+    int year = 0;
+    unsigned month = 0, day = 0;
+    const bool has_form = value.size() == 10 && value[4] == '-' && value[7] == '-' &&
+                          value.find_first_not_of("0123456789-") == value.npos &&
+                          std::sscanf(value.c_str(), "%d-%u-%u", &year, &month, &day) == 3;
+    return has_form && (std::chrono::year(year) / month / day).ok()
+               ? ""
+               : "'" + value + "' is no date such as 2026-11-19";
+  }};
 }
 
 train::Cutting CuttingOptions::cutting(std::int64_t context) const {

@@ -21,7 +21,7 @@ inline constexpr const char* kGpt = "gpt";
 
 // Where a model is trained. auto: on a GPU where there is one.
 inline constexpr const char* kDevices[] = {"auto", "cuda", "cpu"};
-CLI::Validator a_device();  // one of them; says what is meant by other names of a GPU
+Check a_device();  // one of them; says what is meant by other names of a GPU
 inline constexpr const char* kDeviceVariable = "SCRUPLE_DEVICE";  // of the environment
 std::string device_for(const std::string& asked);                 // cuda or cpu
 // Throws where nothing can be trained on this one, cuda or cpu; what only counts can do without.
@@ -93,7 +93,7 @@ bool reads_input(const std::vector<std::string>& data);     // standard input is
 // while says so on a terminal; what is not used as it is, or has no effect, is said on stderr.
 train::Data open_data(const std::vector<std::string>& arguments, const CuttingOptions& options,
                       const ChosenModel& model, const std::string& tokenizer);
-CLI::Validator a_date();
+Check a_date();
 
 struct GradientOptions {
   std::string policy = "stored", accumulation = "none", loss_scale;
