@@ -352,6 +352,37 @@ __global__ void __launch_bounds__(256) add_key_parts(Sizes sizes, const float* s
                                                      pack<T>(sum.z * scale, sum.w * scale)};
 }
 
+// Scores become softmax's weights; a query's scores are a column. `pairs_at`: {log sum, delta} of a lane's two columns.
+template <int M, int N>
+__device__ __forceinline__ void softmax_of_columns(float (&scores)[M][N][4], float factor,
+                                                   std::uint32_t pairs_at) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const uint4 pair = load_shared(pairs_at + n * 64);
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int v = 0; v < 4; ++v)
+        scores[m][n][v] = weight_of(scores[m][n][v], factor, __uint_as_float(v % 2 ? pair.z : pair.x));
+  }
+}
+
+// Weights become gradients of the scores, from those of the weights.
+template <int M, int N>
+__device__ __forceinline__ void score_gradients_of_columns(float (&weights)[M][N][4],
+                                                           const float (&gradients)[M][N][4],
+                                                           std::uint32_t pairs_at) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const uint4 pair = load_shared(pairs_at + n * 64);  // again, rather than kept in registers
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int v = 0; v < 4; ++v)
+        weights[m][n][v] *= gradients[m][n][v] - __uint_as_float(v % 2 ? pair.w : pair.y);
+  }
+}
+
 template <int D>
 constexpr int key_gradient_bytes() {
   return (2 * kKeyGradient<D>.own() + 4 * kKeyGradient<D>.tile) * Tile<D>::kStride +
@@ -411,9 +442,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
   for (int head = first_head; head < end_of_heads; ++head) {
     const auto arrive = [&](int tile) {
-      if (head > first_head ||
-          tile > begin) {  // this tile has come, and nobody reads the one before any more
-        copies_wait();
+      if (head > first_head || tile > begin) {
+        copies_wait();  // this tile has come, and nobody reads the one before any more
         __syncthreads();
       }
       const bool more = tile + 1 < end;  // of this head
@@ -430,29 +460,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       multiply_rows<T>(returned, own_values, gradients_at);  // before what waits for the first product
       if (chunk * kChunk < last_of_warp || chunk >= end_of_all)
         hide_keys(weights, sizes, sequence, first_of_warp, chunk * kChunk);
-      // {sum, delta} of a lane's two columns
       const std::uint32_t pairs_at =
           statistics_at + stage * kStatisticBytes +
           (in_tile + product_column(lane_of_thread(), 0)) * static_cast<int>(sizeof(float2));
-#pragma unroll
-      for (int n = 0; n < kChunk / 8; ++n) {
-        const uint4 pair = load_shared(pairs_at + n * 64);
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-          for (int v = 0; v < 4; ++v)
-            weights[m][n][v] = weight_of(weights[m][n][v], factor, __uint_as_float(v % 2 ? pair.z : pair.x));
-      }
+      softmax_of_columns(weights, factor, pairs_at);
       add_weighted<T, D>(value_gradient, weights, gradients_at);
-#pragma unroll
-      for (int n = 0; n < kChunk / 8; ++n) {
-        const uint4 pair = load_shared(pairs_at + n * 64);  // again, rather than kept in registers
-#pragma unroll
-        for (int m = 0; m < M; ++m)
-#pragma unroll
-          for (int v = 0; v < 4; ++v)
-            weights[m][n][v] *= returned[m][n][v] - __uint_as_float(v % 2 ? pair.w : pair.y);
-      }
+      score_gradients_of_columns(weights, returned, pairs_at);
       add_weighted<T, D>(key_gradient, weights, queries_at);
     });
   }
