@@ -238,8 +238,11 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
     train::run(record, trainer, data.training(), validation, span, show, save);
   } catch (...) {
     failure = std::current_exception();
-    span.saves_end();
-    if (trainer.is_whole() && is_unsaved(session, record)) save(record);
+    try {
+      span.saves_end();
+      if (trainer.is_whole() && is_unsaved(session, record)) save(record);
+    } catch (const std::bad_alloc&) {  // the failure itself, perhaps; what follows tells which step is saved
+    }
   }
   span.saves_end();
   if (failure && record.steps.size() == record.resumed) std::rethrow_exception(failure);

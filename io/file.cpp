@@ -245,8 +245,11 @@ NewFolder::NewFolder(const std::string& path) : path_(path) {
 }
 
 NewFolder::~NewFolder() {
-  std::error_code ignored;
-  if (!done_) std::filesystem::remove_all(partial_, ignored);
+  try {
+    std::error_code ignored;
+    if (!done_) std::filesystem::remove_all(partial_, ignored);
+  } catch (const std::bad_alloc&) {  // it stays, under a name that the next one removes
+  }
   if (lock_ >= 0) ::close(lock_);
 }
 

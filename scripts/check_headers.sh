@@ -28,7 +28,7 @@ begun_with=$(find $rooms capi -name '*.cpp' ! -path '*cuda*' | while read -r fil
 done)
 for header in $(find $rooms -name '*.h' -o -name '*.hpp' 2> /dev/null | sort); do
   case $header in
-    train/cuda/* | engine/cuda_device.h | engine/cuda_rows.h) [ -n "$has_cuda" ] || continue ;;
+    train/cuda/* | engine/cuda_device.h | engine/cuda_ring.h | engine/cuda_rows.h) [ -n "$has_cuda" ] || continue ;;
   esac
   count=$((count + 1))
   if printf '%s\n' "$begun_with" | grep -qxF "$header"; then continue; fi

@@ -1,5 +1,5 @@
-// Counts what a test's program asks for: hostile files may not buy memory with numbers. Replaces operator new,
-// so one file of a program may include it.
+// Counts what a test's program asks for: hostile files may not buy memory with numbers. Or refuses it. Replaces operator
+// new, so one file of a program may include it.
 #pragma once
 
 #include <atomic>
@@ -10,11 +10,12 @@
 namespace {
 
 std::atomic<std::size_t> allocated{0}, most_allocated{0};
+std::atomic<bool> refuses_memory{false};
 
 }  // namespace
 
 void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
-  void* const memory = std::malloc(bytes + 16);
+  void* const memory = refuses_memory ? nullptr : std::malloc(bytes + 16);
   if (memory == nullptr) return nullptr;
   std::memcpy(memory, &bytes, sizeof bytes);
   const std::size_t now = allocated += bytes;

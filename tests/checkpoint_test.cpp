@@ -14,6 +14,19 @@ namespace {
 
 using namespace io;
 
+// As where a save fails for want of memory: the folder stays under its partial name, and the next removes it.
+TEST_F(Files, AFolderIsLeftWhereNoMemoryIs) {
+  {
+    const NewFolder made(path("a"));
+    std::ofstream(made.partial() + "/file") << "half";
+    refuses_memory = true;
+  }
+  refuses_memory = false;
+  EXPECT_FALSE(std::filesystem::exists(path("a")));
+  EXPECT_TRUE(remove_partial(folder_).empty());
+  EXPECT_TRUE(std::filesystem::is_empty(folder_));
+}
+
 // ---- Checksums and JSON ----
 
 TEST(Crc32, IsThatOfZlib) {

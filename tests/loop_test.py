@@ -546,7 +546,7 @@ class Averages(Case):
         for row in self.json_of("plan", "--params", "1e6")["rows"]:
             self.assertNotIn("ema", row["parts"])
         # Of coded weights a piece is decoded.
-        codes = ("--optimizer", "sgd", "--recipe", "lpmm", "--ema")
+        codes = ("--optimizer", "sgd", "--recipe", "lpmm", "--threads", "2", "--ema")
         said = self.trained(*codes, "0.9", out="run", steps=1)
         row = self.json_of("plan", self.path("run"), "--batch", "2", "--context", "16", "--device", "cpu", *codes)["rows"][0]
         self.assertEqual(f"{row['total_bytes'] / 2**10:.2f}", re.search(r"\ntotal +([\d.]+)", said)[1])
