@@ -194,11 +194,12 @@ Ending finish(Session& session, const Record& record, train::Trainer& trainer, t
 void conclude(const Session& session, const Record& record, const Ending& ending, double most_tokens,
               const std::exception_ptr& failure) {
   const TrainOptions& options = session.options;
-  const std::string problem = failure ? "" : why_no_better(record);
+  const std::int64_t good = train::good_steps(record);
+  const bool diverged = good < record.taken();
+  const std::string problem = failure || diverged ? "" : why_no_better(record);
   if (!problem.empty()) std::cerr << "scruple: " << problem << std::endl;
   print_end(session, record, ending, most_tokens);
-  const std::int64_t lost = train::losses_lost(record);
-  if (record.stopped && lost == 0)
+  if (record.stopped && !diverged)
     std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(record.taken()) << " of "
               << grouped(options.model.steps)
               << (ending.problems.empty() ? ". To go on:\n  " + resume_command(options) : ".") << std::endl;
@@ -214,13 +215,12 @@ void conclude(const Session& session, const Record& record, const Ending& ending
     throw std::runtime_error("the loss was not finite before the first step: the weights of " +
                              options.model.model + " are not, or too large for --activations " +
                              precision_name(session.job.activations));
-  if (lost > 0)
-    throw std::runtime_error(
-        "the training diverged: its loss is not finite since step " + grouped(record.taken() - lost + 1) +
-        ". Choose a smaller --lr, or a longer --warmup" +
-        (session.saved == 0
-             ? ""
-             : "; the last checkpoint, of step " + grouped(session.saved) + ", is from before that"));
+  if (diverged)
+    throw std::runtime_error("the training diverged: after step " + grouped(good + 1) +
+                             " its loss is not finite, or more than ten times the first. Choose a smaller --lr, or a longer --warmup; the model in " +
+                             options.out + " is " +
+                             (session.saved == 0 ? "the one that the run began with"
+                                                 : "that of its checkpoint of step " + grouped(session.saved)));
   const bool ended_early = !record.stopped && !record.settled && record.taken() < options.model.steps;
   if (const std::int64_t outliers = train::outliers_lost(record); ended_early && outliers > 0)
     throw std::runtime_error("the last " + plural(outliers, "step") +

@@ -37,6 +37,8 @@ struct TrainOptions {
   Choice chosen() const;  // with the weight decay
   train::Schedule schedule() const { return rate.schedule(model.steps); }
   std::int64_t limit() const;  // of memory
+  // Checkpoints that stay while it trains: the last one may turn out to be of ruined weights.
+  std::int64_t kept() const { return keep == 1 ? 2 : keep; }
 };
 
 // New, or going on from a checkpoint.

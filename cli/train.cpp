@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "commands.h"
@@ -50,7 +51,7 @@ void tidy(const TrainOptions& options) {
   for (const std::string& left : io::remove_partial(train::checkpoints_of(options.out), "step-"))
     std::cerr << "scruple: " << left
               << " was left as it is: whoever writes it may still be at work; remove it if nobody does\n";
-  train::keep_last(options.out, options.keep);
+  train::keep_last(options.out, options.kept());
 }
 
 // Whether a run that has taken these steps has also written all that it should.
@@ -164,7 +165,24 @@ train::Span span_for(const Session& session) {
 // Whether this session has taken steps since the last save, and they are worth one.
 bool is_unsaved(const Session& session, const Record& record) {
   return record.steps.size() > record.resumed && session.saved < record.taken() &&
-         train::losses_lost(record) == 0;
+         train::good_steps(record) == record.taken();
+}
+
+// The trainer anew, from the last good state: the run's last checkpoint from before its loss was lost, or the weights that
+// it began with. Checkpoints of ruined weights are removed.
+void go_back(Session& session, const Record& record, std::optional<Trainer>& trainer) {
+  const std::string folder = train::checkpoints_of(session.options.out);
+  std::unique_ptr<io::Checkpoint> from;
+  for (const std::int64_t step : io::saved_steps(folder)) {
+    const std::string path = folder + "/" + io::step_name(step);
+    if (step <= train::good_steps(record))
+      from = std::make_unique<io::Checkpoint>(path);
+    else if (step > static_cast<std::int64_t>(record.resumed))
+      io::remove_folder(path);
+  }
+  trainer.reset();
+  trainer.emplace(session.job, session.ledger, from ? from.get() : session.from.get());
+  session.saved = from ? trainer->steps_taken() : 0;
 }
 
 // Trains to the end, a stop, or what is returned: a failure after some steps, which leave something to write.
@@ -185,7 +203,7 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   };
   std::exception_ptr failure;
   const auto goes_on = [&] { return !failure && span.go_on() && record.taken() < span.steps; };
-  train::Saves saves(trainer, options.choice.recipe, options.out, options.keep, session.host,
+  train::Saves saves(trainer, options.choice.recipe, options.out, options.kept(), session.host,
                      [&](const std::string& message) { progress.warn(message); });
   // Hours of training are worth more than this file.
   const auto note_problem = [&](const std::string& problem) {
@@ -255,26 +273,26 @@ void train_on(Session& session, const Data& data, Record record) {
       checked_memory("the run", session.job, session.plan, savings_of(session), options.limit());
   session.ledger = train::Ledger(std::min(free_memory(session.job), options.limit()));
   session.host = train::Ledger(free_memory() / 4 * 3);
-  Trainer trainer(session.job, session.ledger, session.from.get());
+  std::optional<Trainer> trainer(std::in_place, session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {
     train::make_folder(options.out);
     session.folder = std::make_unique<train::RunFolder>(options.out);
     session.folder->claim(options.force);
   }
-  if (session.from || options.save_every > 0) session.notes = notes_for(session, data, trainer);
+  if (session.from || options.save_every > 0) session.notes = notes_for(session, data, *trainer);
 
   const Interrupts interrupts;
-  print_start(session, data, trainer);
-  if (session.from) print_resumed(session, trainer);
+  print_start(session, data, *trainer);
+  if (session.from) print_resumed(session, *trainer);
   memory.print(std::cout);
-  if (trainer.copies() != nullptr)
+  if (trainer->copies() != nullptr)
     std::cout << "\nsaves take " << size_words(session.plan.saved())
               << " of host memory, so that training goes on meanwhile\n";
   std::cout << std::endl;
 
   train::Metrics metrics(options.out);
-  const std::exception_ptr failure = watch(session, trainer, data, metrics, record);
+  const std::exception_ptr failure = watch(session, *trainer, data, metrics, record);
   if (record.stopped && record.steps.size() == record.resumed) {
     std::cerr << "scruple: stopped by " << Interrupts::name()
               << " before a step was taken; nothing was written\n";
@@ -283,8 +301,10 @@ void train_on(Session& session, const Data& data, Record record) {
     throw Stopped{Interrupts::signal()};
   }
   session.folder->begin();
-  const Ending ending = finish(session, record, trainer, metrics, data.layout(), failure);
-  conclude(session, record, ending, most_tokens(trainer, session.job), failure);
+  if (!failure && train::good_steps(record) < record.taken()) go_back(session, record, trainer);
+  train::keep_last(options.out, options.keep);
+  const Ending ending = finish(session, record, *trainer, metrics, data.layout(), failure);
+  conclude(session, record, ending, most_tokens(*trainer, session.job), failure);
 }
 
 void run(const CLI::App& command, const TrainOptions& given) {

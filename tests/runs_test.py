@@ -279,7 +279,7 @@ class Failures(Case):
         """What is true of a rate that is too high and of a model that overfits."""
         with open(self.data, "w", encoding="utf-8") as file:
             file.write("abcdefgh" * 200 + "".join(chr(33 + n * n % 90) for n in range(400)))
-        for more in (("--lr", "10"), ("--validation", "0.19", "--lr", "0.01")):
+        for more in (("--lr", "1"), ("--validation", "0.19", "--lr", "0.01")):
             done = self.ends(3, *self.arguments("a", *more, "--force", steps=60))
             self.assertRegex(done.stderr, r"the validation loss ended above where it began, [\d.]+ -> [\d.]+: the training "
                              "diverged, or the model overfitted; choose a smaller --lr")  # fmt: skip

@@ -293,29 +293,41 @@ class Train(Case):
 
     def test_a_run_that_learns_nothing_says_so_first(self):
         """Its loss is finite and above where it began: an exit code of its own, and what it wrote is whole."""
-        result = self.trains(3, "the validation loss ended above where it began, ", "--lr", "10", steps=20)
+        result = self.trains(3, "the validation loss ended above where it began, ", "--lr", "1", steps=20)
         self.assertIn("choose a smaller --lr", result.stderr)
         self.assertIn("wrote", result.stdout)
         self.metrics()
         self.trained("--force", steps=20)
 
-    def test_a_run_that_diverges_ends(self):
-        """Not after its last step, and with the checkpoints from before."""
-        arguments = ("--lr", "1e30", "--schedule", "constant", "--warmup", "0", "--save-every", "1", "--validate-every", "100")
-        result = self.trains(1, "not finite since step", *arguments, steps=200)
-        losses = [row["loss"] for row in self.losses()]
-        finite = [loss for loss in losses if isinstance(loss, float)]
-        self.assertEqual(losses[:len(finite)], finite)
-        self.assertEqual(len(losses), len(finite) + 10)
-        kept = sorted(os.listdir(self.path("run/checkpoints")))[-1]
-        self.assertEqual(kept, f"step-{len(finite):08}")
-        self.assertIn(f"not finite since step {len(finite) + 1}. Choose a smaller --lr, or a longer --warmup; the last "
-                      f"checkpoint, of step {len(finite)}, is from before that", result.stderr)
-        self.assertNotIn("Stopped", result.stdout)
-        again = run("train", "--resume", self.path("run"))
-        self.assertEqual(again.returncode, 1)
-        self.assertIn("diverged", again.stderr)
-        self.assertEqual([row["loss"] for row in self.losses()], losses)
+    def test_a_run_that_diverges_ends_with_its_last_good_state(self):
+        """Not after its last step. A checkpoint of ruined weights is removed, and --keep 1 has not cost the one before."""
+        for keep in ("1", "2"):
+            self.trained("--lr", "0.001", "--schedule", "constant", "--warmup", "0", "--save-every", "1", "--keep", keep,
+                         "--force", steps=4)
+            good = self.weights()
+            self.rewrite("run", 4, '"lr":"0.001"', '"lr":"1e30"')
+            for _ in range(2):
+                self.ends(1, "the training diverged: after step 5 its loss is not finite, or more than ten times the first. "
+                          "Choose a smaller --lr, or a longer --warmup; the model in " + self.path("run") + " is that of its "
+                          "checkpoint of step 4", "train", "--resume", self.path("run"), "--steps", "200")
+                losses = [row["loss"] for row in self.losses()]
+                self.assertTrue(all(isinstance(loss, float) and loss < 6 for loss in losses[:5]), losses)
+                self.assertFalse(any(isinstance(loss, float) and loss < 60 for loss in losses[5:]), losses)
+                self.assertEqual(len(losses), 15)
+                self.assertEqual(self.weights(), good)
+                self.assertEqual(sorted(os.listdir(self.path("run/checkpoints")))[-1], "step-00000004")
+
+    def test_a_run_that_diverges_before_its_first_save_leaves_the_weights_that_it_began_with(self):
+        self.trained(out="first")
+        for rate in ("1e30", "1e5"):  # not finite; finite, and no loss that a model comes back from
+            result = self.ends(1, "the model in " + self.path("run") + " is the one that the run began with", "train", "--model",
+                               self.path("first"), "--data", self.data, "--out", self.path("run"), "--lr", rate, "--warmup", "0",
+                               "--steps", "200", "--force")
+            self.assertEqual(result.stderr.count("hoose a smaller"), 1, result.stderr)
+            self.assertEqual(len(self.losses()), 11)
+            header, values = self.weights().split(b"}}", 1)
+            self.assertEqual(values, self.weights("first").split(b"}}", 1)[1])
+            self.assertIn(b'"step":"0"', header)
 
     def test_refusals(self):
         def refused(code, message, *arguments):

@@ -9,7 +9,8 @@
 namespace scruple::train {
 namespace {
 
-constexpr std::int64_t kHopeless = 10;  // losses in a row that are not finite, or steps that are skipped
+constexpr std::int64_t kHopeless = 10;  // losses in a row that are lost, or steps that are skipped
+constexpr double kLost = 10;            // times the first loss
 
 using Clock = std::chrono::steady_clock;
 
@@ -42,6 +43,13 @@ std::int64_t at_end(const Record& record, std::size_t first, const Test& is_so) 
   std::size_t i = record.steps.size();
   while (i > first && is_so(record.steps[i - 1])) --i;
   return static_cast<std::int64_t>(record.steps.size() - i);
+}
+
+// Not finite, or so far above the first one that no spike is.
+bool is_lost(const Record& record, double loss) {
+  const auto first = std::find_if(record.steps.begin(), record.steps.end(),
+                                  [](const Outcome& step) { return std::isfinite(step.loss); });
+  return !std::isfinite(loss) || (first != record.steps.end() && loss > kLost * std::max(1.0, first->loss));
 }
 
 // Amounts rarely change: a long run keeps few of them.
@@ -102,7 +110,14 @@ bool has_settled(const Record& record, std::int64_t patience) {
 }
 
 std::int64_t losses_lost(const Record& record) {
-  return at_end(record, record.resumed, [](const Outcome& step) { return !std::isfinite(step.loss); });
+  return at_end(record, record.resumed, [&](const Outcome& step) { return is_lost(record, step.loss); });
+}
+
+std::int64_t good_steps(const Record& record) {
+  const std::int64_t taken = record.taken(), lost = losses_lost(record);
+  if (!record.validations.empty() && record.validations.back().first == taken)
+    return is_lost(record, record.final_loss()) ? taken - lost - 1 : taken;
+  return lost > 0 ? taken - lost - 1 : taken;
 }
 
 std::int64_t outliers_lost(const Record& record) {
@@ -147,8 +162,8 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
   auto saved = static_cast<std::int64_t>(record.resumed);
   Clock::time_point last_save = Clock::now();
   const auto save_now = [&](std::int64_t step) {
+    if (step == saved || good_steps(record) < step) return;
     last_save = Clock::now();
-    if (step == saved || losses_lost(record) > 0) return;
     ++record.saving.times;
     const Timer timer(record.saving.seconds);
     if (save(record)) saved = step;

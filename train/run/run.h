@@ -84,8 +84,12 @@ double seconds_left(const Record& record, const Span& span);
 // Whether so many validations at the end are no better than the best before them; 0: never.
 bool has_settled(const Record& record, std::int64_t patience);
 
-// How many losses at the end of this session are not finite.
+// How many losses at the end of this session are lost: not finite, or more than ten times the first (or 1).
 std::int64_t losses_lost(const Record& record);
+
+// The last step after which the weights were good: their loss, in the next step or a validation, was not lost, or is not
+// known yet. Below 0: that of the first weights was.
+std::int64_t good_steps(const Record& record);
 
 // How many steps at the end were skipped as outliers.
 std::int64_t outliers_lost(const Record& record);
@@ -102,7 +106,7 @@ using Save = std::function<bool(const Record&)>;
 // - `watch` is called after every step.
 // - `save` is called after the steps that the span names. Where it returns false it is called again when the
 //   run ends. It may return while the checkpoint is being written: Span::saves_end waits for that.
-// - When losses stay not finite the run ends early and does not save: its checkpoints are from before.
+// - When losses stay lost the run ends early and does not save: its weights are ruined.
 // - When one step after another is skipped, as an outlier or because a gradient is not finite, it ends early too, and
 //   saves: the weights are from before.
 // - If anything throws, the record ends with the last whole step.
