@@ -115,7 +115,7 @@ View from_row(View view, Index row) { return {view.data + row * view.stride, vie
 
 // Softmax of queries first, first + 1... over the keys that each may see; the rest of a row is cleared for
 // the products. `log_sums` are those of these queries, or nullptr.
-void causal_softmax(Target scores, Index first, Index count, float* log_sums) {
+SCRUPLE_WIDE void causal_softmax(Target scores, Index first, Index count, float* log_sums) {
   for (Index r = 0; r < count; ++r) {
     float* row = scores.data + r * scores.stride;
     const Index seen = first + r + 1;
@@ -202,8 +202,9 @@ void softmax_backward(Target scores, Target dp, Index first, Index count, const 
 }
 
 // Adds the gradients of the head norms to `q_sums` and `k_sums`.
-void attend_document_backward(const Group& group, const Matrix& y, const float* log_sums, const Matrix& dy,
-                              Matrix& dqkv, float* q_sums, float* k_sums, Arena& arena) {
+SCRUPLE_WIDE void attend_document_backward(const Group& group, const Matrix& y, const float* log_sums,
+                                           const Matrix& dy, Matrix& dqkv, float* q_sums, float* k_sums,
+                                           Arena& arena) {
   const Attention& shape = group.shape;
   const Index width = shape.head_width, length = group.length;
   const Roped keys = group.keys();

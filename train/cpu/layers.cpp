@@ -75,7 +75,7 @@ Matrix::Matrix(Ledger& ledger, Precision precision, Index rows, Index columns)
       precision_(precision),
       columns_(columns) {}
 
-View Matrix::read(Index row, Index rows, Index column, Index columns, float* scratch) const {
+SCRUPLE_WIDE View Matrix::read(Index row, Index rows, Index column, Index columns, float* scratch) const {
   if (precision_ == Precision::fp32) return {place(row, column), columns_};
   for (Index r = 0; r < rows; ++r) {
     const u16* __restrict from = code(row + r, column);
@@ -97,7 +97,7 @@ void Matrix::clear() { std::fill_n(memory_.as<std::byte>(), memory_.bytes(), std
 
 // Overflow must stay visible to loss scaling: no saturation, and a NaN is written as one that survives
 // rounding.
-void Matrix::keep(Index row, Index rows, Index column, Index columns, Target values) {
+SCRUPLE_WIDE void Matrix::keep(Index row, Index rows, Index column, Index columns, Target values) {
   if (precision_ == Precision::fp32) return;
   for (Index r = 0; r < rows; ++r) {
     const float* __restrict from = values.data + r * values.stride;
@@ -137,8 +137,12 @@ View Normed::read(Index row, Index rows, Index column, Index columns, float* scr
 
 namespace {
 
+SCRUPLE_WIDE void gelu_row(float* values, Index count) {
+  for (Index i = 0; i < count; ++i) values[i] = gelu(values[i]);
+}
+
 // silu(gates) times what stands beside them in the right half of the row.
-void gate_row(const Matrix& matrix, Index row, Index column, Index columns, float* gates) {
+SCRUPLE_WIDE void gate_row(const Matrix& matrix, Index row, Index column, Index columns, float* gates) {
   constexpr Index kPart = 512;
   float decoded[kPart];
   for (Index first = 0; first < columns; first += kPart) {
@@ -159,7 +163,7 @@ View Activated::read(Index row, Index rows, Index column, Index columns, float* 
     if (kind == Mlp::swiglu)
       gate_row(matrix, row + r, column, columns, to);
     else
-      for (Index i = 0; i < columns; ++i) to[i] = gelu(to[i]);
+      gelu_row(to, columns);
   }
   return {scratch, columns};
 }
@@ -371,9 +375,9 @@ namespace {
 // The backward pass of a norm, per row: with h = (x - mean) rstd and a = g weight, dx = rstd (a - mean(a) - h
 // mean(a h)) (Ba et al., 1607.06450, eq. 4); RMS norm subtracts no mean, neither from x nor from a (Zhang &
 // Sennrich, 1910.07467). Adds g h and g to the chunk's two rows of `sums`.
-void norm_row(NormKind kind, const float* __restrict x, float mean, float rstd,
-              const float* __restrict weight, const float* __restrict g, Index width, bool add,
-              float* __restrict dx, float* __restrict sums) {
+SCRUPLE_WIDE void norm_row(NormKind kind, const float* __restrict x, float mean, float rstd,
+                           const float* __restrict weight, const float* __restrict g, Index width, bool add,
+                           float* __restrict dx, float* __restrict sums) {
   const auto h = [&](Index i) { return (x[i] - mean) * rstd; };
   const float n = static_cast<float>(width);
   float mean_a = 0;
@@ -403,7 +407,7 @@ void norm_rows(const Normed& x, Index first, Index count, const std::int32_t* at
 }
 
 // values = (softmax - [target]) scale, where `target` may be none of them.
-void softmax_gradient(Index count, Index target, float scale, float log_sum, float* values) {
+SCRUPLE_WIDE void softmax_gradient(Index count, Index target, float scale, float log_sum, float* values) {
   const bool here = target >= 0 && target < count;
   const float at_target = here ? (exp_of(values[target] - log_sum) - 1.0f) * scale : 0.0f;
   for (Index i = 0; i < count; ++i) values[i] = exp_of(values[i] - log_sum) * scale;
@@ -453,6 +457,24 @@ void linear_backward(const Workers& workers, const Matrix& g, const Linear& laye
   });
 }
 
+namespace {
+
+SCRUPLE_WIDE void gelu_row_backward(const float* __restrict x, Index count, float* __restrict g) {
+  for (Index i = 0; i < count; ++i) g[i] *= gelu_slope(x[i]);
+}
+
+// `value_g` begins as the gradient of silu(gate) value.
+SCRUPLE_WIDE void swiglu_row_backward(const float* __restrict gate, const float* __restrict value,
+                                      Index count, float* __restrict gate_g, float* __restrict value_g) {
+  for (Index i = 0; i < count; ++i) {
+    const float g = value_g[i];
+    gate_g[i] = g * value[i] * silu_slope(gate[i]);
+    value_g[i] = g * silu(gate[i]);
+  }
+}
+
+}  // namespace
+
 void activated_backward(const Workers& workers, const Matrix& g, const Linear& layer, Index rows,
                         const Activated& x, Matrix& dx) {
   const Index inner = layer.in;
@@ -463,25 +485,15 @@ void activated_backward(const Workers& workers, const Matrix& g, const Linear& l
     const Target out = dx.open(first, 0, inner, arena.floats(count * inner));
     if (!gated) {
       product(count, inner, layer.out, 1, dy, weight_transposed(layer), 0, out);
-      for (Index r = 0; r < count; ++r) {
-        const float* __restrict from = in.data + r * in.stride;
-        float* __restrict to = out.data + r * out.stride;
-        for (Index i = 0; i < inner; ++i) to[i] *= gelu_slope(from[i]);
-      }
+      for (Index r = 0; r < count; ++r)
+        gelu_row_backward(in.data + r * in.stride, inner, out.data + r * out.stride);
     } else {
       const View beside = x.matrix.read(first, count, inner, inner, arena.floats(count * inner));
       const Target right = dx.open(first, inner, inner, arena.floats(count * inner));
       product(count, inner, layer.out, 1, dy, weight_transposed(layer), 0, right);
-      for (Index r = 0; r < count; ++r) {
-        const float* __restrict gate = in.data + r * in.stride, * __restrict value =
-                                                                    beside.data + r * beside.stride;
-        float* __restrict to = out.data + r * out.stride, * __restrict both = right.data + r * right.stride;
-        for (Index i = 0; i < inner; ++i) {
-          const float d = both[i];
-          to[i] = d * value[i] * silu_slope(gate[i]);
-          both[i] = d * silu(gate[i]);
-        }
-      }
+      for (Index r = 0; r < count; ++r)
+        swiglu_row_backward(in.data + r * in.stride, beside.data + r * beside.stride, inner,
+                            out.data + r * out.stride, right.data + r * right.stride);
       dx.keep(first, count, inner, inner, right);
     }
     dx.keep(first, count, 0, inner, out);

@@ -5,6 +5,15 @@
 #include "formats/codec.h"
 #include "train/model/description.h"
 
+// Before a function of rows: it is compiled for AVX2 and AVX-512 too, and the loader takes what the processor has. The bits
+// are the same: nothing is contracted, and sums have an order. Sanitizers begin after the loader has chosen.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define SCRUPLE_WIDE __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define SCRUPLE_WIDE
+#endif
+
 namespace scruple::train {
 
 // e^x for x in [-87, 88], to 2 units in the last place; beyond, the value at the end. A NaN stays one.
