@@ -97,7 +97,7 @@ OptionTable run_options(Options& options) {
   options.recompute = train::kRecomputes[0];
   return {
       {kRun, "--batch", "", &options.batch, "N",
-       "count a whole 'scruple train' with this batch; the next six describe it", whole_from(1)},
+       "count a whole 'scruple train' with this batch; the next five and --offload describe it", whole_from(1)},
       {kRun, "--context", "", &options.context, "N", "tokens of a window (default: as train)", whole_from(1)},
       {kRun, "--recompute", "", &options.recompute, "WHAT", either(train::kRecomputes),
        one_of(train::kRecomputes)},
@@ -236,8 +236,7 @@ std::string saves_words(const Plan& plan) {
   const std::string size =
       size_words(bytes(*least)) + (less(*least, *most) ? " to " + size_words(bytes(*most)) : "");
   if (offloads) return size + " lie in host memory; training waits for each save";
-  return "saves take " + size +
-         " of host memory, so that training goes on meanwhile; without it, training waits for each";
+  return "training goes on during a save where the host has memory for the copy, " + size;
 }
 
 void print_table(const Plan& plan, const Options& options) {

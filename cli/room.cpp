@@ -25,8 +25,9 @@ bool is_shortage(const std::exception& error) {
 std::vector<std::string> options_of_passes(const train::Job& job) {
   std::vector<std::string> names;
   if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
-  if (on_gpu(job) && !job.offloads) names.emplace_back("--offload");
-  if (on_gpu(job) && !job.offloads_state) names.emplace_back("--offload state");
+  if (on_gpu(job) && !(job.offloads && job.offloads_state))
+    names.emplace_back(job.offloads || job.offloads_state ? "--offload activations,state"
+                                                          : "--offload state, activations or both");
   return names;
 }
 
@@ -104,10 +105,10 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
   add("workspace", needed.peak("workspace"));
   add("total", std::exchange(sum, 0));
   for (const train::Ledger::Entry& entry : needed.host_entries())
-    add(entry.kind + ", on the host", entry.peak);
+    add(entry.kind + ", in host memory", entry.peak);
   if (needed.host_peak() > free_memory())
     refuse_memory(what, needed.host_peak(), size_words(free_memory()) + " of host memory are free",
-                  "leave out --offload state, or " + advice, table);
+                  "use --offload none, or " + advice, table);
   const std::int64_t free = free_memory(job);
   if (needed.peak() <= std::min(free, limit)) return table;
   refuse_memory(what, needed.peak(),

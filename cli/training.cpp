@@ -87,10 +87,10 @@ Option offload_option(std::string& offload, const std::string& key) {
     std::stringstream parts(text);
     int count = 0;
     for (std::string part; std::getline(parts, part, ','); ++count)
-      if (part != kActivations && part != kState && text != "true")
+      if (part != kActivations && part != kState && text != "true" && text != "none")
         return "'" + part +
-               "' is nothing that can be offloaded; use activations, state, or activations,state";
-    return std::string(count > 0 ? "" : "nothing is named; use activations or state");
+               "' is nothing that can be offloaded; use activations, state, activations,state or none";
+    return std::string(count > 0 ? "" : "nothing is named; use activations, state or none");
   }};
   return {
       kMemory,
@@ -98,8 +98,8 @@ Option offload_option(std::string& offload, const std::string& key) {
       key,
       &offload,
       "[WHAT]",
-      "on a GPU, keep in host memory: activations (those between layers), state (moments and extra bits), or "
-      "activations,state; the name alone means activations",
+      "on a GPU, keep in host memory: activations (those between layers), state (moments, and extra bits or "
+      "fp32 copies), activations,state, or none; the name alone means activations",
       known,
       kMayChange,
       nullptr,
@@ -349,7 +349,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
     throw UsageError("--batch is " + std::to_string(options.batch) + " windows of " +
                      std::to_string(shape.context) + " tokens; choose one with at most 2^40 tokens");
   const bool with_gpu = device_for(options.device) == "cuda";
-  if (!options.offload.empty() && !with_gpu)
+  if (!options.offload.empty() && options.offload != "none" && !with_gpu)
     throw UsageError(
         "--offload is for a GPU, and this run is on the CPU; leave it out, or use --device cuda");
   if (gradients.accumulation != "none") {

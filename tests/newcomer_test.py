@@ -10,9 +10,8 @@ else is as printed. A command must succeed, unless the first line that it prints
 one after the other, where `torch`, `model`, `data` (pairs of inputs and targets) and `criterion` are there; one that
 computes gradients must change the weights.
 
-What differs from what is printed: commands in NOT_RUN are not run; runs take a fiftieth of their steps, where that leaves
-some, because all of them would take a quarter of an hour; `make demo` is its line of the Makefile. book.txt, notes.jsonl and
-the folders of models are made here, the models tiny with random weights; ./Llama-3.1-8B is its config.json alone.
+Commands in NOT_RUN are not run; `make demo` finds the build made. book.txt, notes.jsonl and the folders of models are made
+here, the models tiny with random weights; ./Llama-3.1-8B is its config.json alone.
 """
 import json
 import os
@@ -48,7 +47,6 @@ NOT_RUN = {
     r"pip install\b": "the test `wheel` installs the package",
     r".* (--device cuda|ARCHITECTURES=|CUDA=)": "there may be no GPU and no toolkit",
 }
-SHORTER, STEPS = 50, {"train": 1000, "compare": 400}  # what a run takes without --steps
 LLAMA_8B = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
             "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
             "vocab_size": 128256, "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
@@ -100,20 +98,6 @@ def words(command):
     return shlex.split(command, comments=True)
 
 
-def shorter(command):
-    """With a fiftieth of the steps. None are added to --resume, which goes on to those of its run."""
-    said = words(command)
-    usual = STEPS.get(said[1]) if said[0] == "build/scruple" and len(said) > 1 else None
-    if usual and "--steps" in said:
-        at = said.index("--steps") + 1
-        said[at] = str(int(said[at]) // SHORTER if int(said[at]) >= 5 * SHORTER else int(said[at]))
-    elif usual and not {"--resume", "--help"} & set(said):
-        said += ["--steps", str(usual // SHORTER)]
-    else:
-        return command
-    return shlex.join(said)
-
-
 def shape(line):
     """What stays the same on another machine, with another text."""
     line = re.sub(r"\b[KMGT]i?B\b", "B", re.sub(r"\bcpu-[\w-]+", "cpu", line))
@@ -160,13 +144,7 @@ class Newcomer(command.Case):
     def as_run(self, command):
         """The command, or why it is not run."""
         reason = next((reason for pattern, reason in NOT_RUN.items() if re.match(pattern, command)), None)
-        target = re.match(r"make ([\w-]+)", command)
-        if target:
-            code, recipe = self.shell(f"make --dry-run --old-file build {target[1]}")
-            self.assertEqual(code, 0, recipe)
-            if target[1] == "demo":
-                return shorter(recipe[-1]), None
-        return (None, reason) if reason else (shorter(command), None)
+        return (None, reason) if reason else (re.sub(r"^make\b", "make --old-file build", command), None)
 
     def make_what_is_named(self, every):
         (self.clone / "book.txt").write_text(folders_test.TEXT)
@@ -235,8 +213,6 @@ class Newcomer(command.Case):
     def test_how_the_page_is_read(self):
         self.assertEqual(commands(["$ a \\", "  --b  # c", "make 1"]), [["a --b  # c", ["make 1"]]])
         self.assertEqual(commands(["make demo", "out"]), [["make demo", ["out"]]])
-        self.assertEqual(shorter("build/scruple train --data x --out y"), "build/scruple train --data x --out y --steps 20")
-        self.assertEqual(shorter("build/scruple train --resume y --steps 1200"), "build/scruple train --resume y --steps 24")
         said = ["a 1.5 MiB", "", "b  -2", "c 3 s", "d"]
         self.assertIsNone(missing(["a 22 GiB", "b +0.1", "c 1 s", "d"], said))
         self.assertIsNone(missing(["a 0 KiB", "...", "d"], said))

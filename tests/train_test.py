@@ -155,7 +155,7 @@ class Train(Case):
         self.fails(2, words, "compare", *cpu)
         for what in ("state", "activations,state"):
             self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), "--device", "cpu", "--offload", what)
-        self.fails(2, "--offload: 'weights' is nothing that can be offloaded; use activations, state, or activations,state",
+        self.fails(2, "--offload: 'weights' is nothing that can be offloaded; use activations, state, activations,state or none",
                    "train", "--data", self.data, "--out", self.path("no"), "--offload", "state,weights")  # fmt: skip
         self.assertFalse(os.path.exists(self.path("no")))
         self.assertNotIn("activations (default", self.done("train", "--help"))
