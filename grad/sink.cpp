@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <limits>
-#include <set>
 #include <string>
 
 #include "engine/failure.h"
@@ -118,10 +117,6 @@ void check_accumulates(const scruple_tensor& t, i64 index, const scruple_sink_op
          "; policy compressed is for any optimizer");
   check_parts(t, index);
 }
-
-// Of an accumulator's planes, those that the sink has allocated (scruple_array.owned), and whether in one block.
-constexpr int kOwnsCodes = 1, kOwnsAux = 2, kTogether = 4;
-
 }  // namespace
 
 scruple_sink::scruple_sink(scruple_engine& engine, const scruple_tensor* tensors, i64 count,
@@ -171,7 +166,7 @@ scruple_sink::scruple_sink(scruple_engine& engine, const scruple_tensor* tensors
     engine_.copy(cells_, &cells, sizeof cells);
     if (bytes > 0) engine_.copy(tensors_, each.data(), bytes);
     if (options.policy == SCRUPLE_STORED)
-      for (scruple_tensor& t : rows_) alloc_gradient(t);
+      for (i64 i = 0; i < count; ++i) alloc_gradients({i});
     engine_.synchronize();  // the cells that were copied are on this function's stack
   } catch (...) {
     free_all();
@@ -198,38 +193,40 @@ void scruple_sink::free_plane(void* plane, i64 bytes) {
     options_.memory.free(options_.memory.context, plane, bytes);
 }
 
-// Codes and scales lie in one block where both stay aligned: a call of the caller's allocator may take longer than
-// the fold.
-void scruple_sink::alloc_gradient(scruple_tensor& t) {
-  scruple_array& gradient = t.arrays[SCRUPLE_GRADIENT];
-  const Bytes bytes = bytes_of(*gradient.format, t.size);
-  const bool codes = gradient.codes == nullptr && bytes.codes > 0;
-  const bool aux = gradient.aux == nullptr && bytes.aux > 0;
-  if (codes && aux && bytes.codes % 16 == 0) {
-    gradient.codes = alloc_plane(bytes.codes + bytes.aux);
-    gradient.aux = static_cast<u8*>(gradient.codes) + bytes.codes;
-    gradient.owned = kOwnsCodes | kOwnsAux | kTogether;
-    return;
+// One block for all that have no memory yet: a call of the caller's allocator may take longer than a fold.
+void scruple_sink::alloc_gradients(const std::set<i64>& tensors) {
+  constexpr i64 kAligned = 16;
+  i64 bytes = 0;
+  std::vector<std::pair<void**, i64>> planes;  // and their places in the block
+  for (const i64 tensor : tensors) {
+    scruple_array& gradient = row(tensor).arrays[SCRUPLE_GRADIENT];
+    const Bytes sizes = bytes_of(*gradient.format, row(tensor).size);
+    for (const auto& [plane, size] : {std::pair{&gradient.codes, sizes.codes}, {&gradient.aux, sizes.aux}}) {
+      if (*plane != nullptr || size == 0) continue;
+      planes.emplace_back(plane, bytes);
+      bytes += (size + kAligned - 1) / kAligned * kAligned;
+    }
   }
-  if (codes) gradient.codes = alloc_plane(bytes.codes), gradient.owned |= kOwnsCodes;
-  if (aux) gradient.aux = alloc_plane(bytes.aux), gradient.owned |= kOwnsAux;
+  if (bytes == 0) return;
+  Block& block = blocks_.emplace_back();
+  block.bytes = bytes;
+  block.memory = alloc_plane(bytes);
+  for (const auto& [plane, place] : planes) {
+    *plane = static_cast<u8*>(block.memory) + place;
+    block.planes.push_back(plane);
+  }
 }
 
-void scruple_sink::free_gradient(scruple_tensor& t) {
-  scruple_array& gradient = t.arrays[SCRUPLE_GRADIENT];
-  if (gradient.owned == 0) return;
-  const Bytes bytes = bytes_of(*gradient.format, t.size);
-  const bool together = (gradient.owned & kTogether) != 0;
-  if (together) free_plane(gradient.codes, bytes.codes + bytes.aux);
-  if (!together && (gradient.owned & kOwnsCodes) != 0) free_plane(gradient.codes, bytes.codes);
-  if (!together && (gradient.owned & kOwnsAux) != 0) free_plane(gradient.aux, bytes.aux);
-  if ((gradient.owned & kOwnsCodes) != 0) gradient.codes = nullptr;
-  if ((gradient.owned & kOwnsAux) != 0) gradient.aux = nullptr;
-  gradient.owned = 0;
+void scruple_sink::free_gradients() {
+  for (const Block& block : blocks_) {
+    for (void** plane : block.planes) *plane = nullptr;
+    if (block.memory != nullptr) free_plane(block.memory, block.bytes);
+  }
+  blocks_.clear();
 }
 
 void scruple_sink::free_all() {
-  for (scruple_tensor& t : rows_) free_gradient(t);
+  free_gradients();
   if (memory_ != nullptr) engine_.free(memory_);
   memory_ = nullptr;
 }
@@ -290,11 +287,12 @@ void scruple_sink::fold(const scruple_piece* pieces, const std::vector<scruple_t
   };
   std::map<i64, Table> tables;  // by counter: dithered accumulators are written under their tensor's step
   const float multiplier = 1.0f / static_cast<float>(options_.micro_batches);
+  std::set<i64> whole;
+  for (std::size_t i = 0; i < views.size(); ++i) whole.insert(pieces[i].tensor);
+  alloc_gradients(whole);
   for (std::size_t i = 0; i < views.size(); ++i) {
-    scruple_tensor& whole = row(pieces[i].tensor);
-    alloc_gradient(whole);
     Table& table = tables[state(pieces[i].tensor).counter];
-    table.into.push_back(view_of(whole, pieces[i].first, pieces[i].size, "a piece"));
+    table.into.push_back(view_of(row(pieces[i].tensor), pieces[i].first, pieces[i].size, "a piece"));
     table.incoming.push_back(views[i].arrays[SCRUPLE_GRADIENT]);
   }
   for (const auto& [counter, table] : tables)
@@ -369,8 +367,7 @@ void scruple_sink::step_all() {
   for (const auto& [counter, table] : tables)
     engine_.advance({&cells_->found_inf, nullptr, &tensors_[counter].steps});
   engine_.advance({&cells_->found_inf, &cells_->scaler, &cells_->steps, &cells_->skipped});
-  if (options_.policy == SCRUPLE_COMPRESSED && options_.micro_batches == 1)
-    for (scruple_tensor& t : rows_) free_gradient(t);
+  if (options_.policy == SCRUPLE_COMPRESSED && options_.micro_batches == 1) free_gradients();
 }
 
 // ---- Released: step now ----

@@ -7,6 +7,7 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include "engine/engine.h"
@@ -95,8 +96,8 @@ struct scruple_sink {
 
   void* alloc_plane(scruple::i64 bytes);
   void free_plane(void* plane, scruple::i64 bytes);
-  void alloc_gradient(scruple_tensor& row);
-  void free_gradient(scruple_tensor& row);
+  void alloc_gradients(const std::set<scruple::i64>& tensors);
+  void free_gradients();
   void free_all();
 
   scruple_engine& engine_;
@@ -106,6 +107,13 @@ struct scruple_sink {
   int micro_batch_ = 0;
   bool measures_ = false, only_guards_ = false;
   std::mutex mutex_;  // hooks of one backward pass may run on several threads
+
+  struct Block {  // of accumulators
+    void* memory = nullptr;
+    scruple::i64 bytes = 0;
+    std::vector<void**> planes;  // those of rows_ that lie in it
+  };
+  std::vector<Block> blocks_;
 
   // In the engine's memory.
   void* memory_ = nullptr;

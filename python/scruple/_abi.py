@@ -301,7 +301,7 @@ def engines():
 
 class Engine:
     def __init__(self, name, threads=0):
-        self.handle = c_void_p()
+        self.handle, self.stream = c_void_p(), None  # torch's, that its calls are queued on
         library.engine_create(name.encode(), threads, byref(self.handle))
         weakref.finalize(self, library.engine_destroy, self.handle).atexit = False
         self.name = library.engine_name(self.handle).decode()

@@ -75,6 +75,48 @@ class Passes(Case):
                     model.zero_grad()
             self.assertSame(*grads)
 
+    def test_convolutions(self):
+        """Kinds of them, and of backward passes."""
+        torch.manual_seed(4)
+        model = nn.Sequential(
+            nn.Conv2d(8, 72, 3, padding="same"),
+            nn.Conv2d(72, 72, 3, 1, 1, padding_mode="reflect"),
+            nn.Conv2d(72, 64, 3, groups=2),
+        ).to(DEVICE)
+        opt, x = st.SGD(model.parameters(), lr=0.02, **LPMM), tensor(2, 8, 6, 6)
+        handle = st.compress_weights(model, opt)
+        twin = plain_twin(model)
+
+        def checkpointed(net, x):
+            return torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+
+        def offloaded(net, x):
+            with torch.autograd.graph.save_on_cpu():
+                return net(x)
+
+        def of_gradient(net, x):
+            return torch.autograd.grad(net(x).square().sum(), x, create_graph=True)[0]
+
+        def functional(net, x):
+            return torch.func.grad(lambda x: net(x).square().sum())(x)
+
+        with torch.backends.cudnn.flags(enabled=True, deterministic=True), handle.paused():
+            for forward in (nn.Module.__call__, checkpointed, offloaded, of_gradient, functional):
+                found = []
+                for net in (model, twin):
+                    net.zero_grad()
+                    given = x.clone().requires_grad_()
+                    out = forward(net, given)
+                    out.square().sum().backward()
+                    found.append([out.detach(), *(p.grad for p in (given, *net.parameters()) if p.grad is not None)])
+                self.assertSame(*found)
+            self.assertSame(model[0](x[0]), twin[0](x[0]))  # without a batch
+        opt.zero_grad()
+        late = model(x)
+        train(model, x, opt, 1)
+        with handle.paused(), self.assertRaisesRegex(RuntimeError, "modified by an inplace|stepped after the forward"):
+            late.sum().backward()
+
     def test_compiled(self):
         model, x, _, handle = compressed()
         with handle.paused():

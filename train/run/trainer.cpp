@@ -12,9 +12,12 @@ namespace scruple::train {
 namespace {
 
 std::int64_t gradient_bytes(const std::vector<scruple_tensor>& table) {
+  const auto aligned = [](std::int64_t bytes) { return (bytes + 15) / 16 * 16; };  // as the sink's blocks are
   std::int64_t sum = 0;
-  for (const scruple_tensor& row : table)
-    sum += plane_bytes(row.arrays[SCRUPLE_GRADIENT].format, row.size).total();
+  for (const scruple_tensor& row : table) {
+    const auto planes = plane_bytes(row.arrays[SCRUPLE_GRADIENT].format, row.size);
+    sum += aligned(planes.codes) + aligned(planes.aux);
+  }
   return sum;
 }
 

@@ -5,6 +5,7 @@ which are freed after it. So no decoded weight outlives its use, whatever the la
 """
 
 import functools
+import math
 from ctypes import byref
 
 import torch
@@ -28,9 +29,7 @@ def _(codes, scale, form, shape, dtype):
     return codes.new_empty(shape, dtype=dtype)
 
 
-@functools.cache
-def _any_rule():
-    return _abi.Rule("sgd")  # a row of the library has one; decoding asks for none
+_any_rule = functools.cache(lambda: _abi.Rule("sgd"))  # a row of the library has one; decoding asks for none
 
 
 class Store:
@@ -38,28 +37,25 @@ class Store:
 
     def __init__(self, codes, scale, form, shape, dtype):
         self.codes, self.scale, self.form, self.shape, self.dtype = codes, scale, form, shape, dtype
-        self.row = None
-        self.hook = None  # what release_gradients does when a gradient has come
+        self.device, self.row, self.hook = codes.device, None, None  # hook: what release_gradients does with a gradient
 
     def _row(self):
         """The library's view of it. Made late: torch.compile makes stores that have no memory."""
         if self.row is None:
-            size = 1
-            for length in self.shape:
-                size *= length
-            row = _abi.Tensor(optimizer=_any_rule().handle, size=size, step=1)
+            row = _abi.Tensor(optimizer=_any_rule().handle, size=math.prod(self.shape), step=1)
             planes = self.codes.data_ptr(), self.scale.data_ptr()
             row.arrays[_abi.WEIGHT] = _abi.Array(self.form.handle, *planes, _abi.NEAREST)
-            self.row = row
-        return byref(self.row)
+            self.row = byref(row)
+        return self.row
 
     def decode(self, dtype=None):
         dtype = dtype or self.dtype
+        if dtype is not self.dtype is not torch.float32:  # rounded to its own type first
+            return self.decode().to(dtype)
         if type(self.codes) is not torch.Tensor:
             return _decode_traced(self.codes, self.scale, self.form.name, list(self.shape), dtype)
-        values = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
-        engine, form = engine_for(values.device), _abi.format_named(NAMES[dtype])
-        library.decode_as(engine, self._row(), _abi.WEIGHT, form.handle, values.data_ptr())
+        values, to = torch.empty(self.shape, dtype=dtype, device=self.device), _abi.format_named(NAMES[dtype])
+        library.decode_as(engine_for(self.device), self._row(), _abi.WEIGHT, to.handle, values.data_ptr())
         return values
 
     def encode(self, values):
@@ -71,20 +67,18 @@ class Store:
 
 class Coded(torch.Tensor):
     """A weight; or, with `source`, what an operation on another such tensor gives, computed where it is used: a view, or
-    autocast's cast. `op`: the operation, its other arguments, and which of its results this is (None: it has one)."""
+    autocast's cast. `op`: the operation, its other arguments, and which of its results this is (None: it has one).
+    `like`: shape, strides and dtype. `read_at`: of a cast, the version of the weight."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, store, like=None, source=None, op=None, read_at=None):
-        like = like if like is not None else torch.empty(store.shape, dtype=store.dtype, device="meta")
+        shape, strides, dtype = like or _form(torch.empty(store.shape, dtype=store.dtype, device="meta"))
         # No storage: who looks for the floats of a weight finds none, instead of nothing but zeros.
-        options = dict(strides=like.stride(), dtype=like.dtype, device=store.codes.device, storage_size=0)
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, **options)
-
-    def __init__(self, store, like=None, source=None, op=None, read_at=None):
-        self.store, self.source, self.op = store, source, op
-        self.read_at = read_at  # of a cast: the version of the weight
+        x = cls._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=store.device, storage_size=0)
+        x.store, x.source, x.op, x.read_at = store, source, op, read_at
+        return x
 
     def requires_grad_(self, requires_grad=True):
         """torch's. model.to() makes a new parameter over the same codes even where it moves nothing: it needs the hook."""
@@ -101,27 +95,24 @@ class Coded(torch.Tensor):
     def data(self, values):  # torch would take the new type, shape and place, and keep the old codes
         if (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
             found = f"{values.dtype} of shape {tuple(values.shape)} on {values.device}"
-            hint = "move or cast a model before compress_weights"
-            before = "layers before it may have been changed: load the model again"
-            raise UsageError(f"a coded weight in {self.dtype} on {self.device} cannot become {found}; {hint} ({before})")
+            hint = "move or cast a model before compress_weights (layers before it may have been changed: load it again)"
+            raise UsageError(f"a coded weight in {self.dtype} on {self.device} cannot become {found}; {hint}")
         with torch.no_grad():
             self.copy_(values)
 
-    def decode(self):
+    def decode(self, dtype=None, version=None):
+        if version not in (None, self._version):
+            hint = "put autocast around one forward pass alone, and cast a weight anew after a step"
+            raise RuntimeError(f"a weight was stepped after the forward pass that reads it, or its cast; {hint}")
         if self.source is None:
-            return self.store.decode()
-        if self.read_at is not None:
-            if self.source._version != self.read_at:
-                hint = "put autocast around one forward pass alone, and cast a weight anew after a step"
-                raise RuntimeError(f"a weight was stepped after the forward pass that reads it, or its cast; {hint}")
-            if self.source.source is None and self.store.dtype is torch.float32:
-                return self.store.decode(self.dtype)  # at once
-        return self._run_op(self.source.decode())
+            return self.store.decode(dtype)
+        if self.read_at is not None and self.source.source is None:
+            return self.source.decode(self.dtype, self.read_at)  # at once
+        return self._run_op(self.source.decode(version=self.read_at))
 
     def _run_op(self, values):
         func, rest, named, which = self.op
-        result = func(values, *rest, **named)
-        return result if which is None else result[which]
+        return func(values, *rest, **named) if which is None else func(values, *rest, **named)[which]
 
     def _view_of(self, values):
         """What this is of the weight's values."""
@@ -193,41 +184,34 @@ def _handler_of(func):
 
 
 def _alias(func, args, named):
-    x = args[0]
-    if x.read_at is not None:  # of a cast: a copy, which later steps do not change
-        return x.decode()
-    return Coded(x.store, x, x.source, x.op)
+    x = args[0]  # of a cast: a copy, which later steps do not change
+    return Coded(x.store, _form(x), x.source, x.op) if x.read_at is None else x.decode()
 
 
-class _Like:
-    """Shape, strides and dtype of a tensor."""
-
-    def __init__(self, shape, strides, dtype):
-        self.shape, self.strides, self.dtype = shape, strides, dtype
-
-    def stride(self):
-        return self.strides
+def _form(x, dtype=None):
+    return x.shape, x.stride(), dtype or x.dtype
 
 
 def _defer(func, args, named):
     """The results of an operation that is run where they are used."""
     x, rest = args[0], args[1:]
     if func is _aten.t.default:  # often
-        results = _Like(x.shape[::-1], x.stride()[::-1], x.dtype)
-    else:
-        results = func(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), *rest, **named)
-    if isinstance(results, (list, tuple)):
-        return [Coded(x.store, like, x, (func, rest, named, i)) for i, like in enumerate(results)]
-    return Coded(x.store, results, x, (func, rest, named, None))
+        return Coded(x.store, (x.shape[::-1], x.stride()[::-1], x.dtype), x, (func, rest, named, None))
+    results = func(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), *rest, **named)
+    if isinstance(results, torch.Tensor):
+        return Coded(x.store, _form(results), x, (func, rest, named, None))
+    return [Coded(x.store, _form(result), x, (func, rest, named, i)) for i, result in enumerate(results)]
 
 
 def _cast(func, args, named):
     """Of autocast's casts autograd saves the result: those of what needs a gradient, to 16 bits. Other casts are copies."""
     x, dtype = args[0], named.get("dtype")
+    if x.source is None and dtype in NAMES and named == {"dtype": dtype, "memory_format": torch.contiguous_format}:
+        return x.store.decode(dtype)
     autocast = x.requires_grad and torch.is_grad_enabled() and named.get("device", x.device) == x.device
     if not autocast or dtype not in (torch.bfloat16, torch.float16) or named.get("memory_format"):
         return _run_decoded(func, args, named)
-    return Coded(x.store, _Like(x.shape, x.stride(), dtype), x, (func, args[1:], named, None), x._version)
+    return Coded(x.store, _form(x, dtype), x, (func, args[1:], named, None), x._version)
 
 
 def _run_decoded(func, args, named):

@@ -1,8 +1,10 @@
 """compress_weights: weights, moments and gradients in low bits (LPMM, Li et al., ICLR 2023 submission), for any module."""
 
+import types
 import weakref
 
 import torch
+from torch import nn
 
 from .. import _abi
 from .._abi import UsageError
@@ -37,8 +39,8 @@ def compress_weights(model, opt, *, accumulator="int8", **how):
     names = _weights(model, inner)
     coded, swapped = {p: _coded(inner, p) for p in names}, []
     # channels_last: codes are decoded to contiguous values, and small weights become so too.
-    strided = {p: p.data for p in inner._all_params() if p.requires_grad and p not in names and not is_sharded(p)}
-    strided = {p: values for p, values in strided.items() if not values.is_contiguous()}
+    small = [p for p in inner._all_params() if p.requires_grad and p not in names and not is_sharded(p)]
+    strided = {p: p.data for p in small if not p.is_contiguous()}
     recurrent = [module for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     try:
         for module in recurrent:  # weak references, for which swap_tensors would refuse
@@ -64,6 +66,8 @@ def compress_weights(model, opt, *, accumulator="int8", **how):
     for module in model.modules():
         if any(type(p) is Coded for p in module._parameters.values()):
             module.register_state_dict_post_hook(_decode_state)
+            if (own := getattr(type(module), "_conv_forward", None)) and own in _CONVOLUTIONS:
+                module._conv_forward = types.MethodType(_conv_forward, module)
     return handle
 
 
@@ -119,6 +123,24 @@ def _swap(p, twin, name):
         hint = "drop what an earlier forward pass left (del loss), call compress_weights before torch.compile, and use "
         hint += "torch.nn.utils.parametrizations in place of torch.nn.utils.weight_norm and spectral_norm"
         raise UsageError(f"{name} is held by something else ({problem}); {hint}") from None
+
+
+_CONVOLUTIONS = [getattr(kind, "_conv_forward", None) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)]
+_saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)  # before torch 2.8
+_takes_hooks = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", bool)  # not under torch.func.grad
+
+
+def _conv_forward(self, x, weight, bias):
+    """The module's own, over values that autograd decodes anew: faster on the host than by Coded.__torch_dispatch__."""
+    forward = type(self)._conv_forward
+    decodes = form_of(weight) and weight.source is None and x.dim() == weight.dim() and torch.is_grad_enabled()
+    if not decodes or torch.compiler.is_compiling() or _saved_hooks(False) or not _takes_hooks():
+        return forward(self, x, weight, bias)
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else weight.dtype
+    out = forward(self, x, weight.to(dtype, copy=True, memory_format=torch.contiguous_format), bias)
+    if out.requires_grad:
+        out.grad_fn._raw_saved_weight.register_hooks(lambda _: weight._version, lambda at: weight.decode(dtype, at))
+    return out
 
 
 def _decode_state(module, state, prefix, _):

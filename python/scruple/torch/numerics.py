@@ -19,10 +19,9 @@ SAMPLE = 1 << 16  # elements of each parameter that are tried
 def check_updates(opt, model=None, threshold=0.1):
     """What is wrong with the next step, in words; [] where nothing is. Call it between backward() and step().
 
-    The next step is tried on a copy of up to 65,536 elements of each parameter. Where more than `threshold`
-    of those that have a gradient would come out with the same bits, the step is below the last bit of the
-    format: those weights stand still. (Rounded stochastically or wide they move on average, and nothing is
-    said.)
+    The next step is tried on a copy of up to 65,536 elements of each parameter. Where more than `threshold` of those
+    that have a gradient would come out with the same bits, the step is below the last bit of the format: those weights
+    stand still. (Rounded stochastically or wide they move on average, and nothing is said.)
     """
     names = {p: name for name, p in model.named_parameters()} if model is not None else {}
     if opt._handle is not None:

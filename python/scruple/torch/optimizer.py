@@ -438,8 +438,7 @@ class Optimizer(torch.optim.Optimizer):
     def _present(self):
         """Tables of all parameters that have a gradient."""
         self._update_rules()
-        buckets = self._buckets.items()
-        found = [self._filled((device,), params, [p.grad for p in params]) for device, params in buckets]
+        found = [self._filled((at,), params, [p.grad for p in params]) for at, params in self._buckets.items()]
         return [table for table in found if table is not None]
 
     @torch._disable_dynamo

@@ -408,9 +408,8 @@ class Handle:
         self._used = set()  # those whose gradients of this backward have been used
         self._flying = {}, []  # gradients that are being averaged over ranks, and what to wait for
         opt._handle = self
-        hook = torch.Tensor.register_post_accumulate_grad_hook
         arrivals = [partial(self._arrive, i, local(p).numel()) for i, p in enumerate(params)]
-        self._hooks = list(map(hook, params, arrivals))
+        self._hooks = list(map(torch.Tensor.register_post_accumulate_grad_hook, params, arrivals))
         self._set_late_hooks(arrivals)
 
     def remove(self):

@@ -35,9 +35,8 @@ def local(tensor):
 def offset_of(param):
     """The index in the whole parameter of the first element that is here.
 
-    A shard of rows, as FSDP2 makes them, is one run of elements, so that random numbers and groups are those
-    of the whole. Other shards (columns, as tensor parallelism makes them) are counted on from their first
-    element.
+    A shard of rows, as FSDP2 makes them, is one run of elements, so that random numbers and groups are those of the
+    whole. Other shards (columns, as tensor parallelism makes them) are counted on from their first element.
     """
     if not is_sharded(param):
         return 0

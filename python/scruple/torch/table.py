@@ -13,7 +13,7 @@ from torch.optim.optimizer import _get_scalar_dtype
 
 from .. import _abi
 from .._abi import UsageError, library
-from .coded import form_of, memory_of, with_codes
+from .coded import memory_of, with_codes
 from .engines import engine_for
 from .planes import NAMES, sized
 from .shards import is_sharded, local
@@ -95,15 +95,13 @@ class Rows:
         # By their 8-byte fields: one slice is a field of all of them.
         self.words = array.array("q", b"".join(map(bytes, rows)))
         self.rows = (_abi.Tensor * len(params)).from_buffer(self.words)
-        self.any_sharded = any(map(is_sharded, params))
-        self.any_apart = self.any_sharded or any(map(form_of, params))  # weights that are not the parameters themselves
+        self.any_sharded, self.memory = any(map(is_sharded, params)), list(map(memory_of, params))
         self.kinds = [None] * len(params)  # of the last gradients
 
     # list(map(...)) runs in C. With hundreds of small parameters a step is bound by the host.
     def moved(self):
         """The parameters that are in another place now."""
-        weights = map(memory_of, self.params) if self.any_apart else self.params
-        now = list(map(torch.Tensor.data_ptr, weights))
+        now = list(map(torch.Tensor.data_ptr, map(memory_of, self.params) if self.any_sharded else self.memory))
         if now == self.addresses:
             return []
         return [p for p, here, before in zip(self.params, now, self.addresses) if here != before]
