@@ -1,6 +1,8 @@
 """Time and memory of training with compress_weights, beside torch's fp32 and `mixed`, in one process.
 
-    python bench/torch_lpmm.py [--models resnet18,resnet50,gpt] [--rounds 7] [--compile] [--json FILE]
+    python bench/torch_lpmm.py [--models resnet18,resnet50,gpt] [--rounds 7] [--compile] [--graph] [--json FILE]
+
+--graph: a step of forward, backward and optimizer is one CUDA graph, for each way.
 
 Needs a GPU, torch and scruple. fp32: SGD with momentum, fused. mixed: the same, fp32 weights with autocast to bf16.
 lpmm: SGD(recipe="lpmm") and compress_weights, with the same autocast. Images are 224 x 224 (resnet18-32: CIFAR's 32 x 32
@@ -99,7 +101,7 @@ WAYS = ("fp32", "mixed", "lpmm")
 class Run:
     """A model, its optimizer, and a batch of `1 / scale` of the usual size."""
 
-    def __init__(self, name, way, scale=1, accumulate=1, compiled=False):
+    def __init__(self, name, way, scale=1, accumulate=1, compiled=False, graph=False):
         make, draw = MODELS[name]
         torch.manual_seed(1)
         self.batch, self.way = draw(scale), way
@@ -108,12 +110,26 @@ class Run:
             self.model.to(memory_format=torch.channels_last)
         self.count = sum(p.numel() for p in self.model.parameters())
         if way == "lpmm":
-            self.opt = st.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, recipe="lpmm")
+            how = dict(momentum=0.9, weight_decay=1e-4, recipe="lpmm", capturable=graph)
+            self.opt = st.SGD(self.model.parameters(), lr=0.01, **how)
             st.compress_weights(self.model, self.opt, accumulate=accumulate)
         else:
             self.opt = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, fused=True)
         if compiled:
             self.model.compile()
+
+    def capture(self):
+        """From now on step() replays a graph of one."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self.step()
+        self.step = lambda: (graph.replay(), loss)[1]
 
     def backward(self):
         with torch.autocast("cuda", torch.bfloat16, enabled=self.way != "fp32"):
@@ -144,8 +160,10 @@ def memory(name, way):
     return held / run.count, (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def times(name, rounds, compiled, steps=10):
-    runs = {way: Run(name, way, compiled=compiled) for way in WAYS}
+def times(name, rounds, compiled, graph, steps=10):
+    runs = {way: Run(name, way, compiled=compiled, graph=graph) for way in WAYS}
+    for run in runs.values() if graph else ():
+        run.capture()
     seconds, host, losses = {way: [] for way in WAYS}, {way: [] for way in WAYS}, {}
     for turn in range(rounds + 1):
         for way, run in runs.items():
@@ -166,6 +184,7 @@ def main():
     parser.add_argument("--models", default="resnet18,resnet18-32,resnet50,gpt")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compile", action="store_true", help="time models by torch.compile")
+    parser.add_argument("--graph", action="store_true", help="time steps that are one CUDA graph")
     parser.add_argument("--json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -176,7 +195,7 @@ def main():
     rows = []
     for name in options.models.split(","):
         held = {way: memory(name, way) for way in WAYS}
-        found = times(name, options.rounds, options.compile)
+        found = times(name, options.rounds, options.compile, options.graph)
         for way in WAYS:
             (bytes_, peak), (seconds, asked, loss) = held[way], found[way]
             ratio = seconds / found["mixed"][0]

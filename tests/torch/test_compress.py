@@ -265,6 +265,47 @@ class Steps(Case):
                 train(again, x, other, 4, parts)
                 self.assertSame(everything(model, opt), everything(again, other), f"resumed from {way}")
 
+    @unittest.skipUnless(DEVICE.type == "cuda", "CUDA graphs are a GPU's")
+    @each(name=("linear", "convolution"), cast=(False, True), how={"one": {}, "clipped": dict(accumulate=2, max_norm=0.5)})
+    @torch.backends.cudnn.flags(enabled=True, deterministic=True)
+    def test_a_captured_step(self, name, cast, how):
+        """A CUDA graph of forward, backward and step: replays count their steps, draw new coins, read the learning rate, and
+        end with the bits of a loop, in a state that can be saved."""
+        parts, runs = how.get("accumulate", 1), []
+        for captured in (False, True):
+            rate = torch.tensor(0.02, device=DEVICE)
+            model, x, opt, _ = compressed(name, how=how, lr=rate, capturable=True)
+            batches = [x * (1 + 0.1 * i) for i in range(6)]
+            seen = torch.zeros_like(x)
+
+            def step(i):
+                seen.copy_(batches[i])
+                rate.fill_(0.02 / (i + 1))
+
+            def passes():
+                for part in range(parts):
+                    with torch.autocast("cuda", BF16, enabled=cast):
+                        loss = loss_of(model, seen[part::parts])
+                    loss.backward()
+                opt.step(), opt.zero_grad()
+
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for i in range(3):
+                    step(i), passes()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            if captured:
+                with torch.cuda.graph(graph):
+                    passes()
+            for i in range(3, 6):
+                step(i)
+                graph.replay() if captured else passes()
+            torch.cuda.synchronize()
+            runs.append(everything(model, opt))
+        self.assertSame(*runs)
+
     def test_loss_scaling(self):
         """An overflow skips the step, and a scale is undone."""
         model, x, opt, _ = compressed()
