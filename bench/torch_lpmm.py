@@ -110,7 +110,7 @@ class Run:
             self.model.to(memory_format=torch.channels_last)
         self.count = sum(p.numel() for p in self.model.parameters())
         if way == "lpmm":
-            how = dict(momentum=0.9, weight_decay=1e-4, recipe="lpmm", capturable=graph)
+            how = dict(momentum=0.9, weight_decay=1e-4, recipe="lpmm", **(dict(capturable=True) if graph else {}))
             self.opt = st.SGD(self.model.parameters(), lr=0.01, **how)
             st.compress_weights(self.model, self.opt, accumulate=accumulate)
         else:
