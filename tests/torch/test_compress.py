@@ -75,15 +75,19 @@ class Passes(Case):
                     model.zero_grad()
             self.assertSame(*grads)
 
-    def test_convolutions(self):
+    @each(name=("convolutions", "products", "a product"))
+    def test_layers(self, name):
         """Kinds of them, and of backward passes."""
         torch.manual_seed(4)
-        model = nn.Sequential(
+        convolutions = [
             nn.Conv2d(8, 72, 3, padding="same"),
             nn.Conv2d(72, 72, 3, 1, 1, padding_mode="reflect"),
             nn.Conv2d(72, 64, 3, groups=2),
-        ).to(DEVICE)
-        opt, x = st.SGD(model.parameters(), lr=0.02, **LPMM), tensor(2, 8, 6, 6)
+        ]
+        products = [nn.Linear(72, 72), nn.Linear(72, 80, bias=False), nn.Linear(80, 72)]
+        model = nn.Sequential(*(convolutions if name == "convolutions" else products)).to(DEVICE)
+        shape = {"convolutions": (2, 8, 6, 6), "products": (2, 3, 72), "a product": (4, 72)}[name]
+        opt, x = st.SGD(model.parameters(), lr=0.02, **LPMM), tensor(*shape)
         handle = st.compress_weights(model, opt)
         twin = plain_twin(model)
 
@@ -111,6 +115,9 @@ class Passes(Case):
                     found.append([out.detach(), *(p.grad for p in (given, *net.parameters()) if p.grad is not None)])
                 self.assertSame(*found)
             self.assertSame(model[0](x[0]), twin[0](x[0]))  # without a batch
+            for net in (model, twin):  # of an input without a gradient
+                net.zero_grad(), net(x).square().sum().backward()
+            self.assertSame([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
         opt.zero_grad()
         late = model(x)
         train(model, x, opt, 1)
@@ -305,6 +312,13 @@ class Steps(Case):
             torch.cuda.synchronize()
             runs.append(everything(model, opt))
         self.assertSame(*runs)
+
+    @each(name=("linear", "convolution"))
+    def test_a_whole_module_is_pickled(self, name):
+        model, x, opt, _ = compressed(name)
+        train(model, x, opt, 1)
+        again = pickle.loads(pickle.dumps(model))
+        self.assertSame(again(x), model(x))
 
     def test_loss_scaling(self):
         """An overflow skips the step, and a scale is undone."""

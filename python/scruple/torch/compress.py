@@ -68,6 +68,8 @@ def compress_weights(model, opt, *, accumulator="int8", **how):
             module.register_state_dict_post_hook(_decode_state)
             if (own := getattr(type(module), "_conv_forward", None)) and own in _CONVOLUTIONS:
                 module._conv_forward = types.MethodType(_conv_forward, module)
+            elif type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+                module.forward = types.MethodType(forward, module)
     return handle
 
 
@@ -131,15 +133,30 @@ _takes_hooks = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", bo
 
 
 def _conv_forward(self, x, weight, bias):
-    """The module's own, over values that autograd decodes anew: faster on the host than by Coded.__torch_dispatch__."""
     forward = type(self)._conv_forward
-    decodes = form_of(weight) and weight.source is None and x.dim() == weight.dim() and torch.is_grad_enabled()
-    if not decodes or torch.compiler.is_compiling() or _saved_hooks(False) or not _takes_hooks():
+    if x.dim() != weight.dim():
         return forward(self, x, weight, bias)
+    return _over_values(lambda values: forward(self, x, values, bias), x, weight, "_raw_saved_weight", lambda w: w)
+
+
+def forward(self, x):
+    """nn.Linear's. (pickle finds a module's method by its name.)"""
+    return _over_values(lambda w: nn.functional.linear(x, w, self.bias), x, self.weight, "_raw_saved_mat2", torch.t)
+
+
+def _over_values(forward, x, weight, saved, as_saved):
+    """forward(weight), over values that autograd decodes anew: faster on the host than by Coded.__torch_dispatch__."""
+    decodes = form_of(weight) and weight.source is None and torch.is_grad_enabled()
+    if not decodes or torch.compiler.is_compiling() or _saved_hooks(False) or not _takes_hooks():
+        return forward(weight)
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else weight.dtype
-    out = forward(self, x, weight.to(dtype, copy=True, memory_format=torch.contiguous_format), bias)
-    if out.requires_grad:
-        out.grad_fn._raw_saved_weight.register_hooks(lambda _: weight._version, lambda at: weight.decode(dtype, at))
+    out = forward(weight.to(dtype, copy=True, memory_format=torch.contiguous_format))
+    node = out.grad_fn
+    while node is not None and "View" in node.name():  # of a product of matrices
+        node = node.next_functions[0][0]
+    if hasattr(node, saved) and (x.requires_grad or saved != "_raw_saved_mat2"):  # a product saves its weight for x alone
+        decode = lambda at: as_saved(weight.decode(dtype, at))  # noqa: E731
+        getattr(node, saved).register_hooks(lambda _: weight._version, decode)
     return out
 
 
