@@ -103,6 +103,10 @@ void print_end(const Session& session, const Record& record, const Ending& endin
            : "the loss was not finite, or the gradients of some tensors, which alone were left as they were");
   tell(record.outliers(), "the loss or the norm was more than " + shortest(options.skip_outliers) +
                               " deviations above its running mean");
+  if (record.empty() > 0)
+    std::cout
+        << grouped(record.empty()) << " of " << plural(record.taken(), "step")
+        << " had nothing to learn: their windows lie in prompts; --layout whole makes no such windows.\n";
   std::cout << validation_words(record, session.job) << "; ";
   if (record.steps.size() > record.resumed) {
     std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
@@ -216,11 +220,14 @@ void conclude(const Session& session, const Record& record, const Ending& ending
                              options.model.model + " are not, or too large for --activations " +
                              precision_name(session.job.activations));
   if (diverged)
-    throw std::runtime_error("the training diverged: after step " + grouped(good + 1) +
-                             " its loss is not finite, or more than ten times the first. Choose a smaller --lr, or a longer --warmup; the model in " +
-                             options.out + " is " +
-                             (session.saved == 0 ? "the one that the run began with"
-                                                 : "that of its checkpoint of step " + grouped(session.saved)));
+    throw std::runtime_error(
+        "the training diverged: after step " + grouped(good + 1) +
+        " its loss is not finite or above ten times the first, or its gradients are not "
+        "finite. Choose a smaller --lr or a longer --warmup, and --force or another --out; "
+        "the model in " +
+        options.out + " is " +
+        (session.saved == 0 ? "the one that the run began with"
+                            : "that of its checkpoint of step " + grouped(session.saved)));
   const bool ended_early = !record.stopped && !record.settled && record.taken() < options.model.steps;
   if (const std::int64_t outliers = train::outliers_lost(record); ended_early && outliers > 0)
     throw std::runtime_error("the last " + plural(outliers, "step") +

@@ -287,7 +287,8 @@ std::string validation_words(const Record& record, const train::Job& job) {
     double sum = 0;
     std::int64_t count = 0;
     for (auto step = record.steps.rbegin(); step != record.steps.rend() && count < kMeanOf; ++step)
-      if (!std::isnan(step->lr)) sum += step->loss, ++count;  // else it is not known
+      if (!std::isnan(step->lr) && step->tokens != 0)
+        sum += step->loss, ++count;  // else it is not known, or is none
     const std::string mean = count == 0 ? ""
                                         : "; training loss " + fixed(sum / static_cast<double>(count), 4) +
                                               unit + ", mean of the last " + plural(count, "step");

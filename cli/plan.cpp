@@ -97,7 +97,8 @@ OptionTable run_options(Options& options) {
   options.recompute = train::kRecomputes[0];
   return {
       {kRun, "--batch", "", &options.batch, "N",
-       "count a whole 'scruple train' with this batch; the next five and --offload describe it", whole_from(1)},
+       "count a whole 'scruple train' with this batch; the next five and --offload describe it",
+       whole_from(1)},
       {kRun, "--context", "", &options.context, "N", "tokens of a window (default: as train)", whole_from(1)},
       {kRun, "--recompute", "", &options.recompute, "WHAT", either(train::kRecomputes),
        one_of(train::kRecomputes)},

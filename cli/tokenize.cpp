@@ -143,8 +143,8 @@ void encode(const Options& options) {
             << " bytes per token), vocabulary " << grouped(words.tokenizer.size()) << "; " << speed(encoded)
             << '\n';
   if (!paths.front().ends_with(".bin"))
-    std::cerr << "scruple: 'scruple train' knows a file of tokens by its name: rename it to " << paths.front()
-              << ".bin\n";
+    std::cerr
+        << "scruple: 'scruple train' knows a file of tokens by its name; give it one that ends in .bin\n";
   if (encoded.empty > 0)
     std::cerr << "scruple: " << plural(encoded.empty, "document") << " with nothing to learn: left out\n";
   if (encoded.replaced > 0) std::cerr << "scruple: " << replaced_words(encoded.replaced) << '\n';
@@ -191,7 +191,8 @@ void add_tokenize(CLI::App& program) {
       {{kNone, "texts", "", &options->texts, "PATH", "files and folders to read; -: standard input",
         anything(), false, nullptr, /*takes_many=*/true},
        required({kNone, "--model", "", &options->model, "DIR", "folder with a tokenizer.json, or that file"}),
-       {kNone, "--out", "", &options->out, "FILE", "file to write; its name ends in .bin, by which train knows it"},
+       {kNone, "--out", "", &options->out, "FILE",
+        "file to write; its name ends in .bin, by which train knows it"},
        {kNone, "--end", "", &options->end, "TOKEN",
         "token after each document, or none (default: the folder's eos_token)"},
        {kNone, "--bare", "", &options->bare, "", "without the tokens that the model expects around a text"},

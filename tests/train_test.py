@@ -22,6 +22,11 @@ class Case(command.Case):
         """A run that ends so, maybe after other words."""
         return self.ends(code, message, *self.training(*arguments, **options))
 
+    def values(self, out="run"):
+        """The weights without their step."""
+        weights = self.weights(out)
+        return weights[8 + struct.unpack("<q", weights[:8])[0]:]
+
     def losses(self, out="run"):
         return [row for row in self.metrics(out) if "loss" in row]
 
@@ -307,8 +312,9 @@ class Train(Case):
             good = self.weights()
             self.rewrite("run", 4, '"lr":"0.001"', '"lr":"1e30"')
             for _ in range(2):
-                self.ends(1, "the training diverged: after step 5 its loss is not finite, or more than ten times the first. "
-                          "Choose a smaller --lr, or a longer --warmup; the model in " + self.path("run") + " is that of its "
+                self.ends(1, "the training diverged: after step 5 its loss is not finite or above ten times the first, or its "
+                          "gradients are not finite. Choose a smaller --lr or a longer --warmup, and --force or another --out; "
+                          "the model in " + self.path("run") + " is that of its "
                           "checkpoint of step 4", "train", "--resume", self.path("run"), "--steps", "200")
                 losses = [row["loss"] for row in self.losses()]
                 self.assertTrue(all(isinstance(loss, float) and loss < 6 for loss in losses[:5]), losses)
@@ -325,9 +331,41 @@ class Train(Case):
                                "--steps", "200", "--force")
             self.assertEqual(result.stderr.count("hoose a smaller"), 1, result.stderr)
             self.assertEqual(len(self.losses()), 11)
-            header, values = self.weights().split(b"}}", 1)
-            self.assertEqual(values, self.weights("first").split(b"}}", 1)[1])
-            self.assertIn(b'"step":"0"', header)
+            self.assertEqual(self.values(), self.values("first"))
+            self.assertIn(b'"step":"0"', self.weights())
+
+    def test_gradients_that_stay_not_finite(self):
+        """Behind RMS norms huge weights give the loss of a guess, which is finite; their gradients are not."""
+        os.mkdir(self.path("model"))
+        config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                  "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128, "rms_norm_eps": 1e-5,
+                  "max_position_embeddings": 64, "tie_word_embeddings": False, "hidden_act": "silu"}  # fmt: skip
+        with open(self.path("model/config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        with open(self.path("tokens.bin"), "wb") as file:  # llm.c's
+            file.write(struct.pack("<256i", 20240520, 1, 4000, *[0] * 253) + bytes(x for i in range(4000) for x in (i * i % 113, 0)))
+        for policy in ("stored", "compressed"):
+            self.ends(1, "the training diverged: after step 1 ", "train", "--model", self.path("model/config.json"), "--data",
+                      self.path("tokens.bin"), "--out", self.path("run"), "--batch", "4", "--context", "32", "--steps", "40", "--lr",
+                      "1e30", "--warmup", "0", "--save-every", "2", "--gradients", policy, "--force")
+            self.assertTrue(all(row["skipped"] for row in self.losses()[1:]))
+            self.assertFalse(os.path.exists(self.path("run/checkpoints")))
+            self.assertIn(b'"step":"0"', self.weights())
+
+    def test_steps_without_a_target(self):
+        """Their windows lie in a prompt. They change nothing, are told, and are no reason to end a run."""
+        with open(self.path("lines.jsonl"), "w", encoding="utf-8") as file:
+            file.write((json.dumps({"prompt": "p" * 400, "completion": "abcdefgh"}) + "\n") * 40)
+        arguments = ("train", "--data", self.path("lines.jsonl"), "--layout", "packed", "--validation", "0", "--schedule",
+                     "constant", "--warmup", "0", "--force", *tiny("--batch", "1"))
+        for more in ((), ("--gradients", "released"), ("--skip-outliers", "6")):
+            said = self.done(*arguments, *more, "--out", self.path("run"), "--steps", "100")
+            learned = [row["step"] for row in self.losses() if row["loss"] is not None]
+            self.assertTrue(0 < len(learned) < 20, learned)
+            self.assertIn(f"{100 - len(learned)} of 100 steps had nothing to learn: ", said)
+            last = learned[-1]
+            self.done(*arguments, *more, "--out", self.path("shorter"), "--steps", str(last))
+            self.assertEqual(self.values(), self.values("shorter"))
 
     def test_refusals(self):
         def refused(code, message, *arguments):

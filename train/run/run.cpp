@@ -79,6 +79,10 @@ std::int64_t Record::outliers() const {
   return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.outlier; });
 }
 
+std::int64_t Record::empty() const {
+  return std::count_if(steps.begin(), steps.end(), [](const Outcome& step) { return step.tokens == 0; });
+}
+
 std::int64_t Record::tensors_skipped() const {
   std::int64_t sum = 0;
   for (const Outcome& step : steps) sum += step.outlier ? 0 : step.tensors;
@@ -110,14 +114,25 @@ bool has_settled(const Record& record, std::int64_t patience) {
 }
 
 std::int64_t losses_lost(const Record& record) {
-  return at_end(record, record.resumed, [&](const Outcome& step) { return is_lost(record, step.loss); });
+  return at_end(record, record.resumed,
+                [&](const Outcome& step) { return step.tokens != 0 && is_lost(record, step.loss); });
+}
+
+// How many steps at the end speak against the weights: by their loss, or by gradients that are not finite though no loss
+// scale explains it.
+std::int64_t doubtful(const Record& record) {
+  return at_end(record, record.resumed, [&](const Outcome& step) {
+    const bool skips = step.skipped && !step.outlier && step.loss_scale <= 1;
+    return step.tokens != 0 && (skips || is_lost(record, step.loss));
+  });
 }
 
 std::int64_t good_steps(const Record& record) {
-  const std::int64_t taken = record.taken(), lost = losses_lost(record);
-  if (!record.validations.empty() && record.validations.back().first == taken)
-    return is_lost(record, record.final_loss()) ? taken - lost - 1 : taken;
-  return lost > 0 ? taken - lost - 1 : taken;
+  const std::int64_t taken = record.taken(), bad = doubtful(record);
+  const bool is_validated = !record.validations.empty() && record.validations.back().first == taken;
+  const bool is_ruined =
+      bad >= kHopeless || (is_validated ? is_lost(record, record.final_loss()) : losses_lost(record) > 0);
+  return is_ruined ? taken - bad - 1 : taken;
 }
 
 std::int64_t outliers_lost(const Record& record) {
@@ -162,7 +177,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
   auto saved = static_cast<std::int64_t>(record.resumed);
   Clock::time_point last_save = Clock::now();
   const auto save_now = [&](std::int64_t step) {
-    if (step == saved || good_steps(record) < step) return;
+    if (step == saved || good_steps(record) < step || (step < span.steps && doubtful(record) > 0)) return;
     last_save = Clock::now();
     ++record.saving.times;
     const Timer timer(record.saving.seconds);
@@ -185,7 +200,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
     record.steps.back().time = now();
     record.step_seconds += seconds;
     ++step;
-    if (looks && !record.steps.back().skipped)
+    if (looks && !record.steps.back().skipped && record.steps.back().tokens != 0)
       if (const std::optional<Unmoved> found = trainer.state().unmoved_since(before))
         record.unmoved.emplace_back(step, *found);
     note_memory(step, trainer.ledger(), record.memory);

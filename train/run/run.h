@@ -68,6 +68,7 @@ struct Record {
   double tokens_per_second() const;      // of this session's steps
   std::int64_t skipped() const;          // steps, for whatever reason; released: in whole or in part
   std::int64_t outliers() const;         // among them
+  std::int64_t empty() const;            // steps without a target
   std::int64_t tensors_skipped() const;  // released: of steps that were no outliers
   // Of the first and of the last validation that was finished; NaN: none was.
   double first_loss() const;
@@ -87,8 +88,12 @@ bool has_settled(const Record& record, std::int64_t patience);
 // How many losses at the end of this session are lost: not finite, or more than ten times the first (or 1).
 std::int64_t losses_lost(const Record& record);
 
-// The last step after which the weights were good: their loss, in the next step or a validation, was not lost, or is not
-// known yet. Below 0: that of the first weights was.
+// Steps at the end of this session that speak against the weights: their loss is lost, or their gradients are not finite
+// though no loss scale explains it.
+std::int64_t doubtful(const Record& record);
+
+// The last step after which the weights are good as far as is known. They are not where ten steps in a row are doubtful, a
+// validation after the last is lost or, without one, the last loss. Below 0: not even the first weights are.
 std::int64_t good_steps(const Record& record);
 
 // How many steps at the end were skipped as outliers.
@@ -106,9 +111,9 @@ using Save = std::function<bool(const Record&)>;
 // - `watch` is called after every step.
 // - `save` is called after the steps that the span names. Where it returns false it is called again when the
 //   run ends. It may return while the checkpoint is being written: Span::saves_end waits for that.
-// - When losses stay lost the run ends early and does not save: its weights are ruined.
-// - When one step after another is skipped, as an outlier or because a gradient is not finite, it ends early too, and
-//   saves: the weights are from before.
+// - When losses stay lost, or gradients not finite, the run ends early and does not save: its weights are ruined.
+// - When one step after another is skipped as an outlier, or because a loss scale is too large, it ends early too, and saves:
+//   the weights are from before.
 // - If anything throws, the record ends with the last whole step.
 void run(
     Record& record, Trainer& trainer, const Windows& data, const Windows& validation, const Span& span,

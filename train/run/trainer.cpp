@@ -227,6 +227,10 @@ Outcome Trainer::step(const Windows& data, bool goes_on) {
   groups_.set_rate(outcome.lr);
   if (!prepared_ || prepared_->data != &data || prepared_->step != taken_) prepare(data, taken_);
   const Prepared now = *std::exchange(prepared_, std::nullopt);
+  if (now.all == 0) {
+    outcome.loss = outcome.norm = std::nan("");
+    return taken(outcome, data);
+  }
   std::vector<double> weights;
   for (std::int64_t part = 0; part < parts; ++part) {
     const Counted counted = part == 0 ? now.first : read_part(data, taken_, part);
@@ -255,9 +259,13 @@ Outcome Trainer::step(const Windows& data, bool goes_on) {
   if (job_.gradients.policy == SCRUPLE_RELEASED)
     outcome.tensors = report.skipped - std::exchange(tensors_skipped_, report.skipped);
   if (outliers_) look_at_guard(outcome);
+  return taken(outcome, data);
+}
+
+Outcome Trainer::taken(Outcome outcome, const Windows& data) {
   ++taken_, whole_ = true;
-  if (data.has_epochs())
-    outcome.epoch = static_cast<double>(taken_ * parts * job_.batch) / static_cast<double>(data.count());
+  const std::int64_t windows = taken_ * job_.gradients.micro_batches * job_.batch;
+  if (data.has_epochs()) outcome.epoch = static_cast<double>(windows) / static_cast<double>(data.count());
   return outcome;
 }
 

@@ -65,7 +65,9 @@ struct Outcome {
   std::int64_t tensors = 0;  // released: how many were left as they were
   double time = 0;           // when it was taken, in seconds since 1970; 0: not known
   double epoch = std::numeric_limits<double>::quiet_NaN();  // after it; NaN: windows are drawn by chance
-  std::int64_t tokens = 0;  // in its windows, each up to the last target that counts: padding is none
+  // In its windows, each up to the last target that counts: padding is none. 0: all of the windows lie in prompts, and nothing
+  // was to be learned; the loss is NaN.
+  std::int64_t tokens = 0;
 };
 
 class Trainer {
@@ -106,6 +108,7 @@ class Trainer {
   Position take_up(const io::Checkpoint& from);
   Counted read_part(const Windows& data, std::int64_t step, std::int64_t part);
   void prepare(const Windows& data, std::int64_t step);
+  Outcome taken(Outcome outcome, const Windows& data);
   double weight_of(std::int64_t targets, std::int64_t all) const;
   void set_guard(const io::Checkpoint* from);
   void look_at_guard(Outcome& outcome);
