@@ -45,8 +45,8 @@ test-all: ## before a release: the tests with every loop whole, the sanitizers, 
 	@$(MAKE) sanitize-threads
 	@fuzz/run.sh $(BUILD)/fuzz 600
 
-# The examples need packages beside torch, and run on the CPU; so do the three tests of the trainer's commands.
-CPU_ONLY = ^(torch_examples|train_test|compare_test|resume_test)$$
+# The examples need packages beside torch, and run on the CPU; so do these tests of commands.
+CPU_ONLY = ^(torch_examples|train_test|compare_test|resume_test|newcomer_test)$$
 test-gpu: ## on a machine with a GPU: build for it and run the tests, the GPU's and the CPU's; installs nothing
 	@nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 	@$(CONFIGURE) -B $(BUILD)/gpu -DSCRUPLE_DEVELOPER=ON -DSCRUPLE_CUDA=ON \
