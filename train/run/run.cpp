@@ -205,7 +205,7 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
         record.unmoved.emplace_back(step, *found);
     note_memory(step, trainer.ledger(), record.memory);
     watch(record);
-    hopeless = losses_lost(record) >= kHopeless || outliers_lost(record) >= kHopeless ||
+    hopeless = doubtful(record) >= kHopeless || outliers_lost(record) >= kHopeless ||
                skipped_at_last(record) >= kHopeless;
     validate_if_due(step);
     const std::chrono::duration<double> unsaved = Clock::now() - last_save;
