@@ -45,7 +45,9 @@ constexpr int kMaxThreads = 1024;
 
 #if !SCRUPLE_HAS_CUDA
 EngineInfo cuda_info() {
-  return {"cuda", "an NVIDIA GPU", "this library was built without CUDA; build it with make build CUDA=ON, or cmake -DSCRUPLE_CUDA=ON"};
+  return {
+      "cuda", "an NVIDIA GPU",
+      "this library was built without CUDA; build it with make build CUDA=ON, or cmake -DSCRUPLE_CUDA=ON"};
 }
 std::unique_ptr<scruple_engine> make_cuda_engine(int) { return nullptr; }
 #endif
