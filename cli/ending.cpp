@@ -227,7 +227,8 @@ void conclude(const Session& session, const Record& record, const Ending& ending
         "the model in " +
         options.out + " is " +
         (session.saved == 0 ? "the one that the run began with"
-                            : "that of its checkpoint of step " + grouped(session.saved)));
+                            : "that of its checkpoint of step " + grouped(session.saved) + "; --model " +
+                                  options.out + " with a new --out trains on from it"));
   const bool ended_early = !record.stopped && !record.settled && record.taken() < options.model.steps;
   if (const std::int64_t outliers = train::outliers_lost(record); ended_early && outliers > 0)
     throw std::runtime_error("the last " + plural(outliers, "step") +
