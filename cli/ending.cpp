@@ -107,7 +107,8 @@ void print_end(const Session& session, const Record& record, const Ending& endin
     std::cout
         << grouped(record.empty()) << " of " << plural(record.taken(), "step")
         << " had nothing to learn: their windows lie in prompts; --layout whole makes no such windows.\n";
-  std::cout << validation_words(record, session.job) << "; ";
+  std::cout << validation_words(record, session.job)
+            << (is_ruined(record) ? " (not of the model that is written); " : "; ");
   if (record.steps.size() > record.resumed) {
     std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
     if (most_tokens > 0) std::cout << "MFU " << mfu_words(record.tokens_per_second(), most_tokens) << "; ";
@@ -178,6 +179,11 @@ std::string best_words(const TrainOptions& options, const Record& record) {
 
 }  // namespace
 
+bool is_ruined(const Record& record) {
+  constexpr std::int64_t kEnough = 10;  // as many end a run
+  return train::good_steps(record) < record.taken() && !(record.stopped && train::doubtful(record) < kEnough);
+}
+
 Ending finish(Session& session, const Record& record, train::Trainer& trainer, train::Metrics& metrics,
               train::Layout layout, const std::exception_ptr& failure) {
   const TrainOptions& options = session.options;
@@ -199,7 +205,7 @@ void conclude(const Session& session, const Record& record, const Ending& ending
               const std::exception_ptr& failure) {
   const TrainOptions& options = session.options;
   const std::int64_t good = train::good_steps(record);
-  const bool diverged = good < record.taken();
+  const bool diverged = is_ruined(record);
   const std::string problem = failure || diverged ? "" : why_no_better(record);
   if (!problem.empty()) std::cerr << "scruple: " << problem << std::endl;
   print_end(session, record, ending, most_tokens);
@@ -207,7 +213,7 @@ void conclude(const Session& session, const Record& record, const Ending& ending
     std::cout << "Stopped by " << Interrupts::name() << " after step " << grouped(record.taken()) << " of "
               << grouped(options.model.steps)
               << (ending.problems.empty() ? ". To go on:\n  " + resume_command(options) : ".") << std::endl;
-  if (record.settled)
+  if (record.settled && !diverged)
     std::cout << "Ended by --stop-when after step " << grouped(record.taken()) << " of "
               << grouped(options.model.steps) << ": the best validation loss, "
               << fixed(record.best().second, 4) << ", is that of step " << grouped(record.best().first)
@@ -227,8 +233,9 @@ void conclude(const Session& session, const Record& record, const Ending& ending
         "the model in " +
         options.out + " is " +
         (session.saved == 0 ? "the one that the run began with"
-                            : "that of its checkpoint of step " + grouped(session.saved) + "; --model " +
-                                  options.out + " with a new --out trains on from it"));
+                            : "that of its checkpoint of step " + grouped(session.saved) +
+                                  ", and later ones are removed; --model " + options.out +
+                                  " with a new --out trains on from it"));
   const bool ended_early = !record.stopped && !record.settled && record.taken() < options.model.steps;
   if (const std::int64_t outliers = train::outliers_lost(record); ended_early && outliers > 0)
     throw std::runtime_error("the last " + plural(outliers, "step") +

@@ -334,6 +334,20 @@ class Train(Case):
             self.assertEqual(self.values(), self.values("first"))
             self.assertIn(b'"step":"0"', self.weights())
 
+    def test_stopped_after_a_few_bad_steps(self):
+        """They say too little: the weights stay, with a checkpoint beside the one before."""
+        large = ("--layers", "4", "--width", "256", "--heads", "4", "--context", "1024", "--batch", "2")  # seconds a step
+        process = start(*self.training("--lr", "1e5", "--warmup", "0", "--validation", "0", "--keep", "1", "--save-every", "1",
+                                       *large, steps=200), stderr=subprocess.PIPE, text=True)
+        until(lambda: os.path.exists(self.path("run/metrics.jsonl")) and len(self.losses()) > 1)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=250)[1]
+        self.assertEqual(process.returncode, 128 + signal.SIGTERM, said)
+        taken = len(self.losses())
+        self.assertLess(taken, 11)
+        self.assertEqual(sorted(os.listdir(self.path("run/checkpoints"))), ["step-00000001", f"step-{taken:08}"])
+        self.assertIn(f'"step":"{taken}"'.encode(), self.weights())
+
     def test_gradients_that_stay_not_finite(self):
         """Behind RMS norms huge weights give the loss of a guess, which is finite; their gradients are not."""
         os.mkdir(self.path("model"))
