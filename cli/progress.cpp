@@ -8,6 +8,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <iostream>
 #include <utility>
 
@@ -19,9 +20,20 @@ namespace {
 volatile std::sig_atomic_t interrupted = 0;  // by this signal
 constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
 
+// Programs such as coreutils' timeout send a signal twice at once, to the process and to its group.
 extern "C" void note_interrupt(int signal) {
+  static volatile std::sig_atomic_t first = 0;  // the second in which it came
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  const auto second = static_cast<std::sig_atomic_t>(now.tv_sec);
+  if (interrupted != 0) {
+    if (second - first < 2) return;
+    std::signal(signal, SIG_DFL);
+    std::raise(signal);
+    return;
+  }
   interrupted = signal;
-  std::signal(signal, SIG_DFL);
+  first = second;
   constexpr char kSaid[] = "\nscruple: stopping after this step; once more to stop at once\n";
   (void)!write(STDERR_FILENO, kSaid, sizeof kSaid - 1);
 }

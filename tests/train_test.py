@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import termios
+import time
 
 import command
 from command import content, run, shown, start, tiny, until
@@ -333,6 +334,16 @@ class Train(Case):
             self.assertEqual(len(self.losses()), 11)
             self.assertEqual(self.values(), self.values("first"))
             self.assertIn(b'"step":"0"', self.weights())
+
+    def test_two_signals_at_once_are_one(self):
+        """As coreutils' timeout sends them; one that comes seconds later ends the program at once."""
+        process = start(*self.training("--validation", "0", steps=10**6))
+        until(lambda: os.path.exists(self.path("run/metrics.jsonl")))
+        for _ in range(5):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.001)
+        self.assertEqual(process.wait(60), 128 + signal.SIGTERM)
+        self.assertEqual(len(os.listdir(self.path("run/checkpoints"))), 1)
 
     def test_stopped_after_a_few_bad_steps(self):
         """They say too little: the weights stay, with a checkpoint beside the one before."""
