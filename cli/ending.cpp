@@ -108,7 +108,7 @@ void print_end(const Session& session, const Record& record, const Ending& endin
         << grouped(record.empty()) << " of " << plural(record.taken(), "step")
         << " had nothing to learn: their windows lie in prompts; --layout whole makes no such windows.\n";
   std::cout << validation_words(record, session.job)
-            << (is_ruined(record) ? " (not of the model that is written); " : "; ");
+            << (train::good_steps(record) < record.taken() ? " (not of the model that is written); " : "; ");
   if (record.steps.size() > record.resumed) {
     std::cout << fixed(record.ms_per_step(), 1) << " ms per step; ";
     if (most_tokens > 0) std::cout << "MFU " << mfu_words(record.tokens_per_second(), most_tokens) << "; ";
@@ -179,11 +179,6 @@ std::string best_words(const TrainOptions& options, const Record& record) {
 
 }  // namespace
 
-bool is_ruined(const Record& record) {
-  constexpr std::int64_t kEnough = 10;  // as many end a run
-  return train::good_steps(record) < record.taken() && !(record.stopped && train::doubtful(record) < kEnough);
-}
-
 Ending finish(Session& session, const Record& record, train::Trainer& trainer, train::Metrics& metrics,
               train::Layout layout, const std::exception_ptr& failure) {
   const TrainOptions& options = session.options;
@@ -205,7 +200,7 @@ void conclude(const Session& session, const Record& record, const Ending& ending
               const std::exception_ptr& failure) {
   const TrainOptions& options = session.options;
   const std::int64_t good = train::good_steps(record);
-  const bool diverged = is_ruined(record);
+  const bool diverged = good < record.taken();
   const std::string problem = failure || diverged ? "" : why_no_better(record);
   if (!problem.empty()) std::cerr << "scruple: " << problem << std::endl;
   print_end(session, record, ending, most_tokens);

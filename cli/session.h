@@ -84,8 +84,6 @@ struct Ending {
   std::vector<std::string> problems;
 };
 
-// Whether the weights are not to be kept. Where the user ended the run, a few bad steps say too little.
-bool is_ruined(const train::Record& record);
 // Everything that a run leaves, whatever fails; the weights last, so that their step is that of all. A run that a
 // `failure` ended leaves none: it may have been in the middle of a step.
 Ending finish(Session& session, const train::Record& record, train::Trainer& trainer, train::Metrics& metrics,

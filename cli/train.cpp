@@ -267,18 +267,6 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   return failure;
 }
 
-// Of a run that was stopped: the checkpoint before stays beside it.
-void save_doubtful(Session& session, const Data& data, Trainer& trainer) {
-  try {
-    if (session.notes.empty()) session.notes = notes_for(session, data, trainer);
-    train::save(trainer, session.options.choice.recipe, session.notes, session.options.out,
-                session.options.kept());
-    session.saved = trainer.steps_taken();
-  } catch (const std::exception& error) {
-    session.unsaved = error.what();
-  }
-}
-
 void train_on(Session& session, const Data& data, Record record) {
   const TrainOptions& options = session.options;
   const Table memory =
@@ -313,12 +301,8 @@ void train_on(Session& session, const Data& data, Record record) {
     throw Stopped{Interrupts::signal()};
   }
   session.folder->begin();
-  const bool doubtful = train::doubtful(record) > 0;
-  if (!failure && is_ruined(record))
-    go_back(session, record, trainer);
-  else if (record.stopped && doubtful && session.saved < record.taken())
-    save_doubtful(session, data, *trainer);
-  train::keep_last(options.out, doubtful ? options.kept() : options.keep);
+  if (!failure && train::good_steps(record) < record.taken()) go_back(session, record, trainer);
+  train::keep_last(options.out, train::doubtful(record) > 0 ? options.kept() : options.keep);
   const Ending ending = finish(session, record, *trainer, metrics, data.layout(), failure);
   conclude(session, record, ending, most_tokens(*trainer, session.job), failure);
 }

@@ -130,8 +130,9 @@ std::int64_t doubtful(const Record& record) {
 std::int64_t good_steps(const Record& record) {
   const std::int64_t taken = record.taken(), bad = doubtful(record);
   const bool is_validated = !record.validations.empty() && record.validations.back().first == taken;
-  const bool is_ruined =
-      bad >= kHopeless || (is_validated ? is_lost(record, record.final_loss()) : losses_lost(record) > 0);
+  const bool ends_badly =
+      is_validated ? is_lost(record, record.final_loss()) : !record.stopped && losses_lost(record) > 0;
+  const bool is_ruined = bad >= kHopeless || ends_badly;
   return is_ruined ? taken - bad - 1 : taken;
 }
 
@@ -177,7 +178,9 @@ void run(Record& record, Trainer& trainer, const Windows& data, const Windows& v
   auto saved = static_cast<std::int64_t>(record.resumed);
   Clock::time_point last_save = Clock::now();
   const auto save_now = [&](std::int64_t step) {
-    if (step == saved || good_steps(record) < step || (step < span.steps && doubtful(record) > 0)) return;
+    if (step == saved || good_steps(record) < step ||
+        (step < span.steps && !record.stopped && doubtful(record) > 0))
+      return;
     last_save = Clock::now();
     ++record.saving.times;
     const Timer timer(record.saving.seconds);

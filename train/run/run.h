@@ -93,7 +93,8 @@ std::int64_t losses_lost(const Record& record);
 std::int64_t doubtful(const Record& record);
 
 // The last step after which the weights are good as far as is known. They are not where ten steps in a row are doubtful, a
-// validation after the last is lost or, without one, the last loss. Below 0: not even the first weights are.
+// validation after the last is lost or, without one, the last loss. Where the user has stopped the run, that one says too
+// little. Below 0: not even the first weights are.
 std::int64_t good_steps(const Record& record);
 
 // How many steps at the end were skipped as outliers.
