@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import tempfile
 import unittest
+import warnings
 import weakref
 from unittest import mock
 
@@ -319,6 +320,18 @@ class Steps(Case):
         train(model, x, opt, 1)
         again = pickle.loads(pickle.dumps(model))
         self.assertSame(again(x), model(x))
+
+    @each(name=("linear", "convolution"))
+    def test_a_copy_is_scripted(self, name):
+        model, x, _, _ = compressed(name)
+        with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+            self.assertSame(torch.jit.script(copy.deepcopy(model))(x), model(x))
+
+    def test_a_layer_takes_its_input_by_name(self):
+        model, x, _, _ = compressed("linear")
+        layer = next(m for m in model.modules() if type(m) is nn.Linear and coded.form_of(m.weight))
+        x = x[..., : layer.in_features]
+        self.assertSame(layer(input=x), layer(x))
 
     def test_loss_scaling(self):
         """An overflow skips the step, and a scale is undone."""

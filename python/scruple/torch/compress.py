@@ -1,6 +1,5 @@
 """compress_weights: weights, moments and gradients in low bits (LPMM, Li et al., ICLR 2023 submission), for any module."""
 
-import types
 import weakref
 
 import torch
@@ -67,9 +66,9 @@ def compress_weights(model, opt, *, accumulator="int8", **how):
         if any(type(p) is Coded for p in module._parameters.values()):
             module.register_state_dict_post_hook(_decode_state)
             if (own := getattr(type(module), "_conv_forward", None)) and own in _CONVOLUTIONS:
-                module._conv_forward = types.MethodType(_conv_forward, module)
+                module._conv_forward = _Method(module, "_conv_forward", _conv_forward)
             elif type(module).forward is nn.Linear.forward and "forward" not in vars(module):
-                module.forward = types.MethodType(forward, module)
+                module.forward = _Method(module, "forward", _linear_forward)
     return handle
 
 
@@ -132,6 +131,19 @@ _saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", l
 _takes_hooks = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", bool)  # not under torch.func.grad
 
 
+class _Method:
+    """A method of one module. Copies of the module have plain weights, and their class's own method."""
+
+    def __init__(self, module, name, function):
+        self.module, self.name, self.function = module, name, function
+
+    def __call__(self, *args, **named):
+        return self.function(self.module, *args, **named)
+
+    def __reduce__(self):
+        return getattr, (self.module, self.name)
+
+
 def _conv_forward(self, x, weight, bias):
     forward = type(self)._conv_forward
     if x.dim() != weight.dim():
@@ -139,9 +151,9 @@ def _conv_forward(self, x, weight, bias):
     return _over_values(lambda values: forward(self, x, values, bias), x, weight, "_raw_saved_weight", lambda w: w)
 
 
-def forward(self, x):
-    """nn.Linear's. (pickle finds a module's method by its name.)"""
-    return _over_values(lambda w: nn.functional.linear(x, w, self.bias), x, self.weight, "_raw_saved_mat2", torch.t)
+def _linear_forward(self, input):
+    linear = lambda w: nn.functional.linear(input, w, self.bias)  # noqa: E731
+    return _over_values(linear, input, self.weight, "_raw_saved_mat2", torch.t)
 
 
 def _over_values(forward, x, weight, saved, as_saved):
