@@ -136,6 +136,7 @@ class CudaEngine final : public scruple_engine {
   void set_stream(void* stream) override {
     const std::lock_guard lock(mutex_);
     stream_ = static_cast<cudaStream_t>(stream);
+    in_order_ = false;
   }
   void synchronize() override {
     const std::lock_guard lock(mutex_);
@@ -175,14 +176,16 @@ class CudaEngine final : public scruple_engine {
   static constexpr i64 kStage = i64{1} << 20;  // values that travel to or from the host at a time
   static_assert(kStage % kChunk == 0);
 
-  // Calls share the workspaces. So they exclude each other on the host, and on the device each waits for the
-  // one before, which may be on another stream. In a capture the graph gives the order instead.
+  // Calls share the workspaces. So they exclude each other on the host, and on the device the first one on a
+  // stream waits for those before, which were on another. In a capture the graph gives the order instead.
   struct Call {
     explicit Call(CudaEngine& engine) : lock(engine.mutex_), current(engine.device_), self(engine) {
       cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
       check(cudaStreamIsCapturing(self.stream_, &status), "looking at the stream");
       self.capturing_ = status != cudaStreamCaptureStatusNone;
-      if (!self.capturing_) check(cudaStreamWaitEvent(self.stream_, self.last_use_), "ordering streams");
+      if (self.capturing_ || self.in_order_) return;
+      check(cudaStreamWaitEvent(self.stream_, self.last_use_), "ordering streams");
+      self.in_order_ = true;
     }
     ~Call() {
       if (!self.capturing_) cudaEventRecord(self.last_use_, self.stream_);
@@ -372,8 +375,15 @@ class CudaEngine final : public scruple_engine {
   }
   // `tensor`: -1 for what belongs to none.
   void check_pointer(const void* pointer, const char* what, i64 tensor) const {
+    check_place(place_of(pointer), pointer, what, tensor);
+  }
+  static cudaPointerAttributes place_of(const void* pointer) {
     cudaPointerAttributes found{};
     check(cudaPointerGetAttributes(&found, pointer), "looking at a pointer");
+    return found;
+  }
+  void check_place(const cudaPointerAttributes& found, const void* pointer, const char* what,
+                   i64 tensor) const {
     const bool not_here = found.type == cudaMemoryTypeDevice && found.device != device_;
     const bool not_device = found.type == cudaMemoryTypeUnregistered && !shares_host_memory_;
     if (!not_here && !not_device) return;
@@ -511,10 +521,9 @@ class CudaEngine final : public scruple_engine {
                .to_plain = !encoding,
                .overflow = overflow});
     };
-    cudaPointerAttributes found{};
-    check(cudaPointerGetAttributes(&found, values), "looking at a pointer");
+    const cudaPointerAttributes found = place_of(values);
     if (found.type != cudaMemoryTypeUnregistered) {
-      check_readable(values, "values");
+      check_place(found, values, "values", -1);
       run(0, t.size, values);
       if (found.type != cudaMemoryTypeDevice)  // the host sees it too, and may look at once
         check(cudaStreamSynchronize(stream_), "waiting for values");
@@ -590,6 +599,7 @@ class CudaEngine final : public scruple_engine {
   cudaStream_t stream_ = nullptr;
   cudaEvent_t last_use_ = nullptr;
   bool capturing_ = false, was_captured_ = false;
+  bool in_order_ = false;  // the stream has waited for the calls on others
 
   enum { kForStep, kForPieces, kForMeasure, kForFold, kWorkspaces };
   Workspace workspaces_[kWorkspaces];
