@@ -14,6 +14,7 @@ prints
     right on images it has not seen: 91.4%
 
 With --recipe lpmm weights live in 10 bits, momentum in 8, and gradients are added up in 8: compress_weights.
+With --graph a step is one CUDA graph: the GPU does not wait for Python.
 """
 
 import argparse
@@ -74,6 +75,21 @@ def accuracy(model, device, count=256):
     return right
 
 
+def captured(train, batch):
+    """`train` as a CUDA graph. Its inputs stay where they are, so each batch is copied there."""
+    held, graph = [x.clone() for x in batch], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = train(*held)
+
+    def replay(*batch):
+        for place, x in zip(held, batch):
+            place.copy_(x)
+        graph.replay()
+        return loss
+
+    return replay
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -87,7 +103,10 @@ def main():
         help="keep them until opt.step(); else each is stepped with inside backward and freed",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--graph", action="store_true", help="on a GPU: a step is a CUDA graph, from the fourth on")
     args = parser.parse_args()
+    if args.graph and args.device == "cpu":
+        parser.error("--graph needs a GPU")
 
     torch.manual_seed(0)
     model = network().to(args.device, memory_format=torch.channels_last)
@@ -97,10 +116,11 @@ def main():
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     opt = SGD(
         [{"params": matrices, "weight_decay": 5e-4}, {"params": vectors}],
-        lr=args.lr,
+        lr=torch.tensor(args.lr, device=args.device) if args.graph else args.lr,  # a graph reads it from the GPU
         momentum=0.9,
         nesterov=True,
         recipe=args.recipe,
+        capturable=args.graph,
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.steps)
     if args.recipe == "lpmm":
@@ -108,16 +128,24 @@ def main():
     elif not args.keep_gradients:
         release_gradients(model, opt)
 
-    for step in range(args.steps):
-        images, kinds = draw(32, torch.Generator().manual_seed(step))
-        images = images.to(args.device, torch.bfloat16, memory_format=torch.channels_last)
-        loss = F.cross_entropy(model(images).float(), kinds.to(args.device))
+    def train(images, kinds):
+        loss = F.cross_entropy(model(images).float(), kinds)
         loss.backward()
         opt.step()  # does nothing to gradients that backward has taken; the scheduler wants to see it
         opt.zero_grad()
-        schedule.step()
-        if step % 40 == 0 or step == args.steps - 1:
-            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
+        return loss.detach()
+
+    with torch.cuda.stream(torch.cuda.Stream() if args.graph else None):
+        for step in range(args.steps):
+            images, kinds = draw(32, torch.Generator().manual_seed(step))
+            images = images.to(args.device, torch.bfloat16, memory_format=torch.channels_last)
+            batch = images, kinds.to(args.device)
+            if args.graph and step == 3:
+                train = captured(train, batch)
+            loss = train(*batch)
+            schedule.step()
+            if step % 40 == 0 or step == args.steps - 1:
+                print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
     print(f"right on images it has not seen: {accuracy(model, args.device):.1%}")
 
 
