@@ -383,6 +383,38 @@ __device__ __forceinline__ void score_gradients_of_columns(float (&weights)[M][N
   }
 }
 
+// The keys of a block, and the query heads that it takes of their group.
+struct KeyWork {
+  __device__ KeyWork(const Sizes& sizes, int own) {
+    parts = key_parts(sizes);
+    const Work work = work_of_block(sizes.tiles(own), sizes.sequences * sizes.kv_heads * parts);
+    part = work.pair % parts, pair = work.pair / parts;
+    sequence = pair / sizes.kv_heads, kv_head = pair % sizes.kv_heads;
+    first = work.tile * own;
+    first_head = kv_head * sizes.group() + part * heads_of_block(sizes);
+    end_of_heads = min(first_head + heads_of_block(sizes), (kv_head + 1) * sizes.group());
+  }
+  int parts, part, pair, sequence, kv_head, first, first_head, end_of_heads;
+};
+
+// As the gradient; or, of a part of a group, as sums.
+template <class T, int D, int M>
+__device__ __forceinline__ void store_key_gradients(const float (&keys)[M][D / 8][4],
+                                                    const float (&values)[M][D / 8][4], float scale,
+                                                    const Sizes& sizes, const KeyWork& work, int first,
+                                                    std::uint32_t own_at, float* sums, T* dqkv) {
+  if (work.parts > 1) {
+    sums += work.part * key_sums(sizes) + work.pair * 2LL * sizes.length * D;
+    store_sums<D>(keys, sums, first, sizes.length);
+    store_sums<D>(values, sums + static_cast<std::int64_t>(sizes.length) * D, first, sizes.length);
+    return;
+  }
+  store_rows<T, D>(keys, Factors<M>(scale).of, own_at, sizes.keys(dqkv, work.sequence, work.kv_head), first,
+                   sizes.length);
+  store_rows<T, D>(values, Factors<M>(1).of, own_at, sizes.values(dqkv, work.sequence, work.kv_head), first,
+                   sizes.length);
+}
+
 template <int D>
 constexpr int key_gradient_bytes() {
   return (2 * kKeyGradient<D>.own() + 4 * kKeyGradient<D>.tile) * Tile<D>::kStride +
@@ -399,18 +431,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   const std::uint32_t keys_at = shared_address(), stages_at = keys_at + 2 * kOwnBytes;
   const std::uint32_t statistics_at = stages_at + 4 * kTileBytes;
 
-  const int tiles = sizes.tiles(kTiling.own());
-  const int parts = key_parts(sizes);
-  const Work work = work_of_block(tiles, sizes.sequences * sizes.kv_heads * parts);
-  const int part = work.pair % parts, pair = work.pair / parts;
-  const int sequence = pair / sizes.kv_heads, kv_head = pair % sizes.kv_heads;
-  const int first = work.tile * kTiling.own();
+  const KeyWork work(sizes, kTiling.own());
+  const int sequence = work.sequence, first = work.first, begin = first / kQueries;
   const int first_of_warp = first + warp_of_thread() * 16 * M, last_of_warp = first_of_warp + 16 * M - 1;
-  const int begin = first / kQueries;
   const int last_key = min(first + kTiling.own(), sizes.length) - 1;
   const int end = end_of_seeing(sizes, sequence, begin, kQueries, 0, last_key);
-  const int first_head = kv_head * sizes.group() + part * heads_of_block(sizes);
-  const int end_of_heads = min(first_head + heads_of_block(sizes), (kv_head + 1) * sizes.group());
   const auto load_stage = [&](int stage, int head, int tile) {
     const std::uint32_t to = stages_at + stage * 2 * kTileBytes;
     const int here = not_known(sequence);
@@ -421,9 +446,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       copy_later(statistics_at + stage * kStatisticBytes + piece * 16,
                  statistics_of(statistics, sizes, here, head) + tile * kQueries + piece * 2, true);
   };
-  load_tile<D, kTiling.own()>(keys_at, sizes.keys(qkv, sequence, kv_head), first, sizes.length);
-  load_tile<D, kTiling.own()>(keys_at + kOwnBytes, sizes.values(qkv, sequence, kv_head), first, sizes.length);
-  load_stage(0, first_head, begin);
+  load_tile<D, kTiling.own()>(keys_at, sizes.keys(qkv, sequence, work.kv_head), first, sizes.length);
+  load_tile<D, kTiling.own()>(keys_at + kOwnBytes, sizes.values(qkv, sequence, work.kv_head), first,
+                              sizes.length);
+  load_stage(0, work.first_head, begin);
   copies_wait();
   __syncthreads();
 
@@ -440,15 +466,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int end_of_all = end_of_seeing(sizes, sequence, own.begin, kChunk, kChunk - 1, first_of_warp);
   int stage = 1;  // of the tile that the block is at; the first one comes into stage 0
 #pragma unroll 1
-  for (int head = first_head; head < end_of_heads; ++head) {
+  for (int head = work.first_head; head < work.end_of_heads; ++head) {
     const auto arrive = [&](int tile) {
-      if (head > first_head || tile > begin) {
+      if (head > work.first_head || tile > begin) {
         copies_wait();  // this tile has come, and nobody reads the one before any more
         __syncthreads();
       }
       const bool more = tile + 1 < end;  // of this head
       const int next_head = more ? head : head + 1;
-      if (next_head < end_of_heads) load_stage(stage, next_head, more ? tile + 1 : begin);
+      if (next_head < work.end_of_heads) load_stage(stage, next_head, more ? tile + 1 : begin);
       stage ^= 1;
     };
     walk<kEach>({begin * kEach, end * kEach}, own, arrive, [&](int chunk) {
@@ -469,17 +495,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       add_weighted<T, D>(key_gradient, weights, queries_at);
     });
   }
-  if (parts > 1) {
-    sums += part * key_sums(sizes) + pair * 2LL * sizes.length * D;
-    store_sums<D>(key_gradient, sums, first_of_warp, sizes.length);
-    store_sums<D>(value_gradient, sums + static_cast<std::int64_t>(sizes.length) * D, first_of_warp,
-                  sizes.length);
-    return;
-  }
-  store_rows<T, D>(key_gradient, Factors<M>(scale).of, own_at, sizes.keys(dqkv, sequence, kv_head),
-                   first_of_warp, sizes.length);
-  store_rows<T, D>(value_gradient, Factors<M>(1).of, own_at, sizes.values(dqkv, sequence, kv_head),
-                   first_of_warp, sizes.length);
+  store_key_gradients<T, D>(key_gradient, value_gradient, scale, sizes, work, first_of_warp, own_at, sums,
+                            dqkv);
 }
 
 template <class T, int D>
