@@ -36,6 +36,9 @@ constexpr const char* kModels =
 #endif
     "  total        all of these\n"
     "  released, compressed     the totals with these --gradients\n"
+#if defined(SCRUPLE_HAS_TRAIN)
+    "  host         what --offload keeps in host memory\n"
+#endif
     "\n"
     "PATH is .safetensors files (shards add up), an index of shards, a config.json, or the folder of a\n"
     "model, a run or a checkpoint. Only shapes are read.\n"
@@ -69,9 +72,9 @@ struct Options {
 struct Row {
   std::string recipe, policy;
   Memory memory;
-  std::int64_t released = 0, compressed = 0;    // totals
-  std::int64_t activations = 0, workspace = 0;  // of a run with --batch
-  std::int64_t host = 0;                        // bytes in host memory, of state that is offloaded
+  std::int64_t released = 0, compressed = 0;                    // totals
+  std::int64_t activations = 0, workspace = 0;                  // of a run with --batch
+  std::vector<std::pair<std::string, std::int64_t>> host = {};  // of a run on a GPU, what lies in host memory
 
   std::int64_t total() const { return memory.total() + activations + workspace; }
   // Everything by name, in the order of columns.
@@ -79,6 +82,12 @@ struct Row {
     std::vector<std::pair<std::string, std::int64_t>> all = memory.parts();
     if (activations > 0) all.insert(all.end(), {{"activations", activations}, {"workspace", workspace}});
     return all;
+  }
+  static constexpr const char* kSaves = "saves";  // of `host`: copies, from which they are written
+  std::int64_t host_bytes(bool of_saves) const {
+    std::int64_t sum = 0;
+    for (const auto& [name, bytes] : host) sum += (name == kSaves) == of_saves ? bytes : 0;
+    return sum;
   }
 };
 
@@ -149,8 +158,10 @@ AddRun run_of(const Options& options) {
     const train::Ledger needed = train::memory_of(job);
     row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
     row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
-    row.host = needed.host_peak();
-    if (row.host == 0) return;
+    for (const train::Ledger::Entry& entry : needed.host_entries())
+      row.host.emplace_back(entry.kind, entry.peak);
+    if (run.device == "cuda" && !job.offloads_state) row.host.emplace_back(Row::kSaves, row.memory.saved());
+    if (!job.offloads_state) return;
     row.memory.extra = needed.peak("extra"), row.memory.scales = needed.peak("scales");
     for (auto& [name, bytes] : row.memory.slots) bytes = needed.peak(name);
   };
@@ -201,22 +212,22 @@ Plan make_plan(const Options& options) {
 
 void print_json(const Plan& plan, const Options& options) {
   ordered_json rows = ordered_json::array(), refusals = ordered_json::array();
+  const auto object = [](const auto& pairs) {
+    ordered_json all = ordered_json::object();
+    for (const auto& [name, bytes] : pairs) all[name] = bytes;
+    return all;
+  };
   const std::string device = device_of_run(options);
   const double params = static_cast<double>(plan.model.params);
-  for (const Row& row : plan.rows) {
-    ordered_json parts = ordered_json::object();
-    for (const auto& [name, bytes] : row.parts()) parts[name] = bytes;
+  for (const Row& row : plan.rows)
     rows.push_back({{"recipe", row.recipe},
                     {"optimizer", options.choice.optimizer},
                     {"gradients", row.policy},
                     {"bytes_per_param", static_cast<double>(row.total()) / params},
                     {"total_bytes", row.total()},
-                    // Of copies for saves, or of what is offloaded.
-                    {"host_bytes", device != "cuda" ? 0
-                                   : row.host > 0   ? row.host
-                                                    : row.memory.saved()},
-                    {"parts", parts}});
-  }
+                    {"host_bytes", row.host_bytes(false) + row.host_bytes(true)},
+                    {"host_parts", object(row.host)},
+                    {"parts", object(row.parts())}});
   for (const Refusal& refusal : plan.refusals)
     refusals.push_back({{"recipe", refusal.recipe}, {"reason", refusal.reason}});
   const ordered_json all = {{"params", plan.model.params},
@@ -230,14 +241,13 @@ void print_json(const Plan& plan, const Options& options) {
 
 // On a GPU a checkpoint is copied to host memory, and written from there.
 std::string saves_words(const Plan& plan) {
-  const bool offloads = plan.rows.front().host > 0;
-  const auto bytes = [&](const Row& row) { return offloads ? row.host : row.memory.saved(); };
-  const auto less = [&](const Row& a, const Row& b) { return bytes(a) < bytes(b); };
-  const auto [least, most] = std::minmax_element(plan.rows.begin(), plan.rows.end(), less);
-  const std::string size =
-      size_words(bytes(*least)) + (less(*least, *most) ? " to " + size_words(bytes(*most)) : "");
-  if (offloads) return size + " lie in host memory; training waits for each save";
-  return "training goes on during a save where the host has memory for the copy, " + size;
+  std::vector<std::int64_t> sizes;
+  for (const Row& row : plan.rows)
+    if (row.host_bytes(true) > 0) sizes.push_back(row.host_bytes(true));
+  if (sizes.empty()) return "training waits for each save";
+  const auto [least, most] = std::minmax_element(sizes.begin(), sizes.end());
+  return "training goes on during a save where the host has memory for the copy, " + size_words(*least) +
+         (*least < *most ? " to " + size_words(*most) : "");
 }
 
 void print_table(const Plan& plan, const Options& options) {
@@ -250,6 +260,8 @@ void print_table(const Plan& plan, const Options& options) {
   };
   const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
   const bool all_policies = options.policy.empty() && options.batch == 0;
+  const auto offloads = [](const Row& row) { return row.host_bytes(false) > 0; };
+  const bool any_offloads = std::any_of(plan.rows.begin(), plan.rows.end(), offloads);
 
   const std::string device = device_of_run(options);
   Table table;
@@ -261,6 +273,7 @@ void print_table(const Plan& plan, const Options& options) {
       cells.insert(cells.end(), {size(bytes), each(bytes)});
     };
     add_total("total", row.total());
+    if (any_offloads) header.emplace_back("host"), cells.push_back(size(row.host_bytes(false)));
     if (all_policies) add_total("released", row.released), add_total("compressed", row.compressed);
     if (table.rows.empty()) table.rows.push_back(header);
     table.rows.push_back(cells);

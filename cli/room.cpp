@@ -12,7 +12,9 @@ namespace scruple::cli {
 namespace {
 
 // Kinds that no plan of weights, moments and gradients counts.
-bool is_state(const std::string& kind) { return kind != "activations" && kind != "workspace"; }
+bool is_state(const std::string& kind) {
+  return kind != "activations" && kind != "workspace" && kind != "saves";
+}
 
 // The trainer's own memory, or the library's: its accumulators are the sink's to ask for.
 bool is_shortage(const std::exception& error) {
@@ -100,7 +102,7 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
     const auto size = static_cast<double>(bytes);
     if (bytes > 0) table.rows.push_back({name, fixed(size / unit.bytes, 2), fixed(size / params, 3)});
   };
-  for (const auto& [name, bytes] : measured_parts(needed, plan)) add(name, bytes);
+  for (const auto& [name, bytes] : plan.parts()) add(name, needed.peak(name));
   add("activations", needed.peak("activations"));
   add("workspace", needed.peak("workspace"));
   add("total", std::exchange(sum, 0));
@@ -120,15 +122,16 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
                                                                  const Memory& plan) {
   std::vector<std::pair<std::string, std::int64_t>> parts;
-  for (const auto& [name, bytes] : plan.parts()) parts.emplace_back(name, ledger.peak(name));
+  for (const auto& [name, bytes] : plan.parts())
+    parts.emplace_back(name, ledger.peak(name) + ledger.host_peak(name));
   return parts;
 }
 
 std::int64_t measured_total(const train::Ledger& ledger) {
   std::int64_t sum = 0;
-  for (const train::Ledger::Entry& entry : ledger.entries())
-    if (is_state(entry.kind)) sum += entry.peak;
-  for (const train::Ledger::Entry& entry : ledger.host_entries()) sum += entry.peak;
+  for (const auto& entries : {ledger.entries(), ledger.host_entries()})
+    for (const train::Ledger::Entry& entry : entries)
+      if (is_state(entry.kind)) sum += entry.peak;
   return sum;
 }
 

@@ -15,7 +15,7 @@
 
 namespace scruple::cli {
 
-inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
+inline constexpr std::int64_t kNoLimit = train::Ledger::kNoLimit;
 
 // What weights, moments and gradients will take: as `scruple plan` says it, and the tile that released gradients
 // pass through.

@@ -203,7 +203,7 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   };
   std::exception_ptr failure;
   const auto goes_on = [&] { return !failure && span.go_on() && record.taken() < span.steps; };
-  train::Saves saves(trainer, options.choice.recipe, options.out, options.kept(), session.host,
+  train::Saves saves(trainer, options.choice.recipe, options.out, options.kept(),
                      [&](const std::string& message) { progress.warn(message); });
   // Hours of training are worth more than this file.
   const auto note_problem = [&](const std::string& problem) {
@@ -271,8 +271,7 @@ void train_on(Session& session, const Data& data, Record record) {
   const TrainOptions& options = session.options;
   const Table memory =
       checked_memory("the run", session.job, session.plan, savings_of(session), options.limit());
-  session.ledger = train::Ledger(std::min(free_memory(session.job), options.limit()));
-  session.host = train::Ledger(free_memory() / 4 * 3);
+  session.ledger = train::Ledger(std::min(free_memory(session.job), options.limit()), free_memory());
   std::optional<Trainer> trainer(std::in_place, session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {

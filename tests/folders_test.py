@@ -170,10 +170,13 @@ class Folders(command.Case):
         stays, waits = (run("plan", deep, "--recipe", "scruple", "--batch", 3, "--device", "cuda", *more, "--json")
                         for more in ((), ("--offload",)))
         if "this build has no trainer for GPUs" not in stays.stderr:  # no GPU is needed to count for one
-            self.assertGreater(*(json.loads(done.stdout)["rows"][0]["total_bytes"] for done in (stays, waits)))
-            counted = json.loads(stays.stdout)["rows"][0]
+            counted, waiting = (json.loads(done.stdout)["rows"][0] for done in (stays, waits))
+            moved = counted["total_bytes"] - waiting["total_bytes"]
+            self.assertGreater(moved, 0)
+            self.assertEqual(waiting["host_parts"], {"activations": moved, **counted["host_parts"]})
             others = sum(counted["parts"][kind] for kind in ("gradients", "activations", "workspace"))
-            self.assertEqual(counted["host_bytes"], counted["total_bytes"] - others)  # copies for saves
+            self.assertEqual(counted["host_parts"], {"saves": counted["total_bytes"] - others})
+            self.assertEqual(waiting["host_bytes"], moved + counted["host_bytes"])
             said = self.done("plan", deep, "--recipe", "scruple", "--batch", 3, "--device", "cuda")
             self.assertRegex(said, r"\ntraining goes on during a save where the host has memory for the copy, [\d.]+ [KM]iB\n")
             wide = self.root / "wide.json"
@@ -183,7 +186,7 @@ class Folders(command.Case):
             self.assertEqual(here["total_bytes"] + 2**29, away["total_bytes"] + away["host_bytes"])  # the ring
             self.assertLess(away["parts"]["exp_avg"], here["parts"]["exp_avg"] / 10)
             said = self.done("plan", wide, "--recipe", "scruple", "--batch", 3, "--device", "cuda", "--offload", "state")
-            self.assertRegex(said, r"\n[\d.]+ MiB lie in host memory; training waits for each save\n")
+            self.assertRegex(said, r" host\nscruple .* [\d.]+\n\ntraining waits for each save\n")
         self.assertEqual(row("--device", "cpu")["host_bytes"], 0)
         self.assertLess(*(row("--threads", count)["total_bytes"] for count in (1, 4)))
 

@@ -18,7 +18,7 @@ Ledger Ledger::counter() {
 }
 
 Ledger& Ledger::host() {
-  if (host_ == nullptr) host_ = std::make_unique<Ledger>(only_counts_ ? counter() : Ledger());
+  if (host_ == nullptr) host_ = std::make_unique<Ledger>(only_counts_ ? counter() : Ledger(host_limit_));
   return *host_;
 }
 
