@@ -59,6 +59,9 @@ class Memory {
   virtual void write(void* to, const void* from_host, std::int64_t bytes);
 };
 Memory& host_memory();
+// What this machine, its containers and the process's own limit can still give; without a limit where that cannot be read.
+// Linux kills who takes more, without a word: ask first. `root`: of the file system that says so, for tests.
+std::int64_t free_host_memory(const std::string& root = "");
 
 // Zeroed memory of one kind, counted from construction to destruction. Throws where the ledger or the
 // machine has no more.
