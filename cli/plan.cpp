@@ -16,6 +16,7 @@
 #include "train/model/files.h"
 #include "train/model/model.h"
 #if defined(SCRUPLE_HAS_TRAIN)
+#include "room.h"
 #include "training.h"
 #endif
 
@@ -65,7 +66,7 @@ struct Options {
   std::int64_t batch = 0, context = 0;  // batch 0: the state alone
   int threads = 0;
   std::string device, recompute, activations;
-  std::string offload;
+  std::string offload, memory_limit;
   bool ema = false, as_json = false;
 };
 
@@ -75,6 +76,8 @@ struct Row {
   std::int64_t released = 0, compressed = 0;                    // totals
   std::int64_t activations = 0, workspace = 0;                  // of a run with --batch
   std::vector<std::pair<std::string, std::int64_t>> host = {};  // of a run on a GPU, what lies in host memory
+  std::vector<std::pair<std::string, std::string>> chosen = {};  // by --recompute auto and --offload auto
+  std::int64_t too_much = 0;  // what it needs, where that is above --memory-limit
 
   std::int64_t total() const { return memory.total() + activations + workspace; }
   // Everything by name, in the order of columns.
@@ -106,12 +109,14 @@ OptionTable run_options(Options& options) {
   options.recompute = train::kRecomputes[0];
   return {
       {kRun, "--batch", "", &options.batch, "N",
-       "count a whole 'scruple train' with this batch; the next five and --offload describe it",
+       "count a whole 'scruple train' with this batch, which the next four, --recompute, --offload and "
+       "--memory-limit describe",
        whole_from(1)},
       {kRun, "--context", "", &options.context, "N", "tokens of a window (default: as train)", whole_from(1)},
-      {kRun, "--recompute", "", &options.recompute, "WHAT", either(train::kRecomputes),
-       one_of(train::kRecomputes)},
+      recompute_option(options.recompute, ""),
       offload_option(options.offload, ""),
+      {kMemory, "--memory-limit", "", &options.memory_limit, "SIZE",
+       "tell whether the run fits, and choose by it where others are auto: 22GiB, 24GB"},
       {kRun, "--activations", "", &options.activations, "TYPE",
        either(train::kPrecisions) + " (default: as train)", one_of(train::kPrecisions)},
       {kRun, "--device", "", &options.device, "DEVICE", "cpu, cuda or auto", a_device(), false,
@@ -136,12 +141,18 @@ AddRun run_of(const Options& options) {
   if (options.batch == 0) {
     if (options.context > 0 || options.threads > 0 || names_device(options) ||
         options.recompute != train::kRecomputes[0] || !options.activations.empty() ||
-        !options.offload.empty())
+        !options.offload.empty() || !options.memory_limit.empty())
       throw UsageError(
-          "--context, --device, --threads, --recompute, --activations and --offload describe a run; add its "
-          "--batch");
+          "--context, --device, --threads, --recompute, --activations, --offload and --memory-limit describe "
+          "a run; add its --batch");
     return {};
   }
+  const bool any_recompute = options.recompute == kAuto, any_offload = options.offload == kAuto;
+  if ((any_recompute || any_offload) && options.memory_limit.empty())
+    throw UsageError(
+        "--recompute auto and --offload auto choose what fits; say into how much: --memory-limit 22GiB");
+  const std::int64_t limit =
+      options.memory_limit.empty() ? kNoLimit : parse_size(options.memory_limit, "--memory-limit");
   if (options.files.size() != 1)
     throw UsageError("--batch counts the run of one model; name its folder or its config.json");
   ModelOptions run;
@@ -150,12 +161,16 @@ AddRun run_of(const Options& options) {
   run.device = device_of_run(options), run.offload = options.offload;
   std::error_code ignored;
   if (std::filesystem::is_directory(run.model, ignored)) run.model += "/config.json";
-  return [&options, run, model = choose_model(run)](Row& row) {
+  return [=, &options, model = choose_model(run)](Row& row) {
     GradientOptions gradients;
     gradients.policy = row.policy;
     train::Job job = make_job(options.choice, row.recipe, run, model, gradients, options.activations);
     job.ema = options.ema ? 0.999 : 0;  // any decay takes as much
+    fit(job, any_recompute, any_offload && on_gpu(job), limit, kNoLimit);
+    if (any_recompute) row.chosen.emplace_back("recompute", recompute_name(job));
+    if (any_offload) row.chosen.emplace_back("offload", offload_words(job));
     const train::Ledger needed = train::memory_of(job);
+    row.too_much = needed.peak() > limit ? needed.peak() : 0;
     row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
     row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
     for (const train::Ledger::Entry& entry : needed.host_entries())
@@ -225,6 +240,8 @@ void print_json(const Plan& plan, const Options& options) {
                     {"gradients", row.policy},
                     {"bytes_per_param", static_cast<double>(row.total()) / params},
                     {"total_bytes", row.total()},
+                    {"fits", row.too_much == 0},
+                    {"chosen", object(row.chosen)},
                     {"host_bytes", row.host_bytes(false) + row.host_bytes(true)},
                     {"host_parts", object(row.host)},
                     {"parts", object(row.parts())}});
@@ -267,6 +284,7 @@ void print_table(const Plan& plan, const Options& options) {
   Table table;
   for (const Row& row : plan.rows) {
     std::vector<std::string> header = {"recipe"}, cells = {row.recipe};
+    for (const auto& [name, value] : row.chosen) header.push_back(name), cells.push_back(value);
     for (const auto& [name, bytes] : row.parts()) header.push_back(name), cells.push_back(size(bytes));
     const auto add_total = [&](const char* name, std::int64_t bytes) {
       header.insert(header.end(), {name, "B/param"});
@@ -286,6 +304,11 @@ void print_table(const Plan& plan, const Options& options) {
             << "; sizes in " << unit.name << "\n\n";
   table.print(std::cout);
   if (device == "cuda") std::cout << '\n' << saves_words(plan) << '\n';
+  for (const Row& row : plan.rows)
+    if (row.too_much > 0)
+      std::cout << '\n'
+                << row.recipe << " needs " << size_words(row.too_much) << ", and --memory-limit is "
+                << options.memory_limit << '\n';
   for (const Refusal& refusal : plan.refusals)
     std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
   for (const std::string& note : plan.model.notes) std::cout << '\n' << note << '\n';

@@ -99,7 +99,7 @@ Data prepare(Session& session) {
   job.isolates = data.training().isolates() ||
                  (session.validation != nullptr && session.validation->training().isolates());
   job.schedule = options.schedule();
-  fit_recompute(job, options.model, options.limit());
+  fit(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move
   session.plan = plan_of(choice, choice.recipe, job, options.gradients.policy);
   return data;
@@ -113,7 +113,7 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
             << ": " << shape_words(s) << "; " << grouped(train::parameter_count(s)) << " parameters; "
             << trainer.backend().device() << '\n'
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
-            << options.gradients.policy << ", activations " << options.activations << recompute_words(job)
+            << options.gradients.policy << ", activations " << options.activations << memory_words(job)
             << gradient_words(job) << (job.ema > 0 ? ", ema " + shortest(job.ema) : "") << "; lr "
             << shortest(job.schedule.peak) << ' ' << schedule_words(job.schedule) << ", seed " << job.seed
             << '\n'

@@ -152,7 +152,7 @@ class Folders(command.Case):
             self.assertRegex(said, r"'scruple train' would refuse this model: .* has shape \[320, .*, and the config asks for \[99, ")
         (model / "config.json").write_text(config)
         self.refused("needs --data", "compare", "--model", model)
-        for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cuda")):
+        for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cuda"), ("--memory-limit", "1GiB")):
             self.refused("describe a run; add its --batch", "plan", model, *more)
         self.refused("--offload is for a GPU", "plan", model, "--batch", 3, "--device", "cpu", "--offload")
         counted = run("plan", model, "--recipe", "scruple", "--batch", 3, "--device", "cpu")
@@ -189,6 +189,47 @@ class Folders(command.Case):
             self.assertRegex(said, r" host\nscruple .* [\d.]+\n\ntraining waits for each save\n")
         self.assertEqual(row("--device", "cpu")["host_bytes"], 0)
         self.assertLess(*(row("--threads", count)["total_bytes"] for count in (1, 4)))
+
+    def test_plan_chooses_what_fits(self):
+        """Of what is auto: residuals, then recomputing, leave the card before the state does."""
+        config = json.loads((self.model(FAMILIES["qwen3"]) / "config.json").read_text())
+        path = self.root / "large.json"
+        path.write_text(json.dumps({**config, "num_hidden_layers": 12, "layer_types": None, "hidden_size": 2048,
+                                    "intermediate_size": 8192}))
+
+        def planned(*more, device="cuda"):
+            return run("plan", path, "--recipe", "scruple", "--gradients", "released", "--batch", 8, "--device", device, *more)
+
+        def row(*more, **options):
+            return json.loads(planned(*more, "--json", **options).stdout)["rows"][0]
+
+        for more in (("--offload", "auto"), ("--recompute", "auto")):
+            self.refused("choose what fits; say into how much: --memory-limit", "plan", path, "--batch", 8, "--device", "cpu", *more)
+        self.refused("--memory-limit is '22'; it must be a size", "plan", path, "--batch", 8, "--device", "cpu", "--memory-limit", 22)
+        self.assertEqual(row("--offload", "auto", "--memory-limit", "1GiB", device="cpu")["chosen"], {"offload": "none"})
+        if "this build has no trainer for GPUs" in planned().stderr:
+            self.skipTest("no CUDA in this build")
+        recomputes, sizes = ("none", "norms", "mlp", "keep-attention", "block"), {}
+        for state in (False, True):
+            for recompute in recomputes:
+                for offload in ("none", "activations") if not state else ("state", "activations,state"):
+                    counted = row("--recompute", recompute, "--offload", offload)
+                    sizes[recompute, offload] = counted["total_bytes"]
+                    self.assertTrue(counted["fits"])
+        for limit in sorted(sizes.values()):
+            found = row("--recompute", "auto", "--offload", "auto", "--memory-limit", f"{limit}B")
+            first = next(how for how, size in sizes.items() if size <= limit)
+            self.assertEqual((found["chosen"], found["total_bytes"], found["fits"]),
+                             ({"recompute": first[0], "offload": first[1]}, sizes[first], True))
+        for offload in ("none", "activations", "state", "activations,state"):
+            found = row("--recompute", "block", "--offload", "auto", "--memory-limit", f"{sizes['block', offload]}B")
+            self.assertEqual(found["chosen"], {"offload": offload})
+        least = f"{min(sizes.values()) - 1}B"
+        found = row("--recompute", "auto", "--offload", "auto", "--memory-limit", least)
+        self.assertEqual((found["fits"], found["chosen"]), (False, {"recompute": "block", "offload": "activations,state"}))
+        said = planned("--recompute", "auto", "--offload", "auto", "--memory-limit", least).stdout
+        self.assertRegex(said, r"\nrecipe +recompute +offload .* host\nscruple +block +activations,state ")
+        self.assertRegex(said, rf"\nscruple needs [\d.]+ [MG]iB, and --memory-limit is {least}\n")
 
     def test_recomputed_bits_are_the_same(self):
         for name, config in FAMILIES.items():
