@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 
 try:
@@ -230,6 +231,14 @@ class Folders(command.Case):
         said = planned("--recompute", "auto", "--offload", "auto", "--memory-limit", least).stdout
         self.assertRegex(said, r"\nrecipe +recompute +offload .* host\nscruple +block +activations,state ")
         self.assertRegex(said, rf"\nscruple needs [\d.]+ [MG]iB, and --memory-limit is {least}\n")
+
+    def test_the_table_of_cards_is_planned(self):
+        root = pathlib.Path(__file__).parents[1]
+        done = subprocess.run([sys.executable, root / "bench/plan_table.py", command.main.program], capture_output=True, text=True)
+        if "this build has no trainer for GPUs" in done.stderr:
+            self.skipTest("no CUDA in this build")
+        self.assertIn("| Llama-3.1-70B |", done.stdout, done.stderr)
+        self.assertIn(done.stdout, (root / "docs/gpu.md").read_text())
 
     def test_recomputed_bits_are_the_same(self):
         for name, config in FAMILIES.items():
