@@ -243,7 +243,7 @@ class Comparer {
                      const GradientOptions& gradients) const {
     train::Job job = make_job(choice, choice.recipe, model, options_.chosen, gradients,
                               computed_in(choice, choice.recipe));
-    fit_recompute(job, model);
+    fit(job, model);
     return job;
   }
 

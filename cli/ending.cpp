@@ -190,7 +190,7 @@ Ending finish(Session& session, const Record& record, train::Trainer& trainer, t
     const std::string kind = options.model.is_gpt() ? "GPT" : kind_words(session.model.config);
     io::write_text(options.out + "/report.html",
                    train::to_html(page_of({name_of(options.data), kind, options.choice.recipe, layout,
-                                           session.job, record, trainer, session.host, session.plan})));
+                                           session.job, record, trainer, session.plan})));
   });
   if (!failure) ending.weights = write_weights_somewhere(session, trainer, ending);
   return ending;

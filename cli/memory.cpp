@@ -1,14 +1,9 @@
 #include "memory.h"
 
-#include <sys/resource.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <fstream>
-#include <limits>
 #include <sstream>
 #include <stdexcept>
 
+#include "train/pass/ledger.h"
 #include "train/run/rows.h"
 
 namespace scruple::cli {
@@ -73,25 +68,6 @@ void refuse_memory(const std::string& what, std::int64_t needed, const std::stri
   throw std::runtime_error(text.str());
 }
 
-std::int64_t free_memory() {
-  std::int64_t free = std::numeric_limits<std::int64_t>::max(), kilobytes = 0, limit = 0, used = 0;
-  std::ifstream file("/proc/meminfo");
-  std::string key, rest;
-  while (file >> key >> kilobytes && std::getline(file, rest))
-    if (key == "MemAvailable:") free = kilobytes * 1024;
-  // A container may have less than its machine.
-  std::ifstream("/sys/fs/cgroup/memory.current") >> used;
-  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit)
-    free = std::min(free, std::max<std::int64_t>(limit - used, 0));
-  // So may a process (ulimit -v), which counts all its addresses.
-  rlimit addresses{};
-  std::int64_t pages = 0;
-  if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY &&
-      std::ifstream("/proc/self/statm") >> pages)
-    free =
-        std::min(free, std::max<std::int64_t>(
-                           static_cast<std::int64_t>(addresses.rlim_cur) - pages * sysconf(_SC_PAGESIZE), 0));
-  return free;
-}
+std::int64_t free_memory() { return train::free_host_memory(); }
 
 }  // namespace scruple::cli

@@ -35,8 +35,6 @@ std::int64_t ema_bytes(const Model& model);
 [[noreturn]] void refuse_memory(const std::string& what, std::int64_t needed, const std::string& there,
                                 const std::string& advice, const Table& parts = {});
 
-// What this machine, its container and the process's own limit can still give. Linux kills a process that overcommits,
-// without a word: ask first. Where it cannot be read: no limit.
-std::int64_t free_memory();
+std::int64_t free_memory();  // of the host
 
 }  // namespace scruple::cli

@@ -186,8 +186,6 @@ train::Section memory_of(const Trained& run) {
   add("total", ledger.peak());
   for (const train::Ledger::Entry& entry : ledger.host_entries())
     add(entry.kind + ", in host memory", entry.peak);
-  for (const train::Ledger::Entry& entry : run.host.entries())
-    add(entry.kind + ", in host memory", entry.peak);
   train::Section section = {"Memory",
                             "",
                             {kinds},

@@ -21,7 +21,6 @@ struct Trained {
   const train::Job& job;
   const train::Record& record;
   const train::Trainer& trainer;
-  const train::Ledger& host;  // copies that saves are written from
   const Memory& plan;
 };
 train::Report page_of(const Trained& run);

@@ -16,6 +16,7 @@
 #include "train/model/files.h"
 #include "train/model/model.h"
 #if defined(SCRUPLE_HAS_TRAIN)
+#include "room.h"
 #include "training.h"
 #endif
 
@@ -36,6 +37,9 @@ constexpr const char* kModels =
 #endif
     "  total        all of these\n"
     "  released, compressed     the totals with these --gradients\n"
+#if defined(SCRUPLE_HAS_TRAIN)
+    "  host         what --offload keeps in host memory\n"
+#endif
     "\n"
     "PATH is .safetensors files (shards add up), an index of shards, a config.json, or the folder of a\n"
     "model, a run or a checkpoint. Only shapes are read.\n"
@@ -62,16 +66,18 @@ struct Options {
   std::int64_t batch = 0, context = 0;  // batch 0: the state alone
   int threads = 0;
   std::string device, recompute, activations;
-  std::string offload;
+  std::string offload, memory_limit;
   bool ema = false, as_json = false;
 };
 
 struct Row {
   std::string recipe, policy;
   Memory memory;
-  std::int64_t released = 0, compressed = 0;    // totals
-  std::int64_t activations = 0, workspace = 0;  // of a run with --batch
-  std::int64_t host = 0;                        // bytes in host memory, of state that is offloaded
+  std::int64_t released = 0, compressed = 0;                    // totals
+  std::int64_t activations = 0, workspace = 0;                  // of a run with --batch
+  std::vector<std::pair<std::string, std::int64_t>> host = {};  // of a run on a GPU, what lies in host memory
+  std::vector<std::pair<std::string, std::string>> chosen = {};  // by --recompute auto and --offload auto
+  std::int64_t too_much = 0;  // what it needs, where that is above --memory-limit
 
   std::int64_t total() const { return memory.total() + activations + workspace; }
   // Everything by name, in the order of columns.
@@ -79,6 +85,12 @@ struct Row {
     std::vector<std::pair<std::string, std::int64_t>> all = memory.parts();
     if (activations > 0) all.insert(all.end(), {{"activations", activations}, {"workspace", workspace}});
     return all;
+  }
+  static constexpr const char* kSaves = "saves";  // of `host`: copies, from which they are written
+  std::int64_t host_bytes(bool of_saves) const {
+    std::int64_t sum = 0;
+    for (const auto& [name, bytes] : host) sum += (name == kSaves) == of_saves ? bytes : 0;
+    return sum;
   }
 };
 
@@ -97,12 +109,14 @@ OptionTable run_options(Options& options) {
   options.recompute = train::kRecomputes[0];
   return {
       {kRun, "--batch", "", &options.batch, "N",
-       "count a whole 'scruple train' with this batch; the next five and --offload describe it",
+       "count a whole 'scruple train' with this batch, which the next four, --recompute, --offload and "
+       "--memory-limit describe",
        whole_from(1)},
       {kRun, "--context", "", &options.context, "N", "tokens of a window (default: as train)", whole_from(1)},
-      {kRun, "--recompute", "", &options.recompute, "WHAT", either(train::kRecomputes),
-       one_of(train::kRecomputes)},
+      recompute_option(options.recompute, ""),
       offload_option(options.offload, ""),
+      {kMemory, "--memory-limit", "", &options.memory_limit, "SIZE",
+       "tell whether the run fits, and choose by it where others are auto: 22GiB, 24GB"},
       {kRun, "--activations", "", &options.activations, "TYPE",
        either(train::kPrecisions) + " (default: as train)", one_of(train::kPrecisions)},
       {kRun, "--device", "", &options.device, "DEVICE", "cpu, cuda or auto", a_device(), false,
@@ -127,12 +141,18 @@ AddRun run_of(const Options& options) {
   if (options.batch == 0) {
     if (options.context > 0 || options.threads > 0 || names_device(options) ||
         options.recompute != train::kRecomputes[0] || !options.activations.empty() ||
-        !options.offload.empty())
+        !options.offload.empty() || !options.memory_limit.empty())
       throw UsageError(
-          "--context, --device, --threads, --recompute, --activations and --offload describe a run; add its "
-          "--batch");
+          "--context, --device, --threads, --recompute, --activations, --offload and --memory-limit describe "
+          "a run; add its --batch");
     return {};
   }
+  const bool any_recompute = options.recompute == kAuto, any_offload = options.offload == kAuto;
+  if ((any_recompute || any_offload) && options.memory_limit.empty())
+    throw UsageError(
+        "--recompute auto and --offload auto choose what fits; say into how much: --memory-limit 22GiB");
+  const std::int64_t limit =
+      options.memory_limit.empty() ? kNoLimit : parse_size(options.memory_limit, "--memory-limit");
   if (options.files.size() != 1)
     throw UsageError("--batch counts the run of one model; name its folder or its config.json");
   ModelOptions run;
@@ -141,16 +161,22 @@ AddRun run_of(const Options& options) {
   run.device = device_of_run(options), run.offload = options.offload;
   std::error_code ignored;
   if (std::filesystem::is_directory(run.model, ignored)) run.model += "/config.json";
-  return [&options, run, model = choose_model(run)](Row& row) {
+  return [=, &options, model = choose_model(run)](Row& row) {
     GradientOptions gradients;
     gradients.policy = row.policy;
     train::Job job = make_job(options.choice, row.recipe, run, model, gradients, options.activations);
     job.ema = options.ema ? 0.999 : 0;  // any decay takes as much
+    fit(job, any_recompute, any_offload && on_gpu(job), limit, kNoLimit);
+    if (any_recompute) row.chosen.emplace_back("recompute", recompute_name(job));
+    if (any_offload) row.chosen.emplace_back("offload", offload_words(job));
     const train::Ledger needed = train::memory_of(job);
+    row.too_much = needed.peak() > limit ? needed.peak() : 0;
     row.activations = needed.peak("activations"), row.workspace = needed.peak("workspace");
     row.memory.gradients = needed.peak("gradients");  // a tile, where they are released
-    row.host = needed.host_peak();
-    if (row.host == 0) return;
+    for (const train::Ledger::Entry& entry : needed.host_entries())
+      row.host.emplace_back(entry.kind, entry.peak);
+    if (run.device == "cuda" && !job.offloads_state) row.host.emplace_back(Row::kSaves, row.memory.saved());
+    if (!job.offloads_state) return;
     row.memory.extra = needed.peak("extra"), row.memory.scales = needed.peak("scales");
     for (auto& [name, bytes] : row.memory.slots) bytes = needed.peak(name);
   };
@@ -201,22 +227,24 @@ Plan make_plan(const Options& options) {
 
 void print_json(const Plan& plan, const Options& options) {
   ordered_json rows = ordered_json::array(), refusals = ordered_json::array();
+  const auto object = [](const auto& pairs) {
+    ordered_json all = ordered_json::object();
+    for (const auto& [name, bytes] : pairs) all[name] = bytes;
+    return all;
+  };
   const std::string device = device_of_run(options);
   const double params = static_cast<double>(plan.model.params);
-  for (const Row& row : plan.rows) {
-    ordered_json parts = ordered_json::object();
-    for (const auto& [name, bytes] : row.parts()) parts[name] = bytes;
+  for (const Row& row : plan.rows)
     rows.push_back({{"recipe", row.recipe},
                     {"optimizer", options.choice.optimizer},
                     {"gradients", row.policy},
                     {"bytes_per_param", static_cast<double>(row.total()) / params},
                     {"total_bytes", row.total()},
-                    // Of copies for saves, or of what is offloaded.
-                    {"host_bytes", device != "cuda" ? 0
-                                   : row.host > 0   ? row.host
-                                                    : row.memory.saved()},
-                    {"parts", parts}});
-  }
+                    {"fits", row.too_much == 0},
+                    {"chosen", object(row.chosen)},
+                    {"host_bytes", row.host_bytes(false) + row.host_bytes(true)},
+                    {"host_parts", object(row.host)},
+                    {"parts", object(row.parts())}});
   for (const Refusal& refusal : plan.refusals)
     refusals.push_back({{"recipe", refusal.recipe}, {"reason", refusal.reason}});
   const ordered_json all = {{"params", plan.model.params},
@@ -230,14 +258,13 @@ void print_json(const Plan& plan, const Options& options) {
 
 // On a GPU a checkpoint is copied to host memory, and written from there.
 std::string saves_words(const Plan& plan) {
-  const bool offloads = plan.rows.front().host > 0;
-  const auto bytes = [&](const Row& row) { return offloads ? row.host : row.memory.saved(); };
-  const auto less = [&](const Row& a, const Row& b) { return bytes(a) < bytes(b); };
-  const auto [least, most] = std::minmax_element(plan.rows.begin(), plan.rows.end(), less);
-  const std::string size =
-      size_words(bytes(*least)) + (less(*least, *most) ? " to " + size_words(bytes(*most)) : "");
-  if (offloads) return size + " lie in host memory; training waits for each save";
-  return "training goes on during a save where the host has memory for the copy, " + size;
+  std::vector<std::int64_t> sizes;
+  for (const Row& row : plan.rows)
+    if (row.host_bytes(true) > 0) sizes.push_back(row.host_bytes(true));
+  if (sizes.empty()) return "training waits for each save";
+  const auto [least, most] = std::minmax_element(sizes.begin(), sizes.end());
+  return "training goes on during a save where the host has memory for the copy, " + size_words(*least) +
+         (*least < *most ? " to " + size_words(*most) : "");
 }
 
 void print_table(const Plan& plan, const Options& options) {
@@ -250,17 +277,21 @@ void print_table(const Plan& plan, const Options& options) {
   };
   const auto each = [&](std::int64_t bytes) { return fixed(static_cast<double>(bytes) / params, 3); };
   const bool all_policies = options.policy.empty() && options.batch == 0;
+  const auto offloads = [](const Row& row) { return row.host_bytes(false) > 0; };
+  const bool any_offloads = std::any_of(plan.rows.begin(), plan.rows.end(), offloads);
 
   const std::string device = device_of_run(options);
   Table table;
   for (const Row& row : plan.rows) {
     std::vector<std::string> header = {"recipe"}, cells = {row.recipe};
+    for (const auto& [name, value] : row.chosen) header.push_back(name), cells.push_back(value);
     for (const auto& [name, bytes] : row.parts()) header.push_back(name), cells.push_back(size(bytes));
     const auto add_total = [&](const char* name, std::int64_t bytes) {
       header.insert(header.end(), {name, "B/param"});
       cells.insert(cells.end(), {size(bytes), each(bytes)});
     };
     add_total("total", row.total());
+    if (any_offloads) header.emplace_back("host"), cells.push_back(size(row.host_bytes(false)));
     if (all_policies) add_total("released", row.released), add_total("compressed", row.compressed);
     if (table.rows.empty()) table.rows.push_back(header);
     table.rows.push_back(cells);
@@ -273,6 +304,11 @@ void print_table(const Plan& plan, const Options& options) {
             << "; sizes in " << unit.name << "\n\n";
   table.print(std::cout);
   if (device == "cuda") std::cout << '\n' << saves_words(plan) << '\n';
+  for (const Row& row : plan.rows)
+    if (row.too_much > 0)
+      std::cout << '\n'
+                << row.recipe << " needs " << size_words(row.too_much) << ", and --memory-limit is "
+                << options.memory_limit << '\n';
   for (const Refusal& refusal : plan.refusals)
     std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';
   for (const std::string& note : plan.model.notes) std::cout << '\n' << note << '\n';

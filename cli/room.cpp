@@ -12,7 +12,9 @@ namespace scruple::cli {
 namespace {
 
 // Kinds that no plan of weights, moments and gradients counts.
-bool is_state(const std::string& kind) { return kind != "activations" && kind != "workspace"; }
+bool is_state(const std::string& kind) {
+  return kind != "activations" && kind != "workspace" && kind != "saves";
+}
 
 // The trainer's own memory, or the library's: its accumulators are the sink's to ask for.
 bool is_shortage(const std::exception& error) {
@@ -25,10 +27,15 @@ bool is_shortage(const std::exception& error) {
 std::vector<std::string> options_of_passes(const train::Job& job) {
   std::vector<std::string> names;
   if (job.recompute != train::Recompute::block) names.emplace_back("--recompute block");
-  if (on_gpu(job) && !(job.offloads && job.offloads_state))
-    names.emplace_back(job.offloads || job.offloads_state ? "--offload activations,state"
-                                                          : "--offload state, activations or both");
+  if (on_gpu(job) && !(job.offloads && job.offloads_state)) names.emplace_back("--offload auto");
   return names;
+}
+
+// In place of what the host has no memory for.
+std::string what_fits(train::Job job, std::int64_t limit) {
+  if (fit(job, true, true, std::min(free_memory(job), limit), free_memory()))
+    return "--recompute " + recompute_name(job) + " --offload " + offload_words(job) + " would fit";
+  return "no other --recompute and --offload would fit; free some, or use a host with more";
 }
 
 }  // namespace
@@ -50,13 +57,32 @@ std::int64_t free_memory(train::Backend& backend) {
   return backend.memory().is_host() ? free_memory() : backend.free_bytes();
 }
 
-void fit_recompute(train::Job& job, const ModelOptions& options, std::int64_t limit) {
-  if (options.recompute != kAutoRecompute) return;
-  const std::int64_t room = std::min(free_memory(job), limit);
-  for (std::size_t i = 0; i < std::size(train::kRecomputes); ++i) {
-    job.recompute = static_cast<train::Recompute>(i);
-    if (train::memory_of(job).peak() <= room) return;
-  }
+// Each choice takes more time than the one before. Activations leave while layers are computed: 1 % at 8 B. `block` is a third
+// more arithmetic. State crosses the link both ways in every step, which made one of 4,096 tokens half as long again
+// (bench/results/2026-11-19-h200.md), takes as much host memory, and lets training wait for saves.
+bool fit(train::Job& job, bool any_recompute, bool any_offload, std::int64_t device, std::int64_t host) {
+  using train::Recompute;
+  const auto either = [&](bool is) { return any_offload ? std::vector{false, true} : std::vector{is}; };
+  std::vector<Recompute> recomputes = {job.recompute};
+  if (any_recompute)
+    recomputes = {Recompute::none, Recompute::norms, Recompute::mlp, Recompute::keep_attention,
+                  Recompute::block};
+  const std::vector<bool> states = either(job.offloads_state), activations = either(job.offloads);
+  for (const bool state : states)
+    for (const Recompute recompute : recomputes)
+      for (const bool residuals : activations) {
+        job.offloads_state = state, job.recompute = recompute, job.offloads = residuals;
+        const train::Ledger needed = train::memory_of(job);
+        if (needed.peak() <= device && needed.host_peak() <= host) return true;
+      }
+  return false;
+}
+
+void fit(train::Job& job, const ModelOptions& options, std::int64_t limit) {
+  const bool any_recompute = options.recompute == kAuto,
+             any_offload = options.offload == kAuto && on_gpu(job);
+  if (any_recompute || any_offload)
+    fit(job, any_recompute, any_offload, std::min(free_memory(job), limit), free_memory());
 }
 
 bool on_gpu(const train::Job& job) { return job.backend == train::cuda_backend; }
@@ -100,35 +126,37 @@ Table checked_memory(const std::string& what, const train::Job& job, const Memor
     const auto size = static_cast<double>(bytes);
     if (bytes > 0) table.rows.push_back({name, fixed(size / unit.bytes, 2), fixed(size / params, 3)});
   };
-  for (const auto& [name, bytes] : measured_parts(needed, plan)) add(name, bytes);
+  for (const auto& [name, bytes] : plan.parts()) add(name, needed.peak(name));
   add("activations", needed.peak("activations"));
   add("workspace", needed.peak("workspace"));
   add("total", std::exchange(sum, 0));
   for (const train::Ledger::Entry& entry : needed.host_entries())
     add(entry.kind + ", in host memory", entry.peak);
-  if (needed.host_peak() > free_memory())
-    refuse_memory(what, needed.host_peak(), size_words(free_memory()) + " of host memory are free",
-                  "use --offload none, or " + advice, table);
-  const std::int64_t free = free_memory(job);
-  if (needed.peak() <= std::min(free, limit)) return table;
-  refuse_memory(what, needed.peak(),
-                free < limit ? size_words(free) + " are free" + (on_gpu(job) ? " on the GPU" : "")
-                             : "--memory-limit is " + size_words(limit),
-                advice, table);
+  const std::int64_t free = free_memory(job), host = free_memory();
+  if (needed.peak() > std::min(free, limit))
+    refuse_memory(what, needed.peak(),
+                  free < limit ? size_words(free) + " are free" + (on_gpu(job) ? " on the GPU" : "")
+                               : "--memory-limit is " + size_words(limit),
+                  advice, table);
+  if (needed.host_peak() > host)
+    refuse_memory(what + "'s --offload " + offload_words(job), needed.host_peak(),
+                  size_words(host) + " of host memory are free", what_fits(job, limit), table);
+  return table;
 }
 
 std::vector<std::pair<std::string, std::int64_t>> measured_parts(const train::Ledger& ledger,
                                                                  const Memory& plan) {
   std::vector<std::pair<std::string, std::int64_t>> parts;
-  for (const auto& [name, bytes] : plan.parts()) parts.emplace_back(name, ledger.peak(name));
+  for (const auto& [name, bytes] : plan.parts())
+    parts.emplace_back(name, ledger.peak(name) + ledger.host_peak(name));
   return parts;
 }
 
 std::int64_t measured_total(const train::Ledger& ledger) {
   std::int64_t sum = 0;
-  for (const train::Ledger::Entry& entry : ledger.entries())
-    if (is_state(entry.kind)) sum += entry.peak;
-  for (const train::Ledger::Entry& entry : ledger.host_entries()) sum += entry.peak;
+  for (const auto& entries : {ledger.entries(), ledger.host_entries()})
+    for (const train::Ledger::Entry& entry : entries)
+      if (is_state(entry.kind)) sum += entry.peak;
   return sum;
 }
 

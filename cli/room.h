@@ -15,7 +15,7 @@
 
 namespace scruple::cli {
 
-inline constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
+inline constexpr std::int64_t kNoLimit = train::Ledger::kNoLimit;
 
 // What weights, moments and gradients will take: as `scruple plan` says it, and the tile that released gradients
 // pass through.
@@ -24,9 +24,11 @@ Memory plan_of(const Choice& choice, const std::string& recipe, const train::Job
 // What the job's device can still give, or this one.
 std::int64_t free_memory(const train::Job& job);
 std::int64_t free_memory(train::Backend& backend);
-// Where the options leave it open: as little recomputed as fits, also into `limit`. Each choice takes less memory than the
-// one before, and more time; the bits are the same.
-void fit_recompute(train::Job& job, const ModelOptions& options, std::int64_t limit = kNoLimit);
+// Of --recompute and --offload those that are open: what takes least time of all that fits into so much of the device and of
+// its host. Whether anything does; if not, the last stays, which takes least. The bits are the same.
+bool fit(train::Job& job, bool any_recompute, bool any_offload, std::int64_t device, std::int64_t host);
+// The same where the options say auto, into what is free, and into `limit`.
+void fit(train::Job& job, const ModelOptions& options, std::int64_t limit = kNoLimit);
 bool on_gpu(const train::Job& job);
 // What would take less memory, in options that the job does not have: "choose a smaller model, --batch or --context, or
 // --recompute block, or --offload".

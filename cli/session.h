@@ -57,7 +57,6 @@ struct Session {
   train::Job job;
   Memory plan;  // of weights, moments and gradients
   train::Ledger ledger;
-  train::Ledger host;      // of copies in host memory that saves are written from
   io::Metadata notes;      // for its checkpoints; empty until one is wanted
   std::string unsaved;     // why the last save failed, or ""
   std::int64_t saved = 0;  // the step of the last checkpoint; 0: there is none

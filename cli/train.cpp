@@ -99,7 +99,7 @@ Data prepare(Session& session) {
   job.isolates = data.training().isolates() ||
                  (session.validation != nullptr && session.validation->training().isolates());
   job.schedule = options.schedule();
-  fit_recompute(job, options.model, options.limit());
+  fit(job, options.model, options.limit());
   options.activations = precision_name(job.activations);  // which the device decides, and a run may move
   session.plan = plan_of(choice, choice.recipe, job, options.gradients.policy);
   return data;
@@ -113,7 +113,7 @@ void print_start(const Session& session, const Data& data, const Trainer& traine
             << ": " << shape_words(s) << "; " << grouped(train::parameter_count(s)) << " parameters; "
             << trainer.backend().device() << '\n'
             << options.choice.optimizer << ", recipe " << options.choice.recipe << ", gradients "
-            << options.gradients.policy << ", activations " << options.activations << recompute_words(job)
+            << options.gradients.policy << ", activations " << options.activations << memory_words(job)
             << gradient_words(job) << (job.ema > 0 ? ", ema " + shortest(job.ema) : "") << "; lr "
             << shortest(job.schedule.peak) << ' ' << schedule_words(job.schedule) << ", seed " << job.seed
             << '\n'
@@ -203,7 +203,7 @@ std::exception_ptr watch(Session& session, Trainer& trainer, const Data& data, t
   };
   std::exception_ptr failure;
   const auto goes_on = [&] { return !failure && span.go_on() && record.taken() < span.steps; };
-  train::Saves saves(trainer, options.choice.recipe, options.out, options.kept(), session.host,
+  train::Saves saves(trainer, options.choice.recipe, options.out, options.kept(),
                      [&](const std::string& message) { progress.warn(message); });
   // Hours of training are worth more than this file.
   const auto note_problem = [&](const std::string& problem) {
@@ -271,8 +271,7 @@ void train_on(Session& session, const Data& data, Record record) {
   const TrainOptions& options = session.options;
   const Table memory =
       checked_memory("the run", session.job, session.plan, savings_of(session), options.limit());
-  session.ledger = train::Ledger(std::min(free_memory(session.job), options.limit()));
-  session.host = train::Ledger(free_memory() / 4 * 3);
+  session.ledger = train::Ledger(std::min(free_memory(session.job), options.limit()), free_memory());
   std::optional<Trainer> trainer(std::in_place, session.job, session.ledger, session.from.get());
   const bool makes_folder = !std::filesystem::exists(options.out);
   if (!session.in_place) {

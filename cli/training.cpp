@@ -49,8 +49,6 @@ void note_about(const train::Data& data, const train::Cutting& cutting, const ch
 }  // namespace
 
 OptionTable ModelOptions::options(std::int64_t fewest_steps) {
-  std::vector<std::string> recomputes(std::begin(train::kRecomputes), std::end(train::kRecomputes));
-  recomputes.emplace_back(kAutoRecompute);
   return {
       {kModel, "--model", "model", &model, "MODEL",
        "gpt: a new byte-level GPT-2 of these sizes; a Hugging Face folder: fine-tune it; a "
@@ -63,10 +61,7 @@ OptionTable ModelOptions::options(std::int64_t fewest_steps) {
        "tokens that the model sees (default: " + std::to_string(shape.context) +
            "; a folder's own, at most " + grouped(kUsualContext) + ")",
        whole_from(1)},
-      {kMemory, "--recompute", "recompute", &recompute, "WHAT",
-       "what backward computes again: none, norms, mlp, keep-attention, block (each saves more memory) or "
-       "auto (what fits)",
-       one_of(recomputes), kMayChange},
+      recompute_option(recompute, "recompute"),
       offload_option(offload, "offload"),
       {kRun, "--steps", "steps", &steps, "N", "optimizer steps", whole_from(fewest_steps), kMayChange},
       {kRun, "--batch", "batch", &batch, "N", "windows of --context tokens in a micro-batch", whole_from(1)},
@@ -82,15 +77,29 @@ bool is_offloaded(const std::string& offload, const std::string& what) {
   return ("," + offload + ",").find("," + what + ",") != std::string::npos;
 }
 
+Option recompute_option(std::string& recompute, const std::string& key) {
+  std::vector<std::string> known(std::begin(train::kRecomputes), std::end(train::kRecomputes));
+  known.emplace_back(kAuto);
+  return {kMemory,
+          "--recompute",
+          key,
+          &recompute,
+          "WHAT",
+          "what backward computes again: none, norms, mlp, keep-attention, block (each saves more memory) or "
+          "auto (what fits)",
+          one_of(known),
+          kMayChange};
+}
+
 Option offload_option(std::string& offload, const std::string& key) {
   const Check known = {[](const std::string& text) {
     std::stringstream parts(text);
     int count = 0;
     for (std::string part; std::getline(parts, part, ','); ++count)
-      if (part != kActivations && part != kState && text != "true" && text != "none")
+      if (part != kActivations && part != kState && text != "true" && text != "none" && text != kAuto)
         return "'" + part +
-               "' is nothing that can be offloaded; use activations, state, activations,state or none";
-    return std::string(count > 0 ? "" : "nothing is named; use activations, state or none");
+               "' is nothing that can be offloaded; use activations, state, activations,state, auto or none";
+    return std::string(count > 0 ? "" : "nothing is named; use activations, state, auto or none");
   }};
   return {
       kMemory,
@@ -99,7 +108,8 @@ Option offload_option(std::string& offload, const std::string& key) {
       &offload,
       "[WHAT]",
       "on a GPU, keep in host memory: activations (those between layers), state (moments, and extra bits or "
-      "fp32 copies), activations,state, or none; the name alone means activations",
+      "fp32 copies), activations,state, none, or auto (what fits, the fastest first; state after --recompute "
+      "auto); the name alone means activations",
       known,
       kMayChange,
       nullptr,
@@ -349,7 +359,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
     throw UsageError("--batch is " + std::to_string(options.batch) + " windows of " +
                      std::to_string(shape.context) + " tokens; choose one with at most 2^40 tokens");
   const bool with_gpu = device_for(options.device) == "cuda";
-  if (!options.offload.empty() && options.offload != "none" && !with_gpu)
+  if (!with_gpu && (is_offloaded(options.offload, kActivations) || is_offloaded(options.offload, kState)))
     throw UsageError(
         "--offload is for a GPU, and this run is on the CPU; leave it out, or use --device cuda");
   if (gradients.accumulation != "none") {
@@ -367,7 +377,7 @@ train::Job make_job(const Choice& choice, const std::string& recipe, const Model
   job.shape = shape;
   job.initial = model.initial();
   job.batch = options.batch;
-  if (options.recompute != kAutoRecompute)
+  if (options.recompute != kAuto)
     job.recompute = value_named<train::Recompute>(train::kRecomputes, options.recompute).value();
   job.offloads = is_offloaded(options.offload, kActivations);
   job.offloads_state = is_offloaded(options.offload, kState);
@@ -414,9 +424,20 @@ std::string shape_words(const train::Description& shape) {
          plural(shape.heads, "head") + ", context " + grouped(shape.context);
 }
 
-std::string recompute_words(const train::Job& job) {
-  if (job.recompute == train::Recompute::none) return "";
-  return std::string(", recompute ") + train::kRecomputes[static_cast<int>(job.recompute)];
+std::string recompute_name(const train::Job& job) {
+  return train::kRecomputes[static_cast<int>(job.recompute)];
+}
+
+std::string offload_words(const train::Job& job) {
+  if (job.offloads && job.offloads_state) return std::string(kActivations) + "," + kState;
+  return job.offloads ? kActivations : job.offloads_state ? kState : "none";
+}
+
+std::string memory_words(const train::Job& job) {
+  std::string words;
+  if (job.recompute != train::Recompute::none) words += ", recompute " + recompute_name(job);
+  if (job.offloads || job.offloads_state) words += ", offload " + offload_words(job);
+  return words;
 }
 
 std::string gradient_words(const train::Job& job) {

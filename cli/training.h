@@ -27,8 +27,8 @@ std::string device_for(const std::string& asked);                 // cuda or cpu
 // Throws where nothing can be trained on this one, cuda or cpu; what only counts can do without.
 void check_device(const std::string& device);
 
-// Of --recompute, beside train::kRecomputes: as little as fits (fit_recompute).
-inline constexpr const char* kAutoRecompute = "auto";
+// Of --recompute and --offload: what takes least time of all that fits (room.h).
+inline constexpr const char* kAuto = "auto";
 
 struct ModelOptions {
   std::string model = kGpt;  // or the path of a folder, or of a config.json
@@ -39,7 +39,7 @@ struct ModelOptions {
   std::uint64_t seed = 1;
   int threads = 0;
   std::string device = kDevices[0];
-  std::string offload;  // "", or what: see is_offloaded()
+  std::string offload;  // "", kAuto, or what: see is_offloaded()
 
   OptionTable options(std::int64_t fewest_steps = 1);
   bool is_gpt() const { return model == kGpt; }
@@ -48,6 +48,7 @@ struct ModelOptions {
 inline constexpr const char *kActivations = "activations", *kState = "state";
 bool is_offloaded(const std::string& offload, const std::string& what);
 Option offload_option(std::string& offload, const std::string& key);
+Option recompute_option(std::string& recompute, const std::string& key);
 inline constexpr std::int64_t kUsualContext = 1024;
 // Peak learning rates for weights that were trained before.
 inline constexpr double kTuningLr = 1e-5, kTuningSgdLr = 1e-3;
@@ -119,7 +120,9 @@ const char* token_word(const train::Description& shape);   // byte, or token
 std::string nats_per(const train::Description& shape);     // nats per byte
 std::string kind_words(const train::ModelConfig& model);   // gpt2, llama...
 std::string shape_words(const train::Description& shape);  // 2 layers, width 64, 4 heads, context 128
-std::string recompute_words(const train::Job& job);        // ", recompute mlp", or nothing
+std::string recompute_name(const train::Job& job);         // none, norms...
+std::string offload_words(const train::Job& job);          // none, activations, state, or activations,state
+std::string memory_words(const train::Job& job);           // ", recompute mlp, offload state", or nothing
 // What is done to gradients, where anything is: ", clip 1, 4 micro-batches, dynamic loss scale 65536".
 std::string gradient_words(const train::Job& job);
 

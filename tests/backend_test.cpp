@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <stdexcept>
 #include <utility>
@@ -210,6 +212,38 @@ TEST_F(BackendFiles, EveryPlaneIsCopiedToACheckpointAndBackAndTheRunGoesOnToTheB
   EXPECT_EQ(arena.written_bytes, static_cast<std::int64_t>(second.planes().size()));
   second.take(2);
   EXPECT_EQ(second.planes(), whole.planes());
+}
+
+// Of the machine and of every control group around it; a page cache is no memory in use.
+TEST_F(BackendFiles, WhatTheHostHasFreeIsTheLeastOfItsLimits) {
+  const auto write = [&](const std::string& file, const std::string& text) {
+    std::filesystem::create_directories(std::filesystem::path(path(file)).parent_path());
+    std::ofstream(path(file)) << text;
+  };
+  const auto free = [&] { return free_host_memory(path("")); };
+  write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 5000 kB\nSwapFree: 1 kB\n");
+  EXPECT_EQ(free(), 5000 * 1024);
+  write("proc/self/cgroup", "4:memory:/pods/mine\n0::/jobs/mine\n");
+  EXPECT_EQ(free(), 5000 * 1024) << "no limits are there";
+  write("sys/fs/cgroup/jobs/mine/memory.max", "max\n");
+  write("sys/fs/cgroup/jobs/memory.max", "4000000\n");
+  EXPECT_EQ(free(), 4000000);
+  write("sys/fs/cgroup/jobs/memory.current", "3000000\n");
+  EXPECT_EQ(free(), 1000000);
+  write("sys/fs/cgroup/jobs/memory.stat", "anon 1500000\nactive_file 500000\ninactive_file 1000000\n");
+  EXPECT_EQ(free(), 2000000);
+  write("sys/fs/cgroup/memory.max", "1900000\n");
+  EXPECT_EQ(free(), 1900000) << "a container sees its own group as the root";
+  write("sys/fs/cgroup/jobs/mine/memory.max", "1800000\n");
+  EXPECT_EQ(free(), 1800000);
+  write("sys/fs/cgroup/memory/pods/mine/memory.limit_in_bytes", "1700000\n");
+  write("sys/fs/cgroup/memory/pods/mine/memory.usage_in_bytes", "200000\n");
+  write("sys/fs/cgroup/memory/pods/mine/memory.stat", "total_inactive_file 100000\n");
+  EXPECT_EQ(free(), 1600000) << "version 1";
+  write("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
+  EXPECT_EQ(free(), 1600000);
+  write("sys/fs/cgroup/jobs/memory.current", "6000000\n");
+  EXPECT_EQ(free(), 0) << "more in use than the limit";
 }
 
 // Recipes have changed: moments are decoded and encoded.

@@ -270,9 +270,7 @@ TEST_F(CudaTrainer, ASaveBesideTrainingHasTheBytesOfOneThatWaits) {
     job.gradients.policy = policy;
     job.ema = 0.9;
     Training a(job), b(job);
-    Ledger host;
-    Saves saves(a, "scruple", folder / "a", 0, host,
-                [](const std::string& words) { ADD_FAILURE() << words; });
+    Saves saves(a, "scruple", folder / "a", 0, [](const std::string& words) { ADD_FAILURE() << words; });
     for (int step = 1; step <= 6; ++step) {
       a.step(), b.step();
       saves.save({}, step < 6);

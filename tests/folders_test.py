@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 
 try:
@@ -152,7 +153,7 @@ class Folders(command.Case):
             self.assertRegex(said, r"'scruple train' would refuse this model: .* has shape \[320, .*, and the config asks for \[99, ")
         (model / "config.json").write_text(config)
         self.refused("needs --data", "compare", "--model", model)
-        for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cuda")):
+        for more in (("--recompute", "mlp"), ("--activations", "bf16"), ("--offload",), ("--device", "cuda"), ("--memory-limit", "1GiB")):
             self.refused("describe a run; add its --batch", "plan", model, *more)
         self.refused("--offload is for a GPU", "plan", model, "--batch", 3, "--device", "cpu", "--offload")
         counted = run("plan", model, "--recipe", "scruple", "--batch", 3, "--device", "cpu")
@@ -170,10 +171,13 @@ class Folders(command.Case):
         stays, waits = (run("plan", deep, "--recipe", "scruple", "--batch", 3, "--device", "cuda", *more, "--json")
                         for more in ((), ("--offload",)))
         if "this build has no trainer for GPUs" not in stays.stderr:  # no GPU is needed to count for one
-            self.assertGreater(*(json.loads(done.stdout)["rows"][0]["total_bytes"] for done in (stays, waits)))
-            counted = json.loads(stays.stdout)["rows"][0]
+            counted, waiting = (json.loads(done.stdout)["rows"][0] for done in (stays, waits))
+            moved = counted["total_bytes"] - waiting["total_bytes"]
+            self.assertGreater(moved, 0)
+            self.assertEqual(waiting["host_parts"], {"activations": moved, **counted["host_parts"]})
             others = sum(counted["parts"][kind] for kind in ("gradients", "activations", "workspace"))
-            self.assertEqual(counted["host_bytes"], counted["total_bytes"] - others)  # copies for saves
+            self.assertEqual(counted["host_parts"], {"saves": counted["total_bytes"] - others})
+            self.assertEqual(waiting["host_bytes"], moved + counted["host_bytes"])
             said = self.done("plan", deep, "--recipe", "scruple", "--batch", 3, "--device", "cuda")
             self.assertRegex(said, r"\ntraining goes on during a save where the host has memory for the copy, [\d.]+ [KM]iB\n")
             wide = self.root / "wide.json"
@@ -183,9 +187,58 @@ class Folders(command.Case):
             self.assertEqual(here["total_bytes"] + 2**29, away["total_bytes"] + away["host_bytes"])  # the ring
             self.assertLess(away["parts"]["exp_avg"], here["parts"]["exp_avg"] / 10)
             said = self.done("plan", wide, "--recipe", "scruple", "--batch", 3, "--device", "cuda", "--offload", "state")
-            self.assertRegex(said, r"\n[\d.]+ MiB lie in host memory; training waits for each save\n")
+            self.assertRegex(said, r" host\nscruple .* [\d.]+\n\ntraining waits for each save\n")
         self.assertEqual(row("--device", "cpu")["host_bytes"], 0)
         self.assertLess(*(row("--threads", count)["total_bytes"] for count in (1, 4)))
+
+    def test_plan_chooses_what_fits(self):
+        """Of what is auto: residuals, then recomputing, leave the card before the state does."""
+        config = json.loads((self.model(FAMILIES["qwen3"]) / "config.json").read_text())
+        path = self.root / "large.json"
+        path.write_text(json.dumps({**config, "num_hidden_layers": 12, "layer_types": None, "hidden_size": 2048,
+                                    "intermediate_size": 8192}))
+
+        def planned(*more, device="cuda"):
+            return run("plan", path, "--recipe", "scruple", "--gradients", "released", "--batch", 8, "--device", device, *more)
+
+        def row(*more, **options):
+            return json.loads(planned(*more, "--json", **options).stdout)["rows"][0]
+
+        for more in (("--offload", "auto"), ("--recompute", "auto")):
+            self.refused("choose what fits; say into how much: --memory-limit", "plan", path, "--batch", 8, "--device", "cpu", *more)
+        self.refused("--memory-limit is '22'; it must be a size", "plan", path, "--batch", 8, "--device", "cpu", "--memory-limit", 22)
+        self.assertEqual(row("--offload", "auto", "--memory-limit", "1GiB", device="cpu")["chosen"], {"offload": "none"})
+        if "this build has no trainer for GPUs" in planned().stderr:
+            self.skipTest("no CUDA in this build")
+        recomputes, sizes = ("none", "norms", "mlp", "keep-attention", "block"), {}
+        for state in (False, True):
+            for recompute in recomputes:
+                for offload in ("none", "activations") if not state else ("state", "activations,state"):
+                    counted = row("--recompute", recompute, "--offload", offload)
+                    sizes[recompute, offload] = counted["total_bytes"]
+                    self.assertTrue(counted["fits"])
+        for limit in sorted(sizes.values()):
+            found = row("--recompute", "auto", "--offload", "auto", "--memory-limit", f"{limit}B")
+            first = next(how for how, size in sizes.items() if size <= limit)
+            self.assertEqual((found["chosen"], found["total_bytes"], found["fits"]),
+                             ({"recompute": first[0], "offload": first[1]}, sizes[first], True))
+        for offload in ("none", "activations", "state", "activations,state"):
+            found = row("--recompute", "block", "--offload", "auto", "--memory-limit", f"{sizes['block', offload]}B")
+            self.assertEqual(found["chosen"], {"offload": offload})
+        least = f"{min(sizes.values()) - 1}B"
+        found = row("--recompute", "auto", "--offload", "auto", "--memory-limit", least)
+        self.assertEqual((found["fits"], found["chosen"]), (False, {"recompute": "block", "offload": "activations,state"}))
+        said = planned("--recompute", "auto", "--offload", "auto", "--memory-limit", least).stdout
+        self.assertRegex(said, r"\nrecipe +recompute +offload .* host\nscruple +block +activations,state ")
+        self.assertRegex(said, rf"\nscruple needs [\d.]+ [MG]iB, and --memory-limit is {least}\n")
+
+    def test_the_table_of_cards_is_planned(self):
+        root = pathlib.Path(__file__).parents[1]
+        done = subprocess.run([sys.executable, root / "bench/plan_table.py", command.main.program], capture_output=True, text=True)
+        if "this build has no trainer for GPUs" in done.stderr:
+            self.skipTest("no CUDA in this build")
+        self.assertIn("| Llama-3.1-70B |", done.stdout, done.stderr)
+        self.assertIn(done.stdout, (root / "docs/gpu.md").read_text())
 
     def test_recomputed_bits_are_the_same(self):
         for name, config in FAMILIES.items():

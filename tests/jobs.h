@@ -59,8 +59,8 @@ struct HasLedger {
 };
 struct Training : HasLedger, Trainer {
   explicit Training(const Job& job, const io::Checkpoint* from = nullptr,
-                    std::int64_t limit = std::numeric_limits<std::int64_t>::max())
-      : HasLedger{Ledger(limit)}, Trainer(job, counted, from), windows(text(job.shape.context)) {}
+                    std::int64_t limit = Ledger::kNoLimit, std::int64_t host_limit = Ledger::kNoLimit)
+      : HasLedger{Ledger(limit, host_limit)}, Trainer(job, counted, from), windows(text(job.shape.context)) {}
   using Trainer::step, Trainer::validate;
   Outcome step() { return step(windows); }
   std::vector<Outcome> take(int steps) {

@@ -83,16 +83,14 @@ Job job_of(scruple_policy policy = SCRUPLE_STORED, double ema = 0) {
 struct Session {
   explicit Session(const std::string& run, const Job& job = job_of(), const io::Checkpoint* from = nullptr,
                    std::int64_t room = 1 << 30)
-      : training(job, from),
-        host(room),
-        saves(training, "scruple", run, 2, host, [this](const auto& words) { warnings.push_back(words); }) {}
+      : training(job, from, Ledger::kNoLimit, room),
+        saves(training, "scruple", run, 2, [this](const auto& words) { warnings.push_back(words); }) {}
   void step() {
     training.step();
     saves.add_step(1);
   }
   Training training;
   std::vector<std::string> warnings;
-  Ledger host;
   Saves saves;
 };
 
@@ -156,7 +154,7 @@ TEST_F(SavesTest, ASlowDiskHoldsOneSaveAtATime) {
   for (int i = 0; i < 3; ++i) a.step();
   EXPECT_TRUE(a.saves.is_writing()) << "training goes on meanwhile";
   EXPECT_FALSE(a.saves.ended());
-  const std::int64_t bytes = a.host.peak();
+  const std::int64_t bytes = a.training.counted.host_peak();
   EXPECT_GT(bytes, 0);
   std::thread second([&] { a.saves.save({}, true); });
   while (partial("run") == 0) std::this_thread::sleep_for(1ms);
@@ -168,7 +166,7 @@ TEST_F(SavesTest, ASlowDiskHoldsOneSaveAtATime) {
   a.step();
   a.saves.wait();
   EXPECT_EQ(io::saved_steps(path("run/checkpoints")), (std::vector<std::int64_t>{1, 4}));
-  EXPECT_EQ(a.host.peak(), bytes) << "the copies' memory is taken once";
+  EXPECT_EQ(a.training.counted.host_peak(), bytes) << "the copies' memory is taken once";
   const Saved first = a.saves.ended().value(), then = a.saves.ended().value();
   EXPECT_GT(then.waited, 0);
   EXPECT_GE(first.seconds, 0.2);
@@ -271,8 +269,25 @@ TEST_F(SavesTest, WithoutTheMemoryTrainingWaitsAndIsToldOnce) {
   }
   ASSERT_EQ(a.warnings.size(), 1u);
   EXPECT_NE(a.warnings[0].find("training waits"), std::string::npos) << a.warnings[0];
-  EXPECT_EQ(a.host.peak(), 0);
+  EXPECT_EQ(a.training.counted.host_peak(), 0);
   EXPECT_EQ(io::saved_steps(path("run/checkpoints")), (std::vector<std::int64_t>{1, 2}));
+}
+
+TEST_F(SavesTest, AThirdMoreThanTheCopiesMustBeFree) {
+  std::int64_t bytes = 0;
+  const auto is_waited_for = [&](std::int64_t room) {
+    Session a(path("run"), job_of(), nullptr, room);
+    a.step();
+    a.saves.save({}, true);
+    a.step();
+    a.saves.wait();
+    bytes = a.training.counted.host_peak();
+    return !a.warnings.empty();
+  };
+  EXPECT_FALSE(is_waited_for(1 << 30));
+  const std::int64_t enough = bytes / 3 * 4;
+  EXPECT_FALSE(is_waited_for(enough));
+  EXPECT_TRUE(is_waited_for(enough - 1));
 }
 
 TEST_F(SavesTest, TheMemoryMayBeTakenBefore) {

@@ -161,10 +161,46 @@ class Train(Case):
         self.fails(2, words, "compare", *cpu)
         for what in ("state", "activations,state"):
             self.fails(2, words, "train", "--data", self.data, "--out", self.path("no"), "--device", "cpu", "--offload", what)
-        self.fails(2, "--offload: 'weights' is nothing that can be offloaded; use activations, state, activations,state or none",
+        self.fails(2, "--offload: 'weights' is nothing that can be offloaded; use activations, state, activations,state, auto or none",
                    "train", "--data", self.data, "--out", self.path("no"), "--offload", "state,weights")  # fmt: skip
         self.assertFalse(os.path.exists(self.path("no")))
         self.assertNotIn("activations (default", self.done("train", "--help"))
+        self.assertNotIn("offload", self.trained("--device", "cpu", "--offload", "auto"), "a CPU needs none")
+        done = self.trains(1, "the run needs", "--device", "cpu", "--offload", "auto", "--memory-limit", "1KiB", out="no")
+        self.assertNotIn("in host memory", done.stderr)
+
+    def test_what_fits_on_a_gpu(self):
+        """Residuals and recomputing before the state; what the host has no memory for is refused before anything is taken."""
+        gpu = ("--device", "cuda", "--layers", "6", "--width", "256", "--heads", "4", "--batch", "64", "--context", "64")
+        done = run(*self.training(*gpu, out="none", steps=3))
+        if "there is no GPU that this build can use" in done.stderr or "no trainer for GPUs" in done.stderr:
+            self.skipTest("no GPU")
+        self.assertRegex(done.stdout, r"\nmemory +MiB")
+        most = int(float(re.search(r"^total +([\d.]+) ", done.stdout, re.M)[1]) - 1) << 20  # residuals are 8
+        auto = ("--offload", "auto", "--memory-limit", f"{most}B", "--save-every", "2")
+        chosen = r"activations bf16, offload activations, clip 1; lr "
+        said = self.trained(*gpu, *auto, out="activations")
+        self.assertRegex(said, chosen)
+        self.assertRegex(said, r"\nactivations, in host memory +[\d.]+ ")
+        self.assertEqual(self.values("none"), self.values("activations"))
+        said = self.trained(*gpu, *auto, "--recompute", "auto", out="both")
+        self.assertRegex(said, chosen)
+        self.assertEqual(self.manifest("both", 2)["trainer"]["offload"], "auto")
+        resumed = self.done("train", "--resume", self.path("both"), "--device", "cuda", "--steps", "4", "--memory-limit", f"{most}B")
+        self.assertRegex(resumed, chosen)
+        wide = ("--device", "cuda", "--width", "8192", "--heads", "64", "--recipe", "mixed", "--gradients", "released")
+        said = self.trains(1, " are free on the GPU; choose a smaller model", *wide, "--layers", "4000", out="no").stderr
+        free = float(re.search(r"and ([\d.]+) GiB are free on the GPU", said)[1])
+        layers = str(int(free * 0.6 / 1.5))  # 1.5 GiB of weights, and 9 of state
+        for offload in ("state", "auto"):
+            done = run(*self.training(*wide, "--layers", layers, "--offload", offload, out="no", steps=0))
+            if done.returncode == 0:
+                self.skipTest("the host has six times the memory of the GPU")
+            said = done.stderr
+            self.assertRegex(said, r"the run's --offload \S*state needs [\d.]+ GiB, and [\d.]+ [MG]iB of host memory are free; no other "
+                             r"--recompute and --offload would fit")
+            self.assertRegex(said, r"\nexp_avg, in host memory +[\d.]+ ")
+            self.assertFalse(os.path.exists(self.path("no")))
 
     def test_every_recipe_of_sgd_is_planned_for_a_gpu(self):
         """Counted only by a build with CUDA."""

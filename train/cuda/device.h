@@ -63,7 +63,7 @@ Pinned<T> pinned(std::int64_t count) {
   return Pinned<T>(static_cast<T*>(take_pinned(count * std::int64_t{sizeof(T)})));
 }
 
-// For moments that the engine steps by copies.
+// For what comes to the GPU by copies: moments, residuals.
 class OffloadMemory final : public Memory {
  public:
   void* take(std::int64_t bytes) override;

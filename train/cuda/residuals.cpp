@@ -9,8 +9,9 @@ Residuals::Residuals(std::int64_t count, std::int64_t bytes, bool offloads, cons
     : count_(count), bytes_(bytes), stream_(stream) {
   for (std::int64_t i = 0; i < (offloads ? std::min(kBuffers, count) : count); ++i)
     buffers_.emplace_back(ledger, "activations", bytes, memory);
-  if (!offloads || count <= kBuffers || ledger.only_counts()) return;
-  host_ = pinned<std::byte>((count - kBuffers) * bytes);
+  if (!offloads || count <= kBuffers) return;
+  host_ = Block(ledger.host(), "activations", (count - kBuffers) * bytes, pinned_);
+  if (ledger.only_counts()) return;
   reached_ = new_event();
   for (std::int64_t i = 0; leaves(i); ++i) copied_.push_back(new_event());
 }

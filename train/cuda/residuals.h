@@ -13,7 +13,7 @@ namespace scruple::train::cuda {
 
 class Residuals {
  public:
-  // `count` of `bytes` each. Host memory is not the ledger's: that counts what the GPU has.
+  // `count` of `bytes` each.
   Residuals(std::int64_t count, std::int64_t bytes, bool offloads, const Stream& stream, Memory& memory,
             Ledger& ledger);
 
@@ -29,9 +29,9 @@ class Residuals {
 
  private:
   static constexpr std::int64_t kBuffers = 3;
-  bool offloads() const { return host_ != nullptr; }
+  bool offloads() const { return host_.bytes() > 0; }
   bool leaves(std::int64_t index) const { return index < count_ - kBuffers; }  // the last ones stay
-  std::byte* host(std::int64_t index) const { return host_.get() + index * bytes_; }
+  std::byte* host(std::int64_t index) const { return host_.as<std::byte>() + index * bytes_; }
   cudaEvent_t copied(std::int64_t index) const { return copied_[static_cast<std::size_t>(index)].get(); }
   void wait_for(const Stream& waits, const Stream& queued);  // for all that is queued there so far
   void copy(std::int64_t index, bool to_host);
@@ -40,7 +40,8 @@ class Residuals {
   const Stream& stream_;
   std::vector<Block> buffers_;
   // Only where they are offloaded.
-  Pinned<std::byte> host_;
+  OffloadMemory pinned_;
+  Block host_;
   Stream copies_;  // waits for its work when it goes, before the memory does
   Event reached_;
   std::vector<Event> copied_;  // of each that leaves, to or from the host

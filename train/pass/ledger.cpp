@@ -1,10 +1,13 @@
 #include "train/pass/ledger.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -18,7 +21,7 @@ Ledger Ledger::counter() {
 }
 
 Ledger& Ledger::host() {
-  if (host_ == nullptr) host_ = std::make_unique<Ledger>(only_counts_ ? counter() : Ledger());
+  if (host_ == nullptr) host_ = std::make_unique<Ledger>(only_counts_ ? counter() : Ledger(host_limit_));
   return *host_;
 }
 
@@ -89,6 +92,57 @@ class HostMemory final : public Memory {
 Memory& host_memory() {
   static HostMemory memory;
   return memory;
+}
+
+namespace {
+
+// What control groups (version 2, and 1) leave of the machine. A group's limit holds for all in it, so those above count
+// too: a container may not know that it is in one. Page cache counts as used, and is given back when it is asked for.
+std::int64_t free_in_groups(const std::string& root) {
+  struct Version {
+    std::string line, folder, limit, used, cache;
+  };
+  const Version versions[] = {{"0::", "/sys/fs/cgroup", "/memory.max", "/memory.current", "inactive_file"},
+                              {":memory:", "/sys/fs/cgroup/memory", "/memory.limit_in_bytes",
+                               "/memory.usage_in_bytes", "total_inactive_file"}};
+  std::int64_t free = Ledger::kNoLimit;
+  for (const Version& version : versions) {
+    std::ifstream groups(root + "/proc/self/cgroup");
+    std::string path;
+    for (std::string line; std::getline(groups, line);)
+      if (const std::size_t at = line.find(version.line); at != line.npos)
+        path = line.substr(at + version.line.size());
+    for (bool is_root = false; !is_root; path.resize(std::min(path.rfind('/'), path.size()))) {
+      is_root = path.find('/') == path.npos;
+      const std::string group = root + version.folder + (is_root ? "" : path);
+      std::int64_t limit = 0, used = 0, bytes = 0;
+      if (!(std::ifstream(group + version.limit) >> limit)) continue;
+      std::ifstream(group + version.used) >> used;
+      std::ifstream kinds(group + "/memory.stat");
+      for (std::string kind; kinds >> kind >> bytes;)
+        if (kind == version.cache) used -= bytes;
+      free = std::min(free, std::max<std::int64_t>(limit - used, 0));
+    }
+  }
+  return free;
+}
+
+}  // namespace
+
+std::int64_t free_host_memory(const std::string& root) {
+  std::int64_t free = free_in_groups(root), kilobytes = 0, pages = 0;
+  std::ifstream file(root + "/proc/meminfo");
+  std::string key, rest;
+  while (file >> key >> kilobytes && std::getline(file, rest))
+    if (key == "MemAvailable:") free = std::min(free, kilobytes * 1024);
+  // A process may have a limit (ulimit -v), which counts all its addresses.
+  rlimit addresses{};
+  if (getrlimit(RLIMIT_AS, &addresses) == 0 && addresses.rlim_cur != RLIM_INFINITY &&
+      std::ifstream("/proc/self/statm") >> pages)
+    free =
+        std::min(free, std::max<std::int64_t>(
+                           static_cast<std::int64_t>(addresses.rlim_cur) - pages * sysconf(_SC_PAGESIZE), 0));
+  return free;
 }
 
 Block::Block(Ledger& ledger, std::string kind, std::int64_t bytes, Memory& from)

@@ -12,13 +12,15 @@ namespace scruple::train {
 
 class Ledger {
  public:
+  static constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
   struct Entry {
     std::string kind;  // "weights", "exp_avg", "gradients", "activations", "workspace"...
     std::int64_t now = 0, peak = 0;
     std::int64_t high = 0;  // the peak since mark()
   };
   // More than `limit` bytes at once are refused, before any is touched.
-  explicit Ledger(std::int64_t limit = std::numeric_limits<std::int64_t>::max()) : limit_(limit) {}
+  explicit Ledger(std::int64_t limit = kNoLimit, std::int64_t host_limit = kNoLimit)
+      : limit_(limit), host_limit_(host_limit) {}
   // One that only counts: its blocks have no memory to write to, and take none of a device.
   static Ledger counter();
   bool only_counts() const { return only_counts_; }
@@ -30,16 +32,17 @@ class Ledger {
   std::int64_t peak() const { return peak_; }  // of the sum
   void mark();                                 // highs begin anew, with what there is now
   std::int64_t limit() const { return limit_; }
-  // What lies in host memory beside a device's: counted apart, without a limit.
+  // What lies in host memory beside a device's, counted apart: what is offloaded, and copies that saves are written from.
   Ledger& host();
   std::int64_t host_peak() const { return host_ == nullptr ? 0 : host_->peak(); }
+  std::int64_t host_peak(const std::string& kind) const { return host_ == nullptr ? 0 : host_->peak(kind); }
   std::vector<Entry> host_entries() const {
     return host_ == nullptr ? std::vector<Entry>() : host_->entries();
   }
 
  private:
   std::vector<Entry> entries_;
-  std::int64_t limit_, now_ = 0, peak_ = 0;
+  std::int64_t limit_, host_limit_, now_ = 0, peak_ = 0;
   bool only_counts_ = false;
   std::unique_ptr<Ledger> host_;
 };
@@ -56,6 +59,9 @@ class Memory {
   virtual void write(void* to, const void* from_host, std::int64_t bytes);
 };
 Memory& host_memory();
+// What this machine, its containers and the process's own limit can still give; without a limit where that cannot be read.
+// Linux kills who takes more, without a word: ask first. `root`: of the file system that says so, for tests.
+std::int64_t free_host_memory(const std::string& root = "");
 
 // Zeroed memory of one kind, counted from construction to destruction. Throws where the ledger or the
 // machine has no more.

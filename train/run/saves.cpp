@@ -48,13 +48,13 @@ double median(std::deque<double> values) {
 
 }  // namespace
 
-Saves::Saves(Trainer& trainer, std::string recipe, std::string run, std::int64_t keep, Ledger& host,
+Saves::Saves(Trainer& trainer, std::string recipe, std::string run, std::int64_t keep,
              std::function<void(const std::string&)> warn)
     : trainer_(trainer),
       recipe_(std::move(recipe)),
       run_(std::move(run)),
       keep_(keep),
-      host_(host),
+      host_(trainer.ledger().host()),
       warn_(std::move(warn)) {}
 
 Saves::~Saves() {
@@ -62,8 +62,10 @@ Saves::~Saves() {
 }
 
 std::future<Block> Saves::taking(std::int64_t bytes) {
-  return std::async(std::launch::async,
-                    [this, bytes] { return Block(host_, "saves", bytes, trainer_.copies()->memory()); });
+  return std::async(std::launch::async, [this, bytes] {
+    host_.check_room("saves", bytes / 3 * 4);  // the rest is for data and the page cache
+    return Block(host_, "saves", bytes, trainer_.copies()->memory());
+  });
 }
 
 void Saves::prepare() {

@@ -20,10 +20,10 @@ namespace scruple::train {
 
 class Saves {
  public:
-  // Into the run's folder, whose last `keep` checkpoints stay. `host` counts the copies: one set, which stays from the
-  // first save on. Where its limit is too low, or the host has no such memory, `warn` is told once, and every save waits.
-  // The trainer and the ledger must outlive it.
-  Saves(Trainer& trainer, std::string recipe, std::string run, std::int64_t keep, Ledger& host,
+  // Into the run's folder, whose last `keep` checkpoints stay. The trainer's ledger of the host counts the copies: one set,
+  // which stays from the first save on. Where 4/3 of it are above its limit, or the host has no such memory, `warn` is told
+  // once, and every save waits. The trainer must outlive it.
+  Saves(Trainer& trainer, std::string recipe, std::string run, std::int64_t keep,
         std::function<void(const std::string&)> warn);
   ~Saves();
   Saves(const Saves&) = delete;
