@@ -53,6 +53,7 @@ class CudaEngine final : public scruple_engine {
     if (std::none_of(tensors, tensors + count, is_away)) return step_here(tensors, count, version, options);
     for (i64 i = 0; i < count; ++i)
       if (is_away(tensors[i])) check_away(tensors[i], i);
+    ring_.begin();
     std::vector<scruple_tensor> here(tensors, tensors + count);  // the others, under their numbers
     for (scruple_tensor& t : here)
       if (is_away(t)) t.size = 0;
@@ -159,7 +160,9 @@ class CudaEngine final : public scruple_engine {
   }
   void free(void* memory) override { cudaFree(memory); }
   void* alloc_host(i64 bytes) override {
+    const std::lock_guard lock(mutex_);
     const CurrentDevice current(device_);
+    ring_.begin();  // now: when steps need it, others may have taken what is left of the device
     return allocate_pinned(bytes);
   }
   void free_host(void* memory) override { cudaFreeHost(memory); }

@@ -34,9 +34,23 @@ class Ring {
     return bytes == 0 ? t.size : std::max<i64>(slot_bytes_ / bytes, 1) * kTiles;
   }
 
+  // Takes its memory, which may not be had: before a step writes anything.
+  void begin() {
+    if (memory_.size() > 0) return;
+    const auto event = [](cudaEvent_t& made) {
+      if (made == nullptr)
+        check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "creating an event");
+    };
+    event(reached_);
+    for (Slot& slot : slots_) event(slot.came), event(slot.stepped), event(slot.left);
+    for (cudaStream_t* stream : {&in_, &out_})
+      if (*stream == nullptr)
+        check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "making a stream");
+    memory_.reserve(kSlots * slot_bytes_, false);
+  }
+
   // The planes of a piece, which then points at its slot; they are there for what is queued on `stream` from now on.
   void bring(scruple_tensor& piece, cudaStream_t stream) {
-    if (memory_.size() == 0) begin();
     if (has_new_) wait_for(in_, stream);
     has_new_ = false;
     slot_ = &slots_[next_];
@@ -121,18 +135,6 @@ class Ring {
   void wait_for(cudaStream_t waits, cudaStream_t queued) {
     check(cudaEventRecord(reached_, queued), kDoing);
     check(cudaStreamWaitEvent(waits, reached_), kDoing);
-  }
-  void begin() {
-    const auto event = [](cudaEvent_t& made) {
-      if (made == nullptr)
-        check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "creating an event");
-    };
-    event(reached_);
-    for (Slot& slot : slots_) event(slot.came), event(slot.stepped), event(slot.left);
-    for (cudaStream_t* stream : {&in_, &out_})
-      if (*stream == nullptr)
-        check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "making a stream");
-    memory_.reserve(kSlots * slot_bytes_, false);
   }
 
   i64 slot_bytes_ = SCRUPLE_HOST_RING_BYTES / kSlots;

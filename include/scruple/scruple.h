@@ -249,8 +249,8 @@ typedef struct scruple_tensor {
 /* For scruple_tensor.host: the slots, their scales, and a weight's extra bits lie in pinned host memory, where
  * scruple_tensor_alloc puts them too. A CUDA engine steps such a tensor piece by piece, by copies that run beside
  * the stream, to the same bits; look at what a step left there after scruple_engine_synchronize. For it the
- * engine takes SCRUPLE_HOST_RING_BYTES of device memory with the first such step; a stream that is being captured
- * is refused. Other engines see no difference. */
+ * engine takes SCRUPLE_HOST_RING_BYTES of device memory with the first such plane or step; a stream that is being
+ * captured is refused. Other engines see no difference. */
 #define SCRUPLE_HOST_STATE 1u
 #define SCRUPLE_HOST_RING_BYTES ((int64_t)512 << 20)
 

@@ -19,6 +19,7 @@ ABI_VERSION = 2
 NEAREST, TRUNCATE, STOCHASTIC, DITHER, WIDE = range(5)
 ROLE_WEIGHT, ROLE_NONNEG, ROLE_EXACT = 1, 4, 32
 WEIGHT, GRADIENT = 0, 4
+HOST_STATE = 1  # of Tensor.host
 RELEASED, COMPRESSED = 1, 2
 ACCUMULATE = {"gradients": 0, "momentum": 1, "adama": 2}
 
@@ -119,6 +120,9 @@ status tensor_use: Tensor* char*
 status tensor_array: Tensor* int char** int* int*
 status tensor_set_format, tensor_set_rounding: Tensor* char* char*
 status tensor_check: Tensor*
+int tensor_on_host: Tensor* int int
+status tensor_alloc: void* Tensor* uint32
+void tensor_free: void* Tensor*
 status tensor_reset: void* Tensor*
 status tensor_view: Tensor* int64 int64 Tensor*
 status encode, decode: void* Tensor* int void*
@@ -128,7 +132,7 @@ status measure: void* void* int64 MeasureOptions*
 status advance: void* void* void* void*
 status sink_create: void* void* int64 SinkOptions* void**
 status sink_add: void* void* int64
-status sink_end, checkpoint_commit: void*
+status engine_synchronize, sink_end, checkpoint_commit: void*
 status sink_read: void* SinkReport*
 status sink_read_tensors: void* void* void*
 status checkpoint_verify: void* int64

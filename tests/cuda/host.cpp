@@ -91,6 +91,21 @@ TEST_F(CudaHost, FoundInfWritesNothing) {
   EXPECT_EQ(pair.difference(), "");
 }
 
+// A ring that the device has no memory for: tensors whose state lies there have not been stepped either.
+TEST_F(CudaHost, WithoutMemoryForTheRingNothingIsWritten) {
+  setenv("SCRUPLE_CUDA_SLOT", "1099511627776", 1);
+  Lab small(engine_under_test());
+  unsetenv("SCRUPLE_CUDA_SLOT");
+  const Shape shape{{70001, 5}};
+  DeviceGradients gradients(small.device, shape.sizes, 3);
+  Pair pair(small, busy_config("adamw", "scruple"), shape);
+  send_away(pair.twin->rows, 0);
+  pair.take_gradients(1, gradients);
+  EXPECT_EQ(scruple_step(small.device, pair.twin->rows.data(), length(pair.rows), nullptr),
+            SCRUPLE_OUT_OF_MEMORY);
+  EXPECT_EQ(pair.difference(), "");
+}
+
 TEST_F(CudaHost, OtherWordsAreRefused) {
   Pair pair(lab(), busy_config("adamw", "scruple"), {{100}});
   pair.twin->rows[0].host = 2;

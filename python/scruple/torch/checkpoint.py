@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from .. import _abi
 from .._abi import Error, UsageError, few, library, said
 from .optimizer import Optimizer
-from .planes import NAMES, decode, is_ours, kind_of, meaning, recode
+from .planes import NAMES, decode, is_begun, is_ours, kind_of, meaning, recode
 from .shards import is_sharded
 from .state import make_state, unchanged_on_error
 
@@ -32,7 +32,7 @@ _WRITER = "scruple.torch"
 _NOTE = "note."
 # Formats are the optimizer's own, and compared with the file's: `scruple checkpoint convert` changes those.
 _FORMATS = ("recipe", "weights", "moments", "rounding")
-_NOT_SAVED = ("params", "formats", "version")
+_NOT_SAVED = ("params", "formats", "version", "offload")
 # torch's names for the fields of loss_scale
 _SCALER = dict(scale="scale", growth="growth_factor", backoff="backoff_factor")
 _SCALER.update(interval="growth_interval", clean="_growth_tracker")
@@ -232,6 +232,7 @@ def load(opt, model, path, *, scaler=None):
                 _check_fits(opt, name, p, stored[name], contents, groups is not None)
             for tensor in contents.tensors:
                 library.checkpoint_verify(handle, tensor.number)
+            opt._refuse_short([p for p in held.values() if not is_begun(opt.state.get(p))])
             for p in held.values():
                 make_state(opt, p)
         try:

@@ -60,8 +60,9 @@ def _unmoved(opt, p):
         for plane, held in entry.by_plane():
             codes, aux = plane.form.bytes(weight.numel())
             held = held.reshape(-1).view(torch.uint8)
-            kept.append(held[: codes if plane.part == "codes" else aux].clone())
+            kept.append(held[: codes if plane.part == "codes" else aux].to(device, copy=True))
             setattr(row.arrays[plane.array], plane.part, kept[-1].data_ptr())
+    row.host = 0  # these copies are on the device
     row.size, row.arrays[_abi.WEIGHT].codes = weight.numel(), weight.data_ptr()
     form = _abi.format_named(NAMES[gradient.dtype])
     row.arrays[_abi.GRADIENT] = _abi.Array(form.handle, gradient.data_ptr())

@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from .. import _abi
 from .._abi import UsageError, library
+from . import pinned
 from . import state as state_files
 from .coded import form_of, memory_of
 from .engines import engine_for
@@ -32,7 +33,7 @@ from .watched import Lent, States, copy_of
 
 _turns = itertools.count()  # of groups, parameters and formats, over all optimizers
 # What decides how state is stored, beside hyperparameters that ask for exact moments.
-_SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay")
+_SETTINGS = ("recipe", "weights", "moments", "rounding", "decoupled_weight_decay", "offload")
 
 
 class Entry(NamedTuple):
@@ -44,31 +45,34 @@ class Entry(NamedTuple):
     places: list  # of the planes
     memory: list  # of the planes: the row has their addresses, so they must live even if a user sets .data
     address: int
+    device: torch.device  # of the weight
     strided: bool
     turn: int  # of the groups that it was made for
 
     def fits(self, weight, turn):
         """Whether it can be used again for this weight, under these groups."""
-        known = (self.turn, self.address, self.row.size, self.layout.dtype, not self.strided)
-        here = (turn, memory_of(weight).data_ptr(), weight.numel(), weight.dtype, weight.is_contiguous())
-        return known == here and (not self.planes or self.planes[0].device == weight.device)
+        known = (self.turn, self.address, self.device, self.row.size, self.layout.dtype, not self.strided)
+        place = memory_of(weight).data_ptr(), weight.device
+        return known == (turn, *place, weight.numel(), weight.dtype, weight.is_contiguous())
 
     def by_plane(self):
         return zip(self.layout.planes, self.planes)
 
     def values(self, slot, weight):
-        return decode(self.row, self.layout.index(slot), weight.shape, self.planes[0].device)
+        to = torch.device("cpu") if self.row.host else self.device
+        return decode(self.row, self.layout.index(slot), weight.shape, self.device, to)
 
 
 class Optimizer(torch.optim.Optimizer):
     """The base class. `rule` is the update rule's name in the library."""
 
     rule = ""
+    _offload = False  # of one that an earlier version has pickled
     _step_supports_amp_scaling = True  # GradScaler hands over its scale and its flag, and waits for neither
 
     def __init__(
         self, params, hypers, *, recipe="scruple", weights=None, moments=None, rounding=None, seed=0, maximize=False,
-        capturable=False, foreach=None, fused=None, differentiable=False,
+        capturable=False, offload=False, foreach=None, fused=None, differentiable=False,
     ):
         if differentiable:
             raise UsageError("differentiable=True: the step runs outside autograd; use torch.optim for it")
@@ -76,6 +80,7 @@ class Optimizer(torch.optim.Optimizer):
         # In every group, so that torch.distributed.checkpoint carries them.
         more = dict(maximize=maximize, capturable=capturable, version=state_files.VERSION, formats=None)
         self._forget()
+        self._offload = offload  # not in the groups: states and checkpoints are the same with and without
         self.defaults = {**hypers, **stored, **more}
         self._new_rule(self.defaults)  # looks at hyperparameters first, as torch does
         self._made = False  # all of its groups
@@ -116,6 +121,7 @@ class Optimizer(torch.optim.Optimizer):
                     table.count()
             if self._handle is not None:
                 self._handle._path.settle()
+            self._wait()
         return self._state
 
     @state.setter
@@ -123,6 +129,11 @@ class Optimizer(torch.optim.Optimizer):
         self._settle()
         self._forget_tables()
         self._state = States(value)
+
+    def _wait(self):
+        """Planes in pinned memory are read and written in no stream's order, so until steps have left theirs there."""
+        for device in self._away:
+            library.engine_synchronize(engine_for(device))
 
     # ---- Groups and parameters ----
 
@@ -149,6 +160,9 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError("nesterov=True needs a momentum above 0 and no dampening, as in torch.optim.SGD")
         if group.get("decay_lr") and not group.get("decoupled_weight_decay", True):
             raise UsageError("decay_lr is for decoupled decay: AdamW, or Adam with decoupled_weight_decay=True")
+        if self._offloads(group) and group.get("capturable"):
+            what = "offload=True with capturable=True: a step copies state beside the stream, which no CUDA graph records"
+            raise UsageError(f"{what}; leave out one of the two")
         for p in group["params"]:
             if p.dtype not in NAMES and not p.requires_grad:
                 continue  # codes of a frozen layer, say: nobody's business until they have a gradient
@@ -157,6 +171,11 @@ class Optimizer(torch.optim.Optimizer):
             if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride())):
                 raise UsageError(f"elements of {sized(p)} share memory; use .contiguous() on it first")
             Layout(rule, group, p.dtype, p.numel(), form_of(p))
+
+    def _offloads(self, group):
+        if (asked := group.get("offload", self._offload)) not in (True, False):
+            raise UsageError(f"offload is {asked!r}; it can be True or False, for the optimizer or a parameter group")
+        return asked
 
     def _check_weights(self):
         """Refuses weights in 16 bits where every parameter, or every one of a group that asks for it, is in fp32."""
@@ -202,6 +221,7 @@ class Optimizer(torch.optim.Optimizer):
     def _forget(self):
         self._rules, self._cells, self._handle, self._looks = {}, {}, None, 0
         self._lock = threading.RLock()  # a state dict may be taken by another thread
+        self._away = set()  # devices with state in pinned memory
         self._forget_tables()
 
     def _forget_tables(self):
@@ -305,8 +325,10 @@ class Optimizer(torch.optim.Optimizer):
         layout = self._layout(p)
         layout.check_ready(p)
         self._check_meaning(p, layout)
+        self._wait()
         planes, values, steps = layout.read(p, state)
         row = layout.place(weight, planes, self._number[p][0], offset_of(p))
+        self._away.update([weight.device] if row.host else [])
         row.step = steps + 1
         fresh = not is_begun(state)
         if fresh and weight.numel():
@@ -326,11 +348,32 @@ class Optimizer(torch.optim.Optimizer):
         dict.update(state, planes)
         strided = not weight.is_contiguous()
         held, places = list(planes.values()), [x.data_ptr() for x in planes.values()]
-        memory = [x.untyped_storage() for x in held]
-        state.entry = Entry(layout, row, held, places, memory, memory_of(weight).data_ptr(), strided, self._turn)
+        memory, address = [x.untyped_storage() for x in held], memory_of(weight).data_ptr()
+        state.entry = Entry(layout, row, held, places, memory, address, weight.device, strided, self._turn)
         if state.shown is None or state.get("step") is not state.shown or state.steps != steps:
             state.show(steps)
         return state.entry
+
+    def _entries(self, params):
+        """Of all these; where memory of the host is short, no state of theirs that is new stays."""
+        if not any(map(self._offloads, self.param_groups)):
+            return [self._entry(p) for p in params]
+        own = {p: dict(self._state.get(p, ())) for p in params if not is_begun(self._state.get(p))}
+        asked = self._refuse_short(own)
+        try:
+            return [self._entry(p) for p in params]
+        except MemoryError as problem:
+            for p, held in own.items():
+                self._state.pop(p, None)
+                self._state.update({p: held} if held else {})
+            raise pinned.not_had(asked, problem) from None
+
+    def _refuse_short(self, params):
+        """The bytes of pinned memory that new state of these parameters takes, where the host has as many."""
+        layouts = [(self._layout(p), local(p)) for p in params]
+        asked = sum(plane.bytes(x) for layout, x in layouts for plane in layout.planes if plane.away)
+        pinned.refuse_short(asked)
+        return asked
 
     @contextlib.contextmanager
     def _tried(self, p):
@@ -351,7 +394,8 @@ class Optimizer(torch.optim.Optimizer):
         index, device = self._number[p][1], local(p).device
         rule, group = self._rule(index, device), self.param_groups[index]
         self._update_rule(rule, group, self._hypers(group), device)
-        return Layout(rule, group, p.dtype, p.numel(), form or form_of(p))
+        away = device.type == "cuda" and self._offloads(group) and local(p).numel() > pinned.SMALL
+        return Layout(rule, group, p.dtype, p.numel(), form or form_of(p), away)
 
     # ---- Tables ----
 
@@ -388,7 +432,7 @@ class Optimizer(torch.optim.Optimizer):
         for p in params:  # in another table until now, or moved
             if p in self._owner:
                 self._settle_table(self._owner[p])
-        entries = [self._entry(p) for p in params]
+        entries = self._entries(params)
         table = self._tables[key] = Table(key, params, entries, [self._state[p] for p in params])
         self._owner.update(dict.fromkeys(params, table))
         table.fill(gradients, self._looks)
@@ -540,7 +584,7 @@ class Optimizer(torch.optim.Optimizer):
                 values[p] = value.clone()
         # Those with state first: only they can be refused, and the others get state here.
         order = sorted(values, key=lambda p: not is_begun(self._state.get(p)))
-        return values, {p: self._entry(p) for p in order}
+        return values, dict(zip(order, self._entries(order)))
 
     def _write_masters(self, values, entries):
         for p, value in values.items():
@@ -617,7 +661,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self):
         self._settle()
-        return super().__getstate__()
+        return {**super().__getstate__(), "_offload": self._offload}
 
     def __setstate__(self, state):
         self._forget()

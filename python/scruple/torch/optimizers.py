@@ -15,6 +15,7 @@ All take, for the optimizer or per parameter group:
             recipe's
   seed      of stochastic rounding; together with step, parameter and element it decides every random number
   decay_lr  decoupled decay (SGDW, AdamW, Lion): above 0, decay is weight_decay * lr / decay_lr, not weight_decay * lr
+  offload   True: moments and extra bits of parameters on a GPU lie in pinned host memory, and steps copy them
 
 They take torch's `maximize` and `capturable` too. `foreach` and `fused` are accepted and change nothing:
 every step is one fused call per device.

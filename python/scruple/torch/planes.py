@@ -17,6 +17,7 @@ import torch
 
 from .. import _abi
 from .._abi import UsageError, library
+from . import pinned
 from .coded import form_of, memory_of, planes_of
 from .engines import NAMES, engine_for
 from .shards import local
@@ -118,6 +119,7 @@ class Plane(NamedTuple):
     per: float  # values to an entry
     dtype: torch.dtype
     form: _abi.Format
+    away: bool  # in pinned memory of the host
 
     @property
     def slot(self):
@@ -129,39 +131,56 @@ class Plane(NamedTuple):
         codes, aux = self.form.bytes(param.numel())
         return ((codes if self.part == "codes" else aux) // self.dtype.itemsize,)
 
+    def bytes(self, param):
+        return math.prod(self.shape(param)) * self.dtype.itemsize
+
     def zeros(self, param):
+        if self.away:
+            return pinned.zeros(self.shape(param), self.dtype, param.device)
         return torch.zeros(self.shape(param), dtype=self.dtype, device=param.device)
 
     def fits(self, param, held):
         """Whether a tensor can be this plane of the parameter."""
+        return self._is_alike(param, held) and self._is_home(param, held)
+
+    def is_elsewhere(self, param, held):
+        """Whether it only has to come to or from pinned memory: what was pinned is not so in a copy of an optimizer."""
+        alike = self._is_alike(param, held) and not self._is_home(param, held)
+        return alike and (self.away or held.is_pinned())
+
+    def _is_alike(self, param, held):
         if not isinstance(held, torch.Tensor) or not held.is_contiguous():
             return False
-        return (held.dtype, held.device, tuple(held.shape)) == (self.dtype, param.device, self.shape(param))
+        return (held.dtype, tuple(held.shape)) == (self.dtype, self.shape(param))
+
+    def _is_home(self, param, held):
+        return held.is_pinned() if self.away else held.device == param.device
 
 
-def _planes(arrays):
+def _planes(row, arrays):
     """All that the parameter itself does not hold, and a coded weight's planes."""
     for a, name, form in arrays:
+        codes, aux = (bool(library.tensor_on_host(byref(row), a, part)) for part in range(2))
         if a != _abi.WEIGHT or form.aux_is_scale:
             dtype = _CODES.get(form.name, torch.uint8)
-            yield Plane(codes_name(name, form), a, "codes", dtype.itemsize * 8 / form.code_bits, dtype, form)
+            yield Plane(codes_name(name, form), a, "codes", dtype.itemsize * 8 / form.code_bits, dtype, form, codes)
         if form.aux_is_scale:
             dtype = torch.float16 if form.aux_bits == 16 else torch.float32
-            yield Plane(name + "/scale", a, "aux", form.group_size, dtype, form)
+            yield Plane(name + "/scale", a, "aux", form.group_size, dtype, form, aux)
         elif form.aux_bits:
             dtype = {32: torch.float32, 16: torch.int16}.get(form.aux_bits, torch.uint8)
-            yield Plane("extra", a, "aux", dtype.itemsize * 8 / form.aux_bits, dtype, form)
+            yield Plane("extra", a, "aux", dtype.itemsize * 8 / form.aux_bits, dtype, form, aux)
 
 
 class Layout:
     """The formats of one parameter under one rule, by recipe and by what the group says instead."""
 
-    def __init__(self, rule, group, dtype, size, form=None):
-        """`form`: that of a coded parameter."""
+    def __init__(self, rule, group, dtype, size, form=None, away=False):
+        """`form`: that of a coded parameter. `away`: what a step alone reads lies in pinned memory of the host."""
         if dtype not in NAMES:
             hint = "train torch.view_as_real of it" if dtype.is_complex else "use fp32, bf16 or fp16"
             raise UsageError(f"a parameter has dtype {dtype}, for which there is no format; {hint}")
-        row = _abi.Tensor(optimizer=rule.handle, size=size, step=1)
+        row = _abi.Tensor(optimizer=rule.handle, size=size, step=1, host=_abi.HOST_STATE if away else 0)
         library.tensor_use(byref(row), str(group["recipe"]).encode())
         row.arrays[_abi.GRADIENT] = _abi.Array()
         arrays, small = _arrays(row), size <= _abi.recipes()[group["recipe"]].small
@@ -192,7 +211,7 @@ class Layout:
             raise UsageError(f"{sized(p)} is to be kept in {self.waits}, and is a plain one; {hint}")
 
     def _set_arrays(self, arrays):
-        self.arrays, self.planes = arrays, list(_planes(arrays))
+        self.arrays, self.planes = arrays, list(_planes(self.row, arrays))
         self.formats = {name: form.name for _, name, form in arrays}
         self.slots = [name for a, name, _ in arrays if a != _abi.WEIGHT]
         # Moments that are not kept under torch's name for them.
@@ -226,6 +245,9 @@ class Layout:
         """Reads a parameter's state: (planes, {moment: values}, steps). Values are a user's, still to be encoded."""
         weight, begun, steps, planes, values, lacks = local(p), is_begun(state), count_of(state), {}, {}, []
         had = () if state.entry is None else state.entry.layout.formats
+        for plane in self.planes:  # values that a user has set under a moment's name are read below
+            if plane.name not in self.slots and plane.is_elsewhere(weight, held := state.get(plane.name)):
+                dict.update(state, {plane.name: plane.zeros(weight).copy_(held)})
         for slot, parts in itertools.groupby(self.planes, lambda plane: plane.slot):
             parts = list(parts)
             if parts[0].array == _abi.WEIGHT and slot != "extra":  # the parameter's own, with what was set in their place
@@ -325,9 +347,9 @@ def start_extra(param, extra):
         extra.copy_(param)
 
 
-def decode(row, array, shape, device):
-    """An array's values in fp32."""
-    values = torch.empty(shape, dtype=torch.float32, device=device)
+def decode(row, array, shape, device, to=None):
+    """An array's values in fp32, on its device or on another."""
+    values = torch.empty(shape, dtype=torch.float32, device=to or device)
     if row.size:
         library.decode(engine_for(device), byref(row), array, values.data_ptr())
     return values

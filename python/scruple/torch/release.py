@@ -146,9 +146,8 @@ class Steps:
     def __init__(self, opt, params):
         self.opt, self.params = opt, params
         self.sums, self.batches = False, 0  # no backward waits for others, as in Sinks
-        for p in params:  # now: allocated inside backward, state would fragment the memory of activations
-            if not is_begun(opt.state.get(p)):
-                opt._entry(p)
+        # Now: allocated inside backward, state would fragment the memory of activations.
+        opt._entries([p for p in params if not is_begun(opt.state.get(p))])
 
     def add(self, gradients):
         for device, found in by_device(gradients).items():
@@ -303,7 +302,7 @@ class Sink:
         opt, options, params = path.opt, path.options, list(numbered.values())
         self.device, self.params, self.scaler = device, params, path.scaler
         self.index = {number: i for i, number in enumerate(numbered)}
-        entries = [opt._entry(p) for p in params]
+        entries = opt._entries(params)
         self.all = Rows(params, [entry.row for entry in entries], [entry.address for entry in entries])
         self.counts = Counts([opt._state[p] for p in params], self.all.rows)
         self.pieces = {}  # by the place of the first in `all`: those that were added together

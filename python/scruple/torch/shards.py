@@ -96,6 +96,9 @@ def like(param, plane, values_per_unit, by_rows=False, bytes_apart=False):
     if not is_sharded(param):
         return plane
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    shaped = dict(shape=torch.Size(whole), stride=torch.empty(whole, device="meta").stride())
-    return DTensor.from_local(plane, param.device_mesh, param.placements, run_check=False, **shaped)
+    # DTensor.from_local would move what lies on the host to the mesh's device.
+    meta = TensorMeta(torch.Size(whole), torch.empty(whole, device="meta").stride(), plane.dtype)
+    spec = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
+    return DTensor(plane.detach(), spec, requires_grad=False)

@@ -35,6 +35,7 @@ _HIDDEN = "dampening of momentum"  # what a saved group calls "dampening"
 _SHOWN = {_HIDDEN: "dampening"}
 _BITS_CHUNK = 1 << 18  # elements whose extra bits are repacked at a time
 _OURS = ("recipe", "weights", "moments", "rounding", "seed", "decay_lr", "version", "formats")
+_LOCAL = "offload"  # of a group: where state lies is not part of it
 # What schedulers keep in the groups.
 _SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
@@ -68,7 +69,7 @@ def save(opt, as_):
     for group in opt.param_groups:
         by_size = sorted(group["params"], key=torch.Tensor.numel)  # the large have the recipe's formats
         group["formats"] = {kind_of(p): opt._layout(p).formats for p in by_size if p.dtype in NAMES}
-        kept = [key for key in group if as_ == "scruple" or key not in _OURS]
+        kept = [key for key in group if (as_ == "scruple" or key not in _OURS) and (by_rows or key != _LOCAL)]
         saved = {hidden.get(key, key): group[key] for key in kept}
         groups.append({**saved, "params": [numbers[p] for p in group["params"]]})
     return {"state": state, "param_groups": groups}
@@ -88,7 +89,7 @@ def _planes(opt, p, by_rows):
     saved = {"step": torch.tensor(state.steps, device="cpu")}
     if "adagc_norm" in state:
         saved["adagc_norm"] = torch.tensor(state["adagc_norm"], dtype=torch.float64, device="cpu")
-    for name, _, _, per, _, form in layout.planes:
+    for name, _, _, per, _, form, _ in layout.planes:
         plane = like(p, state[name], per, by_rows)
         slot, _, kind = name.partition("/")
         if plane is not None:
@@ -149,6 +150,7 @@ def load(opt, saved):
                 mine[number] = p
                 if is_begun(states.get(number)):
                     plan.append((p, read(opt, p, number, states[number], source)))
+        opt._refuse_short([p for p, _ in plan if not is_begun(old.get(p))])
         for p, write in plan:
             held = {name: x for name, x in old.get(p, {}).items() if is_ours(name) and name != "adagc_norm"}
             opt.state[p] = copy_of(p, held)  # its planes take the new values: no second copy
@@ -198,7 +200,7 @@ def _load_group(opt, group, source, ours):
         known = key in opt.defaults and (ours or key not in _OURS) or key in _SCHEDULERS
         if key == "decoupled_weight_decay" and opt.rule == "adamw":  # as torch: AdamW stays what it is
             continue
-        if key != "params" and (known or key not in opt.defaults and (ours or key in group)):
+        if key not in ("params", _LOCAL) and (known or key not in opt.defaults and (ours or key in group)):
             group[key] = copy.deepcopy(value)  # a learning rate may be a tensor
     group["version"] = VERSION
 
