@@ -5,6 +5,7 @@
 
 import csv
 import html
+import itertools
 import pathlib
 import sys
 
@@ -32,6 +33,7 @@ MEMORY = {
     "scruple, compressed, clip": ("Scruple, compressed, clipped", 2, 1, 2),
     "scruple, released": ("Scruple, released", 2, 1, 2),
     "scant, released": ("Scruple, scant, released", 2, 1, 1.625),
+    "scruple, released, offload": ("Scruple, released, offload", 2, 0, 0),
 }
 KINDS = {"weights": "weights", "master": "extra bits", "moments": "moments", "rest": "gradients, activations, scales"}
 
@@ -55,15 +57,15 @@ def text(x, y, words, anchor="start", style=""):
 
 
 def peaks():
-    """{optimizer: (GiB at the peak, GiB at rest)}: the table of an 8.03 B iteration, each row measured with the others."""
-    lines = (RESULTS / "2026-11-16-h200.md").read_text().splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("| optimizer | peak GiB | at rest GiB |"))
-    table = {}
-    for line in lines[first + 2:]:
-        if not line.startswith("|"):
-            return table
-        name, peak, rest, *_ = (cell.strip() for cell in line.strip("|").split("|"))
-        table[name] = float(peak), float(rest)
+    """{optimizer: GiB at the peak}: tables of an 8.03 B iteration, each row measured with the others."""
+    found = {}
+    for day in ("2026-11-20", "2026-11-16"):  # where both have a row: the one with the peers
+        lines = (RESULTS / f"{day}-h200.md").read_text().splitlines()
+        first = next(i for i, line in enumerate(lines) if line.startswith("| optimizer | peak GiB | at rest GiB |"))
+        for line in itertools.takewhile(lambda line: line.startswith("|"), lines[first + 2:]):
+            name, peak, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+            found[name] = float(peak)
+    return found
 
 
 def memory():
@@ -73,7 +75,7 @@ def memory():
         x = 10 + (0, 86, 180, 272)[i]
         parts += [f'<rect x="{x}" y="34" width="11" height="11" style="fill:var(--{kind})"/>', text(x + 16, 44, words, style="fill:var(--soft)")]
     for row, (name, (words, *bytes_each)) in enumerate(MEMORY.items()):
-        peak, y, x = measured[name][0], top + row * bar, left
+        peak, y, x = measured[name], top + row * bar, left
         sizes = [size * PARAMETERS / GIB for size in bytes_each]
         for kind, size in zip(KINDS, [*sizes, peak - sum(sizes)]):
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="18" style="fill:var(--{kind})"/>')

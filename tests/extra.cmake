@@ -75,16 +75,10 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
                    ${reports}/train/report.html)
   set_tests_properties(report_in_browser PROPERTIES FIXTURES_REQUIRED reports SKIP_RETURN_CODE 77 TIMEOUT 600)
 
-  add_test(NAME train_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/train_test.py
-                                   $<TARGET_FILE:scruple_cli>)
-  add_test(NAME compare_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/compare_test.py
-                                     $<TARGET_FILE:scruple_cli>)
-  add_test(NAME resume_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/resume_test.py
-                                    $<TARGET_FILE:scruple_cli>)
-  add_test(NAME runs_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/runs_test.py
-                                  $<TARGET_FILE:scruple_cli>)
-  add_test(NAME loop_test COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/loop_test.py
-                                  $<TARGET_FILE:scruple_cli>)
+  set(command_tests train_test compare_test resume_test runs_test loop_test sample_test)
+  foreach(name IN LISTS command_tests)
+    add_test(NAME ${name} COMMAND Python3::Interpreter ${CMAKE_CURRENT_SOURCE_DIR}/${name}.py $<TARGET_FILE:scruple_cli>)
+  endforeach()
   set_tests_properties(train_test compare_test PROPERTIES COST 100)  # the longest begin first
 
   add_executable(logits ${CMAKE_CURRENT_SOURCE_DIR}/logits.cpp)
@@ -117,7 +111,6 @@ if(SCRUPLE_TRAIN AND SCRUPLE_CLI)
   endif()
   # In a sanitizer build each of their many processes would look for leaks for seconds; compare_report and
   # train_report do it. They are of the commands, whatever trains, and of limits and engines of the CPU.
-  set_tests_properties(train_test compare_test resume_test runs_test loop_test logits_test gradients_test folders_test models_test
-                       safetensors_interop tokenizer_test chats_test
-                       PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0;SCRUPLE_DEVICE=cpu" TIMEOUT 1800)
+  set_tests_properties(${command_tests} logits_test gradients_test folders_test models_test safetensors_interop
+                       tokenizer_test chats_test PROPERTIES ENVIRONMENT "ASAN_OPTIONS=detect_leaks=0;SCRUPLE_DEVICE=cpu" TIMEOUT 1800)
 endif()
