@@ -47,17 +47,13 @@ def sizes(command, config):
 
 
 def what_fits(command, config, limit):
-    """Gradients that are kept before those that are not, all of them before state leaves the card."""
+    """Gradients that are kept before those that are not, while state stays on the card; else released, which hide the link."""
     auto = ("--recompute", "auto", "--offload", "auto", "--memory-limit", f"{int(limit * GIB)}B")
-    best = None
     for policy in ("stored", "compressed", "released"):
-        row = planned(command, config, policy, *auto)
-        is_home = row["fits"] and "state" not in row["chosen"]["offload"]
-        if is_home or (row["fits"] and best is None):
-            best = row
-        if is_home:
+        best = planned(command, config, policy, *auto)
+        if best["fits"] and "state" not in best["chosen"]["offload"]:
             break
-    if best is None:
+    if not best["fits"]:
         return "-"
     words = [best["gradients"], *(word for word in best["chosen"].values() if word != "none")]
     host = sum(size for kind, size in best["host_parts"].items() if kind != "saves")

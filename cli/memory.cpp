@@ -63,7 +63,7 @@ std::int64_t ema_bytes(const Model& model) {
 void refuse_memory(const std::string& what, std::int64_t needed, const std::string& there,
                    const std::string& advice, const Table& parts) {
   std::ostringstream text;
-  text << what << " needs " << size_words(needed) << ", and " << there << "; " << advice;
+  text << what << " needs " << need_words(needed) << ", and " << there << "; " << advice;
   if (!parts.rows.empty()) parts.print(text << "\n\n");
   throw std::runtime_error(text.str());
 }

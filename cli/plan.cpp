@@ -307,7 +307,7 @@ void print_table(const Plan& plan, const Options& options) {
   for (const Row& row : plan.rows)
     if (row.too_much > 0)
       std::cout << '\n'
-                << row.recipe << " needs " << size_words(row.too_much) << ", and --memory-limit is "
+                << row.recipe << " needs " << need_words(row.too_much) << ", and --memory-limit is "
                 << options.memory_limit << '\n';
   for (const Refusal& refusal : plan.refusals)
     std::cout << '\n' << refusal.recipe << ": " << refusal.reason << '\n';

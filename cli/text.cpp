@@ -142,6 +142,11 @@ std::string size_words(std::int64_t bytes) {
   return fixed(static_cast<double>(bytes) / unit.bytes, 1) + " " + unit.name;
 }
 
+std::string need_words(std::int64_t bytes) {
+  const double tenth = unit_for(bytes, 1).bytes / 10, tenths = std::ceil(static_cast<double>(bytes) / tenth);
+  return size_words(static_cast<std::int64_t>(std::ceil(tenths * tenth)));
+}
+
 double parse_number(const std::string& text, const std::string& what) {
   double value = 0;
   const char* end = text.data() + text.size();

@@ -33,6 +33,7 @@ struct Unit {
 };
 Unit unit_for(std::int64_t largest, double least = 10);
 std::string size_words(std::int64_t bytes);  // 21.4 GiB
+std::string need_words(std::int64_t bytes);  // rounded up, so that what does not fit reads so
 
 inline constexpr std::int64_t kMaxCount = std::int64_t{1} << 50;  // what one tensor may hold
 

@@ -6,6 +6,7 @@ which are freed after it. So no decoded weight outlives its use, whatever the la
 
 import functools
 import math
+import typing
 from ctypes import byref
 
 import torch
@@ -18,8 +19,10 @@ from .shards import local
 _aten = torch.ops.aten
 
 
-@torch.library.custom_op("scruple::decode_weight", mutates_args=())
-def _decode_traced(codes: torch.Tensor, scale: torch.Tensor, form: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+@torch.library.custom_op("scruple::decode_weight", mutates_args=())  # torch 2.6 knows no list[int]
+def _decode_traced(
+    codes: torch.Tensor, scale: torch.Tensor, form: str, shape: typing.Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
     """Store.decode, for torch.compile."""
     return Store(codes, scale, _abi.format_named(form), shape, dtype).decode()
 
