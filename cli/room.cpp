@@ -64,9 +64,11 @@ bool fit(train::Job& job, bool any_recompute, bool any_offload, std::int64_t dev
   using train::Recompute;
   const auto either = [&](bool is) { return any_offload ? std::vector{false, true} : std::vector{is}; };
   std::vector<Recompute> recomputes = {job.recompute};
-  if (any_recompute)
-    recomputes = {Recompute::none, Recompute::norms, Recompute::mlp, Recompute::keep_attention,
-                  Recompute::block};
+  if (any_recompute) {
+    recomputes.clear();
+    for (std::size_t i = 0; i < std::size(train::kRecomputes); ++i)
+      recomputes.push_back(static_cast<Recompute>(i));
+  }
   const std::vector<bool> states = either(job.offloads_state), activations = either(job.offloads);
   for (const bool state : states)
     for (const Recompute recompute : recomputes)
